@@ -1,0 +1,55 @@
+"""Every error that halfstep raises on purpose.
+
+Each message says what is wrong, what was found, what is allowed and what to do. The command line
+prints it on one line and leaves with the class's ``exit_code``; a library user catches
+:class:`HalfstepError` or one of its children.
+"""
+
+from __future__ import annotations
+
+
+class HalfstepError(Exception):
+    """The base of all errors that halfstep raises on purpose.
+
+    Attributes:
+        exit_code: The process exit status of the command line: 2 means refused before any work was
+            lost, 3 means stopped by a numerics guard.
+    """
+
+    exit_code = 2
+
+
+class ConfigError(HalfstepError, ValueError):
+    """A configuration key, type or combination that cannot be run; the message holds the key."""
+
+
+class PrecisionError(HalfstepError, ValueError):
+    """A precision policy that cannot be honoured exactly; the message names the nearest that can.
+
+    Law: a policy is applied exactly or refused, never silently replaced.
+    """
+
+
+class DataError(HalfstepError, ValueError):
+    """Input data that cannot be used; the message names the file and, where known, the offset."""
+
+
+class CheckpointError(HalfstepError, RuntimeError):
+    """A checkpoint or model folder that is damaged, foreign, incompatible or cannot be written."""
+
+
+class NonFiniteError(HalfstepError, ArithmeticError):
+    """A run stopped because a number overflowed or became NaN and going on could not help.
+
+    Attributes:
+        cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
+            inf gradients, and scaling cannot help), ``"loss_scale_floor"`` or ``"skip_limit"``.
+        parameters: Names of the parameters whose gradients were not finite, as far as known.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, cause: str, parameters: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.parameters = parameters

@@ -1,0 +1,151 @@
+"""Floating-point formats as values: what each can hold, how finely, and how it rounds.
+
+Everything here follows from two numbers, the bits of the exponent and the bits of the mantissa, by
+the definitions of IEEE 754-2019 section 3.4 and, for the 8-bit formats, of the OCP 8-bit Floating
+Point Specification (OFP8) revision 1.0, section 5. Nothing is read from ``torch.finfo``: the tests
+compare the two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """One binary floating-point format: a sign bit, an exponent field and a mantissa field.
+
+    Attributes:
+        name: The short name users type, for example ``"bf16"``.
+        exponent_bits: Width of the exponent field, in bits.
+        mantissa_bits: Width of the stored mantissa field, in bits (the leading 1 is implied).
+        dtype: The torch dtype that stores it, or None where torch stores it as fp32 (tf32).
+        finite_only: True for the OCP "fn" formats: no infinity, and only the all-ones pattern is
+            NaN, which leaves the top exponent for numbers.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    dtype: torch.dtype | None
+    finite_only: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Width of the whole number, in bits."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field: 2^(exponent_bits - 1) - 1."""
+        return int(2 ** (self.exponent_bits - 1)) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 1 - self.bias
+
+    @property
+    def max(self) -> float:
+        """Largest finite value: 65504 for fp16, 448 for e4m3fn."""
+        if self.finite_only:
+            return (2.0 - 2.0 * self.eps) * 2.0 ** (self.bias + 1)
+        return (2.0 - self.eps) * 2.0**self.bias
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest positive number that has the full precision."""
+        return 2.0**self.min_exponent
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive number: 2^-24 for fp16, 2^-149 for fp32."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """Gap between 1 and the next larger number: 2^-mantissa_bits."""
+        return 2.0**-self.mantissa_bits
+
+    def ulp(self, value: float) -> float:
+        """The gap between the numbers of this format around ``value``.
+
+        Args:
+            value: Any finite number within the format's range.
+
+        Returns:
+            The unit in the last place at ``value``; the subnormal gap below ``min_normal``.
+
+        Raises:
+            ValueError: If ``value`` is not finite or beyond the largest finite value.
+
+        Example:
+            >>> BF16.ulp(1.0), FP16.ulp(2048.0)
+            (0.0078125, 2.0)
+        """
+        if not abs(value) <= self.max:
+            raise ValueError(f"{self.name} has no gap at {value}: allowed is |x| <= {self.max:g}")
+        exponent = math.frexp(value)[1] - 1 if value else self.min_exponent
+        return 2.0 ** (max(exponent, self.min_exponent) - self.mantissa_bits)
+
+    def round_to(
+        self,
+        values: Tensor,
+        rounding: Rounding = "nearest",
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Round every element to a number of this format.
+
+        Args:
+            values: Any shape, any floating dtype; computed in fp64, which holds every number of
+                every format here, so one rounding happens and no second.
+            rounding: ``"nearest"`` is round to nearest, ties to even; ``"stochastic"`` goes up with
+                a probability equal to the fraction that would be cut off, so its mean is exact.
+            generator: Source of the random bits of stochastic rounding, on the values' device.
+
+        Returns:
+            fp64, same shape: numbers of this format. Beyond the largest finite value the result is
+            inf, or NaN where the format has no infinity.
+
+        Raises:
+            ValueError: If ``rounding`` is neither of the two.
+
+        **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven); OFP8 1.0, 5.2 (no saturation).
+
+        Example:
+            >>> FP16.round_to(torch.tensor([65519.0, 65520.0, 2.0**-25])).tolist()
+            [65504.0, inf, 0.0]
+        """
+        x = values.double()
+        exponent = torch.frexp(x).exponent.double() - 1
+        gap = torch.exp2(exponent.clamp(min=self.min_exponent) - self.mantissa_bits)
+        steps = x / gap
+        if rounding == "nearest":
+            steps = torch.round(steps)
+        elif rounding == "stochastic":
+            noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+            steps = torch.floor(steps + noise)
+        else:
+            raise ValueError(f"rounding is {rounding!r}; allowed: 'nearest', 'stochastic'")
+        rounded = torch.where(x.isfinite(), steps * gap, x)
+        beyond = rounded.abs() > self.max
+        if self.finite_only:
+            return torch.where(beyond, torch.full_like(x, math.nan), rounded)
+        return torch.where(beyond, torch.full_like(x, math.inf).copysign(x), rounded)
+
+
+FP32 = FloatFormat("fp32", 8, 23, torch.float32)
+TF32 = FloatFormat("tf32", 8, 10, None)
+BF16 = FloatFormat("bf16", 8, 7, torch.bfloat16)
+FP16 = FloatFormat("fp16", 5, 10, torch.float16)
+E4M3FN = FloatFormat("e4m3fn", 4, 3, torch.float8_e4m3fn, finite_only=True)
+E5M2 = FloatFormat("e5m2", 5, 2, torch.float8_e5m2)
+
+FORMATS = {form.name: form for form in (FP32, TF32, BF16, FP16, E4M3FN, E5M2)}

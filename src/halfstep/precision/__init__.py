@@ -1,0 +1,1 @@
+"""The precision library: knows torch, knows nothing of training."""

@@ -1,0 +1,145 @@
+"""Read a precision policy from a name, a string of fields or a file."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+from halfstep.precision.policy import ALIASES, DTYPES, POLICIES, POLICY_FIELDS, PrecisionPolicy
+
+
+def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
+    """Read a policy from its name, alias, field string or ``.toml`` file.
+
+    Grammar: ``key=value`` pairs joined by commas. Keys: ``params compute output grad reduce
+    master`` (fp32, bf16, fp16; compute also tf32), ``scale`` (none, static, dynamic) and the fields
+    of :class:`~halfstep.precision.loss_scale.LossScaleConfig`. What is left out follows from what
+    is there: compute from params; master is fp32; grad and reduce follow master; scale is dynamic
+    where compute is fp16. A file holds the same keys, and ``base`` for a policy to start from.
+
+    Raises:
+        PrecisionError: For an unknown name, key or value, or fields that contradict each other.
+
+    Example:
+        >>> str(parse_policy("bf16"))
+        'bf16-mixed'
+        >>> str(parse_policy("params=fp16"))
+        'fp16-master'
+        >>> parse_policy("fp16-mixd")
+        Traceback (most recent call last):
+        ...
+        halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
+'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, fp16-mixed, bf16-master, fp16-master, bf16-pure, \
+fp16-pure, a string such as 'params=bf16,compute=bf16,master=fp32', or a .toml file
+    """
+    if isinstance(spec, PrecisionPolicy):
+        return spec
+    name = spec.strip()
+    name = ALIASES.get(name, name)
+    if name in POLICIES:
+        return POLICIES[name]
+    if name.endswith(".toml"):
+        return _read_file(Path(name))
+    if "=" in name:
+        pairs = [part.partition("=") for part in name.split(",")]
+        keys = [key.strip() for key, _, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise PrecisionError(f"{name!r} gives a key twice")
+        return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, None)
+    known = [*POLICIES, *ALIASES]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    raise PrecisionError(
+        f"unknown precision policy {spec!r}{hint} Allowed: {', '.join(POLICIES)}, a string such as "
+        "'params=bf16,compute=bf16,master=fp32', or a .toml file"
+    )
+
+
+def _read_file(path: Path) -> PrecisionPolicy:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
+    base = table.pop("base", None)
+    if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
+        raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
+    try:
+        values = {
+            key: value if isinstance(value, str) else repr(value) for key, value in table.items()
+        }
+        return _from_fields(values, parse_policy(base) if base else None)
+    except PrecisionError as error:
+        raise PrecisionError(f"policy file {path}: {error}") from error
+
+
+def _from_fields(values: dict[str, str], base: PrecisionPolicy | None) -> PrecisionPolicy:
+    """Build a policy from spelled fields over a base, filling what was left out."""
+    allowed = [*POLICY_FIELDS, "scale", *LOSS_SCALE_FIELDS]
+    for key in values:
+        if key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(allowed)}")
+    tf32 = values.get("compute") == "tf32"
+    dtypes = {
+        POLICY_FIELDS[key]: _read_dtype(key, value)
+        for key, value in values.items()
+        if key in POLICY_FIELDS and not (key == "compute" and tf32)
+    }
+    if base is None:
+        params = dtypes.setdefault("param_dtype", torch.float32)
+        compute = dtypes.setdefault("compute_dtype", torch.float32 if tf32 else params)
+        master = dtypes.setdefault("master_dtype", torch.float32)
+        dtypes.setdefault("grad_dtype", master)
+        dtypes.setdefault("reduce_dtype", master)
+        scale = LossScaleConfig(kind="dynamic" if compute == torch.float16 else "none")
+        base = PrecisionPolicy(**dtypes, tf32=tf32, loss_scale=scale)
+    elif "compute" in values:
+        dtypes.setdefault("compute_dtype", torch.float32)
+        if dtypes["compute_dtype"] != base.compute_dtype:  # a scale fits a format, not its heir
+            kind: Kind = "dynamic" if dtypes["compute_dtype"] == torch.float16 else "none"
+            base = replace(base, loss_scale=LossScaleConfig(kind=kind))
+    else:
+        tf32 = base.tf32
+    options: dict[str, Any] = {}
+    if "scale" in values:
+        options["kind"] = values["scale"]
+        if values["scale"] not in get_args(Kind):
+            raise PrecisionError(f"scale={values['scale']}; allowed: {', '.join(get_args(Kind))}")
+    for key in LOSS_SCALE_FIELDS:
+        if key in values:
+            options[key] = _read_number(key, values[key])
+    if set(options) - {"kind"} and options.get("kind", base.loss_scale.kind) == "none":
+        raise PrecisionError(
+            f"{', '.join(sorted(set(options) - {'kind'}))} given, but this policy does not scale "
+            "the loss; add scale=dynamic or scale=static"
+        )
+    return replace(
+        base,
+        **dtypes,
+        tf32=tf32,
+        loss_scale=replace(base.loss_scale, **options),
+    )
+
+
+def _read_dtype(key: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        allowed = [*DTYPES, "tf32"] if key == "compute" else [*DTYPES]
+        raise PrecisionError(f"{key}={value}; allowed: {', '.join(allowed)}")
+    return DTYPES[value]
+
+
+def _read_number(key: str, text: str) -> float | int:
+    try:
+        value = float(text)
+        integer = key in ("growth_interval", "hysteresis", "max_consecutive_skips")
+        return int(text) if integer else value
+    except ValueError:
+        raise PrecisionError(f"{key}={text}; allowed: a number") from None

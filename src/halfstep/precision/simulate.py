@@ -1,0 +1,96 @@
+"""fp16 arithmetic on a CPU, fast enough to live with: fp32 products with fp16 rounding.
+
+torch multiplies fp16 matrices on most CPUs with scalar code. Inside :func:`simulated_fp16` every
+matrix product, convolution and attention over fp16 CPU tensors runs instead as: operands to fp32
+(exact), the fp32 kernel, the result rounded once to fp16. That is what a tensor core does: fp16
+operands, exact products, fp32 accumulation, one rounding. So overflow becomes inf at 65520, values
+below 2^-25 become 0, and only the order of the fp32 additions differs from torch's own kernel.
+
+Attention differs in one more place: the fp32 kernel does not round the softmax probabilities to
+fp16 between its two products.
+
+The mode sits below autograd and autocast, so it must be entered around the forward AND the
+backward; :class:`halfstep.Precision` does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+
+# Operators whose fp16 CPU kernels are scalar. All floating outputs take the operands' dtype, except
+# that attention returns its log-sum-exp in fp32 (output 1), which must stay so for the backward.
+_PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.mv.default,
+        _aten.addmv.default,
+        _aten.dot.default,
+        _aten.vdot.default,
+        _aten.addr.default,
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float16 and value.device.type == "cpu"
+
+
+def _map(convert: Callable[[Tensor], Tensor], when: torch.dtype, values: Any) -> Any:
+    """Convert every tensor of dtype ``when`` in a flat or once nested argument list."""
+    if isinstance(values, Tensor):
+        return convert(values) if values.dtype == when else values
+    if isinstance(values, tuple | list):
+        return type(values)(_map(convert, when, value) for value in values)
+    return values
+
+
+class SimulatedHalf(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reroute fp16 CPU products through fp32 kernels while the mode is entered."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        simulated = func in _PRODUCTS or func is _ATTENTION
+        if not (simulated and any(_is_half(arg) for arg in args)):
+            return func(*args, **kwargs)
+        args = _map(Tensor.float, torch.float16, args)
+        kwargs = {key: _map(Tensor.float, torch.float16, value) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        if func is _ATTENTION:
+            return (result[0].half(), *result[1:])
+        return _map(Tensor.half, torch.float32, result)
+
+
+def simulated_fp16() -> SimulatedHalf:
+    """A context in which fp16 products on CPU tensors run through fp32 kernels.
+
+    Returns:
+        A re-entrant-safe context manager; enter a new one each time. Tensors on other devices and
+        of other dtypes are untouched.
+
+    Example:
+        >>> a, b = torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half()
+        >>> with simulated_fp16():
+        ...     print((a @ b).item())
+        inf
+    """
+    return SimulatedHalf()  # type: ignore[no-untyped-call]
