@@ -1,4 +1,4 @@
-"""Precision: the object that a training loop holds, and StepResult: what a step really did.
+"""Precision: the object that a training loop holds.
 
 One optimizer step, in this order (the order of Megatron-Core's mixed-precision optimizer)::
 
@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,33 +39,7 @@ from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import Fp32Masters, NoMasters
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
-
-Reason = Literal["overflow", "nan_gradients"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one optimizer step did; right for fused, foreach and loop optimizers alike."""
-
-    applied: bool
-    """Whether the weights were updated."""
-    reason: Reason | None
-    """Why not: ``"overflow"`` (infinities in the scaled gradients), ``"nan_gradients"`` (NaN and no
-    infinity), or None."""
-    loss: float
-    """Sum of the losses given to ``backward`` since the last step, unscaled."""
-    grad_norm: float
-    """Global 2-norm of the unscaled gradients before clipping; not finite on a skipped step."""
-    loss_scale: float
-    """The scale that this step's gradients carried."""
-    next_loss_scale: float
-    """The scale after this step."""
-    skipped_total: int
-    """Skipped steps so far, this one included."""
-    skipped_in_a_row: int
-    """Consecutive skipped steps that end with this one; 0 if it was applied."""
-    nonfinite_parameters: tuple[str, ...]
-    """Parameters whose gradients were not finite, NaN first."""
+from halfstep.precision.result import Reason, StepResult
 
 
 class Precision:
@@ -80,8 +53,7 @@ class Precision:
         >>> for _ in range(3):
         ...     with precision.autocast():
         ...         loss = model(torch.ones(8, 4)).square().mean()
-        ...     precision.backward(loss)
-        ...     result = precision.step(max_norm=1.0)
+        ...     result = precision.step(loss, max_norm=1.0)
         >>> result.applied, result.loss_scale
         (True, 1.0)
     """
@@ -152,12 +124,13 @@ class Precision:
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
 
-    def step(self, max_norm: float | None = None) -> StepResult:
+    def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
         """Check, unscale, clip and apply the gradients, or skip the step; then clear them.
 
         Gradients are consumed: every ``grad`` is None afterwards, so ``zero_grad`` is not needed.
 
         Args:
+            loss: Handed to :meth:`backward` first; leave it out after calls of ``backward``.
             max_norm: Clip the global 2-norm of the unscaled gradients to this, or None.
 
         Returns:
@@ -170,17 +143,19 @@ class Precision:
                 a row were skipped. Weights and optimizer state are as before the step.
             PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
         """
+        if loss is not None:
+            self.backward(loss)
         gradients = self._named_gradients()
         scale = self.loss_scale.value
         try:
-            loss, scaled_norm = self._read(gradients)
+            loss_value, scaled_norm = self._read(gradients)
             found = NonFinite((), ())
             if not math.isfinite(scaled_norm):
                 found = find_nonfinite(gradients.items())
                 if not found.names:  # finite gradients, but their squares overflow fp32
                     scaled_norm = float(exact_global_norm(list(gradients.values())))
             if found.names:
-                return self._skip(loss, scaled_norm, found)
+                return self._skip(loss_value, scaled_norm, found)
             norm = scaled_norm / scale
             multiply_(list(gradients.values()), clip_factor(norm, max_norm) / scale)
             self.optimizer.step()
@@ -192,7 +167,7 @@ class Precision:
                     parameter.grad = None
         self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
-        return self._result(loss, norm, scale, NonFinite((), ()))
+        return self._result(loss_value, norm, scale, NonFinite((), ()))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by the model's names: masters, or the parameters."""

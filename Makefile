@@ -1,0 +1,41 @@
+# make demo        train a GPT in fp32 and bf16-mixed on real text and compare (about 5 minutes)
+# make test        install what tests need and run them
+# make check       lint, format, types, then the tests: what .ci/run does, but for the wheel
+# make test-slow   the tests marked slow
+# make benchmark   the figures of benchmarks/README.md on this machine
+
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test test-slow lint check wheel benchmark clean
+
+demo:
+	@VENV=$(VENV) scripts/setup-venv.sh
+	@$(BIN)/halfstep demo
+
+test:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+lint:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+check: lint test
+
+wheel:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python scripts/check_wheel.py
+
+benchmark:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python benchmarks/train_cpu.py
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,7 @@
+"""``python -m halfstep`` is ``halfstep``."""
+
+import sys
+
+from halfstep.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from halfstep.training.loop import Tick
+
+_LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def megabytes(count: float) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{count / 1e6:,.0f} MB"
+
+
+class RunDisplay:
+    """Shows preparation and training on stderr; a context manager."""
+
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
+        self._title = title
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._last_line = 0.0
+
+    def __enter__(self) -> RunDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._console.print(text, markup=False)
+
+    def prepared(self, what: str, done: int, total: int) -> None:
+        """Show how far the preparation of the data is; bytes."""
+        text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        self._show(what, done, total, text)
+        if not self._console.is_terminal and done < total:
+            self._line(f"{what}: {text}")
+
+    def stepped(self, tick: Tick, max_steps: int) -> None:
+        """Show one step of training."""
+        record = tick.record
+        parts = [f"step {record.step}/{max_steps}", f"loss {record.loss:.3f}"]
+        if record.loss_scale is not None and record.loss_scale != 1:
+            parts.append(f"scale 2^{record.loss_scale.hex().split('p')[1].lstrip('+')}")
+        if record.skipped_total:
+            parts.append(f"skipped {record.skipped_total}")
+        parts.append(f"{record.tokens_per_second:,.0f} tok/s")
+        parts.append(f"{duration(tick.seconds_left)} left")
+        text = "  ".join(parts)
+        self._show(self._title, record.step, max_steps, text)
+        if not record.applied:
+            self.say(
+                f"step {record.step}: skipped ({record.skip_reason}) at loss scale "
+                f"{record.loss_scale:g}"
+            )
+        if tick.evaluation is not None:
+            bits = tick.evaluation.bits_per_byte
+            suffix = f", {bits:.3f} bits per byte" if bits is not None else ""
+            self.say(f"step {record.step}: validation loss {tick.evaluation.loss:.4f}{suffix}")
+        if not self._console.is_terminal:
+            self._line(f"{self._title}: {text}")
+
+    def _show(self, key: str, done: int, total: int, text: str) -> None:
+        if key not in self._tasks:
+            for old in self._tasks.values():
+                self._progress.remove_task(old)
+            self._tasks = {key: self._progress.add_task(key, total=total, text="")}
+        self._progress.update(self._tasks[key], completed=done, total=total, text=text)
+
+    def _line(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._last_line >= _LINE_EVERY:
+            self._last_line = now
+            self.say(text)
+
+
+def write_out(text: str) -> None:
+    """Print a result on stdout."""
+    sys.stdout.write(text + "\n")

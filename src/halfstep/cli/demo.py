@@ -1,0 +1,121 @@
+"""``halfstep demo``: the same run in several precisions, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from halfstep.cli.console import megabytes, write_out
+from halfstep.cli.generate import continue_text
+from halfstep.cli.source import Source
+from halfstep.errors import ConfigError, HalfstepError
+from halfstep.precision.parse import parse_policy
+from halfstep.training.run_folder import load_trained
+
+_COLUMNS = (
+    "precision",
+    "val loss",
+    "tokens/s",
+    "peak memory",
+    "loss scale",
+    "applied",
+    "skipped",
+    "seconds",
+)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train in each precision in a process of its own, then print a sample and a table."""
+    steps = arguments.max_steps
+    if steps < 1:
+        raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
+    policies = [str(parse_policy(text)) for text in arguments.precisions]
+    root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    rows = []
+    for precision in policies:
+        # A process each: peak memory is a property of a process, and so is what it has cached.
+        begin = time.perf_counter()
+        command = [sys.executable, "-m", "halfstep", "train", "--config", arguments.config]
+        command += ["--precision", precision, "--max-steps", str(steps)]
+        command += ["--eval-every", str(steps), "--save-every", "0"]
+        command += ["--schedule.warmup_steps", str(min(20, steps))]
+        command += ["--output-dir", str(root / precision)]
+        code = subprocess.run(command, check=False).returncode
+        if code != 0:
+            return code
+        rows.append(_row(root / precision, precision, time.perf_counter() - begin))
+    sample = _sample(root / policies[-1])
+    write_out(f"\nA sample of the {policies[-1]} model after {steps} steps:\n\n{sample}\n")
+    write_out(_table(rows))
+    if len(rows) > 1:
+        write_out(_savings(rows[0], rows[-1]))
+    write_out(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
+              f" --max-steps {steps * 10}")  # fmt: skip
+    return 0
+
+
+def _row(folder: Path, precision: str, seconds: float) -> dict[str, Any]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    if not records:
+        raise HalfstepError(f"{folder}: no step was taken")
+    last = records[-1]
+    return {
+        "precision": precision,
+        "val_loss": last["val_loss"],
+        "tokens_per_second": median(record["tokens_per_second"] for record in records),
+        "peak_memory_bytes": last["peak_memory_bytes"],
+        "loss_scale": last["loss_scale"],
+        "applied": last["step"] - last["skipped_total"],
+        "skipped": last["skipped_total"],
+        "seconds": seconds,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    cells = [_COLUMNS] + [
+        (
+            row["precision"],
+            f"{row['val_loss']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+            megabytes(row["peak_memory_bytes"]),
+            f"{row['loss_scale']:g}",
+            str(row["applied"]),
+            str(row["skipped"]),
+            f"{row['seconds']:.0f}",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def _savings(first: dict[str, Any], last: dict[str, Any]) -> str:
+    speed = last["tokens_per_second"] / first["tokens_per_second"]
+    memory = 1 - last["peak_memory_bytes"] / first["peak_memory_bytes"]
+    loss = last["val_loss"] / first["val_loss"] - 1
+    return (
+        f"\n{last['precision']} against {first['precision']}: {speed:.2f} times the tokens per "
+        f"second, {memory:.0%} less peak memory of the process, validation loss {loss:+.2%}"
+    )
+
+
+def _sample(folder: Path) -> str:
+    model, tokenizer, config = load_trained(folder)
+    policy = parse_policy("fp32")
+    source = Source(model.eval(), tokenizer, config, policy, torch.device("cpu"))
+    return continue_text(source, "def ", max_new_tokens=120, temperature=0.7, top_k=50)

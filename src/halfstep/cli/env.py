@@ -1,0 +1,53 @@
+"""``halfstep env``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from halfstep.cli.console import write_out
+from halfstep.training.environment import choose_device, environment, gemm_table
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a report to paste into an issue: versions, machine, precisions and GEMM rates."""
+    device = choose_device(arguments.device)
+    report = environment(device)
+    report["gemm"] = gemm_table(device)
+    if arguments.json:
+        write_out(json.dumps(report, indent=1))
+        return 0
+    cpu = report["cpu"]
+    lines = [
+        ("python", f"{report['python']} on {report['platform']}"),
+        (
+            "packages",
+            ", ".join(f"{name} {version}" for name, version in report["packages"].items()),
+        ),
+        (
+            "cpu",
+            f"{cpu['name']}, {cpu['cores']} cores, {cpu['torch_threads']} torch threads, "
+            f"{cpu['vector_instructions']}, bf16 instructions: "
+            f"{'yes' if cpu['bf16_instructions'] else 'no'}",
+        ),
+        ("memory", f"{report['memory_bytes'] / 2**30:.1f} GiB"),
+        (
+            "gpus",
+            "; ".join(
+                f"{gpu['name']} ({gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB)"
+                for gpu in report["gpus"]
+            )
+            or "none seen by torch",
+        ),
+        ("device", report["device"]),
+    ]
+    write_out("\n".join(f"{key:<9} {value}" for key, value in lines))
+    write_out(f"\n{'precision':<12} {'here':<10} reason")
+    for name, row in report["precisions"].items():
+        write_out(f"{name:<12} {row['status']:<10} {row['reason']}")
+    write_out(f"\n{'format':<7} {'here':<10} measured matrix products (GFLOP/s)")
+    for row in report["gemm"]:
+        rate = row.get("gemm_flops_per_second")
+        text = "-" if rate is None else f"{rate / 1e9:,.0f}"
+        write_out(f"{row['format']:<7} {row['status']:<10} {text}")
+    return 0

@@ -1,0 +1,65 @@
+"""``halfstep evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+
+from halfstep.cli.console import RunDisplay, write_out
+from halfstep.cli.source import open_source
+from halfstep.data.batches import validation_batches
+from halfstep.data.config import DataConfig
+from halfstep.data.prepare import prepare
+from halfstep.errors import ConfigError
+from halfstep.training.evaluate import evaluate
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print loss, perplexity and bits per byte of a trained model."""
+    source = open_source(arguments)
+    config = source.config
+    if config is None and not arguments.data:
+        raise ConfigError("evaluate --model needs --data, the text to measure on")
+    if arguments.batch_size < 1 or arguments.max_batches < 0:
+        raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
+    with RunDisplay("evaluate") as display:
+        if arguments.data:
+            data = DataConfig(
+                train=tuple(arguments.data), validation=tuple(arguments.data), tokenizer="bytes"
+            )
+        else:
+            assert config is not None
+            data = config.data
+        folder = f"{arguments.run}/tokenizer" if arguments.run else arguments.model
+        data = dataclasses.replace(data, tokenizer=folder)
+        tokens = prepare(data, progress=display.prepared).validation
+    result = evaluate(
+        source.model.loss_sum,
+        validation_batches(
+            tokens,
+            block_size=config.block_size if config else source.model.config.block_size,
+            batch_size=arguments.batch_size,
+            max_batches=arguments.max_batches or None,
+        ),
+        source.policy,
+        source.device,
+        tokens.tokens_per_byte,
+    )
+    numbers = {
+        "loss": result.loss,
+        "perplexity": math.exp(result.loss) if result.loss < 700 else math.inf,
+        "bits_per_byte": result.bits_per_byte,
+        "tokens": result.tokens,
+        "precision": str(source.policy),
+    }
+    if arguments.json:
+        write_out(json.dumps({key: value for key, value in numbers.items() if value is not None}))
+        return 0
+    bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
+    write_out(
+        f"loss {result.loss:.4f} nats per token, perplexity {numbers['perplexity']:.2f}{bits}, "
+        f"on {result.tokens:,} tokens in {source.policy}"
+    )
+    return 0

@@ -1,0 +1,53 @@
+"""The trained model that ``generate`` and ``evaluate`` work on: of a run, or a folder."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from halfstep.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.models.gpt import GPT
+from halfstep.models.hf import load_gpt2
+from halfstep.precision.autocast import require_support
+from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy import PrecisionPolicy
+from halfstep.training.config import TrainConfig
+from halfstep.training.environment import choose_device
+from halfstep.training.run_folder import load_trained
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model in evaluation mode on its device, under its policy."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    config: TrainConfig | None
+    """The run's configuration; None for a Hugging Face folder."""
+    policy: PrecisionPolicy
+    device: torch.device
+
+
+def open_source(arguments: argparse.Namespace) -> Source:
+    """Load what ``--run`` or ``--model`` names, in the precision that was asked for.
+
+    Raises:
+        HalfstepError: For a folder that is no run or no model, or a policy that cannot be honoured.
+    """
+    device = choose_device(arguments.device)
+    config: TrainConfig | None = None
+    if arguments.run is not None:
+        model, tokenizer, config = load_trained(Path(arguments.run))
+        precision = arguments.precision or config.precision
+    else:
+        model = load_gpt2(Path(arguments.model))
+        tokenizer = load_tokenizer(Path(arguments.model))
+        precision = arguments.precision or "fp32"
+    policy = parse_policy(precision)
+    require_support(policy, device)
+    cast_parameters_(model, policy.param_dtype)
+    return Source(model.to(device).eval(), tokenizer, config, policy, device)

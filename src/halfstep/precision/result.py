@@ -1,0 +1,33 @@
+"""What one optimizer step really did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal["overflow", "nan_gradients"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did; right for fused, foreach and loop optimizers alike."""
+
+    applied: bool
+    """Whether the weights were updated."""
+    reason: Reason | None
+    """Why not: ``"overflow"`` (infinities in the scaled gradients), ``"nan_gradients"`` (NaN and no
+    infinity), or None."""
+    loss: float
+    """Sum of the losses given to ``backward`` since the last step, unscaled."""
+    grad_norm: float
+    """Global 2-norm of the unscaled gradients before clipping; not finite on a skipped step."""
+    loss_scale: float
+    """The scale that this step's gradients carried."""
+    next_loss_scale: float
+    """The scale after this step."""
+    skipped_total: int
+    """Skipped steps so far, this one included."""
+    skipped_in_a_row: int
+    """Consecutive skipped steps that end with this one; 0 if it was applied."""
+    nonfinite_parameters: tuple[str, ...]
+    """Parameters whose gradients were not finite, NaN first."""

@@ -1,0 +1,64 @@
+"""The validation loss, in the training precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.errors import DataError
+from halfstep.precision.autocast import autocast
+from halfstep.precision.policy import PrecisionPolicy
+from halfstep.training.step import Batch, LossSum, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A validation result.
+
+    Attributes:
+        loss: Mean negative log-likelihood, in nats per token.
+        tokens: Target tokens it was measured on.
+        bits_per_byte: The loss in bits per UTF-8 byte of text: comparable between tokenizers. None
+            where the bytes behind the tokens are not known.
+    """
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+
+
+def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
+    """Nats per token to bits per byte: loss / ln 2 times tokens per byte."""
+    return loss / math.log(2) * tokens / text_bytes
+
+
+@torch.no_grad()
+def evaluate(
+    loss_sum: LossSum,
+    batches: Iterable[Batch],
+    policy: PrecisionPolicy,
+    device: torch.device,
+    tokens_per_byte: float | None = None,
+) -> Evaluation:
+    """Measure the mean loss over batches; every counted target once.
+
+    The model must be in evaluation mode already. Sums are kept in fp64 on the host.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    total = 0.0
+    count = 0
+    for batch in batches:
+        with autocast(policy, device):
+            loss, n = loss_sum(to_device(batch, device))
+        total += float(loss)
+        count += int(n)
+    if not count:
+        raise DataError("the validation data has no target token; give more data with --val-data")
+    loss_mean = total / count
+    bits = None if tokens_per_byte is None else loss_mean / math.log(2) * tokens_per_byte
+    return Evaluation(loss_mean, count, bits)

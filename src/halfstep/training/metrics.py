@@ -1,0 +1,97 @@
+"""metrics.jsonl: one JSON object per optimizer step, appended as it happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one step leaves in ``metrics.jsonl``; a None or non-finite value is left out."""
+
+    step: int
+    """Number of the step, from 1; skipped steps count."""
+    applied: bool
+    """Whether the weights were updated."""
+    loss: float | None = None
+    """Training loss before the step, nats per token."""
+    val_loss: float | None = None
+    """Validation loss after the step, nats per token."""
+    learning_rate: float | None = None
+    """Learning rate of the step."""
+    grad_norm: float | None = None
+    """Global gradient norm, unscaled, before clipping."""
+    loss_scale: float | None = None
+    """Scale that the gradients carried."""
+    skip_reason: str | None = None
+    """Why the step was skipped."""
+    skipped_total: int | None = None
+    """Skipped steps so far."""
+    tokens: int | None = None
+    """Target tokens trained on so far, skipped steps included."""
+    tokens_per_second: float | None = None
+    """Of this step: data, forward, backward and update."""
+    flops_per_second: float | None = None
+    """Model arithmetic of this step: (6 N + 12 L C T) per token over its seconds."""
+    gemm_share: float | None = None
+    """flops_per_second as a share of the matrix-product rate measured when the run started."""
+    peak_memory_bytes: int | None = None
+    """CUDA: most memory held by tensors. CPU: largest resident size of the process so far."""
+
+    def to_json(self) -> str:
+        """One line of JSON without absent values."""
+        kept = {
+            key: value
+            for key, value in asdict(self).items()
+            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+        }
+        return json.dumps(kept)
+
+
+class MetricsFile:
+    """Appends records; every line is complete on disk's side of the process at once."""
+
+    def __init__(self, path: Path, keep_until_step: int) -> None:
+        """Open for appending, dropping what a resumed run will write again.
+
+        Args:
+            path: The file; made if absent.
+            keep_until_step: Records of later steps, and a torn last line, are dropped.
+        """
+        if path.exists():
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] <= keep_until_step:
+                        kept.append(line + "\n")
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    continue
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append one record and hand it to the operating system."""
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """CUDA: most memory held by tensors since the start; CPU: peak resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB

@@ -1,0 +1,173 @@
+"""The folder of a run: who may write there and what lies where.
+
+::
+
+    config.toml     the resolved configuration
+    env.json        what machine it ran on
+    metrics.jsonl   one object a step
+    tokenizer/      enough to encode and decode with
+    checkpoints/    step-00000100 ...
+    run.lock        held by the process that writes here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from halfstep.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.models.gpt import GPT
+from halfstep.precision.parse import parse_policy
+from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
+from halfstep.training.config import (
+    TrainConfig,
+    config_from_table,
+    config_to_toml,
+    load_config,
+)
+from halfstep.training.environment import environment
+from halfstep.training.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """An opened run folder; the lock is held until ``close`` or the end of the process."""
+
+    path: Path
+    _lock: IO[str]
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics file."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+def default_run_folder(config: TrainConfig) -> Path:
+    """``runs/NAME-PRECISION-TIME`` for a run that was given no folder."""
+    name = parse_policy(config.precision).name
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{config.name}-{name}")
+    return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / "config.toml").is_file()
+
+
+def require_fresh(path: Path) -> None:
+    """Refuse a folder for a new run that holds anything.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    if is_run(path):
+        raise ConfigError(
+            f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
+            "another --output-dir"
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
+
+
+def create_run(path: Path, session: Session) -> RunFolder:
+    """Make the folder and write what describes the run.
+
+    Raises:
+        ConfigError: If another process made it in the meantime.
+        CheckpointError: If it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path, _lock(path))
+        require_nothing_but_lock = {p.name for p in path.iterdir()} - {"run.lock"}
+        if require_nothing_but_lock:
+            raise ConfigError(f"run.output_dir={path} was filled by another process")
+        session.data.tokenizer.save(path / "tokenizer")
+        report = json.dumps(environment(session.device), indent=1)
+        (path / "env.json").write_text(report, encoding="utf-8")
+        # Written last: its presence is what makes the folder a run.
+        temporary = path / "config.toml.tmp"
+        temporary.write_text(config_to_toml(session.config), encoding="utf-8")
+        os.replace(temporary, path / "config.toml")
+    except OSError as error:
+        raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
+    return folder
+
+
+def reopen_run(path: Path) -> RunFolder:
+    """Open an existing run for writing.
+
+    Raises:
+        ConfigError: If it holds no run, or another process is writing there.
+    """
+    if not is_run(path):
+        raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
+    return RunFolder(path, _lock(path))
+
+
+def run_config(path: Path) -> TrainConfig:
+    """The configuration that a run was started with.
+
+    Raises:
+        ConfigError: If the folder holds no run.
+    """
+    if not is_run(path):
+        raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
+    return load_config(str(path / "config.toml"))
+
+
+def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
+    """The model of a run's newest checkpoint in fp32, its tokenizer and configuration.
+
+    Raises:
+        ConfigError: If the folder holds no run.
+        CheckpointError: If it has no checkpoint, or a damaged one.
+    """
+    run_config(path)
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
+    checkpoint = load_checkpoint(found[-1])
+    config = config_from_table(checkpoint.state["config"])
+    model = GPT(config.model, seed=0)
+    expected = dict(model.named_parameters())
+    if {n: w.shape for n, w in checkpoint.weights.items()} != {
+        n: p.shape for n, p in expected.items()
+    }:
+        raise CheckpointError(f"{found[-1]}: its weights do not fit its own configuration")
+    for name, parameter in expected.items():
+        parameter.data.copy_(checkpoint.weights[name])
+    return model, load_tokenizer(path / "tokenizer"), config
+
+
+def _lock(path: Path) -> IO[str]:
+    file = (path / "run.lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ConfigError(
+            f"run.output_dir={path} is being written by another process ({owner}); wait for it, "
+            "or choose another --output-dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()}\n")
+    file.flush()
+    return file

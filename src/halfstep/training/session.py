@@ -1,0 +1,185 @@
+"""Everything a run needs, made from its configuration and checked before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.data.batches import batch, validation_batches
+from halfstep.data.prepare import PreparedData, prepare
+from halfstep.data.tokenizer import Tokenizer
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.models.gpt import GPT
+from halfstep.models.hf import load_gpt2
+from halfstep.precision.autocast import require_support
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.step import Precision
+from halfstep.training.checkpoint import (
+    Checkpoint,
+    load_optimizer_tensors,
+    load_rng_tensors,
+    optimizer_tensors,
+    rng_tensors,
+)
+from halfstep.training.config import TrainConfig, config_to_table
+from halfstep.training.environment import choose_device
+from halfstep.training.evaluate import Evaluation, evaluate
+from halfstep.training.optimizer import make_optimizer
+from halfstep.training.step import Batch, LossSum
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(slots=True)
+class Session:
+    """A run in memory: model, optimizer and precision, data, and how far it has come."""
+
+    config: TrainConfig
+    device: torch.device
+    data: PreparedData
+    model: GPT
+    precision: Precision
+    loss_sum: LossSum
+    """The model's loss, compiled where asked."""
+    step: int = 0
+    """Steps taken, skipped ones included."""
+    tokens: int = 0
+    """Target tokens trained on."""
+
+    @property
+    def applied(self) -> int:
+        """Steps that updated the weights."""
+        return self.step - self.precision.skipped_total
+
+    def micro_batches(self) -> list[Batch]:
+        """The next step's batch, split for accumulation; a pure function of seed and step."""
+        run = self.config.run
+        size = run.batch_size // run.grad_accum
+        return [
+            batch(
+                self.data.train,
+                seed=run.seed,
+                step=self.step,
+                sequences=range(first, first + size),
+                block_size=self.config.block_size,
+            )
+            for first in range(0, run.batch_size, size)
+        ]
+
+    def validation_batches(self) -> Iterable[Batch]:
+        """What one evaluation measures: always the same windows."""
+        run = self.config.run
+        return validation_batches(
+            self.data.validation,
+            block_size=self.config.block_size,
+            batch_size=run.batch_size // run.grad_accum,
+            max_batches=run.eval_batches or None,
+        )
+
+    def evaluate(self) -> Evaluation:
+        """Validation loss in the training precision."""
+        self.model.eval()
+        try:
+            return evaluate(
+                self.loss_sum,
+                self.validation_batches(),
+                self.precision.policy,
+                self.device,
+                self.data.validation.tokens_per_byte,
+            )
+        finally:
+            self.model.train()
+
+    def checkpoint(self) -> Checkpoint:
+        """All that :meth:`restore` needs to go on bit for bit."""
+        named = self.precision.named_parameters()
+        precision = self.precision.state_dict()
+        del precision["masters"]  # they are the weights below
+        state: dict[str, Any] = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "precision": precision,
+            "config": config_to_table(self.config),
+            "tokenizer": self.data.tokenizer.fingerprint,
+            "torch": torch.__version__,
+        }
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
+        optimizer = optimizer_tensors(self.precision.optimizer, names)
+        return Checkpoint(dict(named), optimizer | rng_tensors(self.device), state)
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Checkpoint, where: Path) -> None:
+        """Go on from a checkpoint of a run with the same model, tokenizer and precision.
+
+        Raises:
+            CheckpointError: If it belongs to another run; nothing is changed then.
+        """
+        state = checkpoint.state
+        if state.get("tokenizer") != self.data.tokenizer.fingerprint:
+            raise CheckpointError(
+                f"{where}: made with another tokenizer; resume with the same data and --tokenizer"
+            )
+        named = self.precision.named_parameters()
+        shapes = {name: tensor.shape for name, tensor in named.items()}
+        if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
+            odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
+            raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
+        masters = checkpoint.weights if self.precision.policy.has_masters else {}
+        self.precision.load_state_dict({**state["precision"], "masters": masters})
+        for name, parameter in named.items():
+            parameter.copy_(checkpoint.weights[name])
+        names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
+        moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
+        load_optimizer_tensors(self.precision.optimizer, names, moments)
+        load_rng_tensors(self.device, checkpoint.optimizer)
+        self.step = int(state["step"])
+        self.tokens = int(state["tokens"])
+
+
+def open_session(config: TrainConfig, progress: Progress) -> Session:
+    """Prepare data and build the model; refuse here whatever cannot be run.
+
+    Raises:
+        HalfstepError: For data, configuration, precision or model folder that cannot be used. No
+            run folder exists yet.
+    """
+    device = choose_device(config.run.device)
+    require_support(parse_policy(config.precision), device)
+    data = prepare(config.data, progress=progress)
+    torch.manual_seed(config.run.seed)  # dropout; weights and batches have generators of their own
+    model = _make_model(config, data.tokenizer).to(device)
+    config = dataclasses.replace(config, model=model.config)
+    optimizer = make_optimizer(model, config.optimizer)
+    precision = Precision(config.precision, model, optimizer)
+    loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
+    session = Session(config, device, data, model.train(), precision, loss_sum)
+    session.micro_batches()  # data shorter than a block is refused here, not at the first step
+    next(iter(session.validation_batches()))
+    return session
+
+
+def _make_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT:
+    """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
+    size = tokenizer.vocab_size
+    if config.run.init_from:
+        model = load_gpt2(Path(config.run.init_from))
+        if model.config.vocab_size < size:
+            raise ConfigError(
+                f"run.init_from={config.run.init_from} has a vocabulary of "
+                f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
+                "use the model's own tokenizer folder"
+            )
+        return model
+    if config.model.vocab_size not in (0, size):
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer="
+            f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
+        )
+    shape = dataclasses.replace(config.model, vocab_size=size)
+    return GPT(shape, seed=config.run.seed)

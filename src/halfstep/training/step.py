@@ -1,0 +1,63 @@
+"""One optimizer step of a model that gives (loss sum, count), from micro-batches to StepResult."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from halfstep.precision.result import StepResult
+from halfstep.precision.step import Precision
+
+Batch = tuple[Tensor, Tensor]
+LossSum = Callable[[Batch], tuple[Tensor, Tensor]]
+
+IGNORED = -100  # the target that F.cross_entropy ignores by default
+
+
+def count_targets(batches: Sequence[Batch]) -> int:
+    """Target tokens that count towards the loss, over all micro-batches; ids on the host."""
+    return sum(int((targets_BT != IGNORED).sum()) for _, targets_BT in batches)
+
+
+def train_step(
+    loss_sum: LossSum,
+    precision: Precision,
+    batches: Sequence[Batch],
+    *,
+    learning_rate: float,
+    max_norm: float | None,
+) -> StepResult:
+    """Take one step; the loss is the mean over all target tokens of all micro-batches.
+
+    Args:
+        loss_sum: Gives the summed loss (fp32 scalar) and the count of one micro-batch.
+        precision: Model and optimizer under their policy.
+        batches: Micro-batches of (tokens, targets), int64 (B, T), on the host.
+        learning_rate: For this step.
+        max_norm: Clip the global gradient norm to this, or None.
+
+    Returns:
+        The step's result; its loss is in nats per token.
+
+    Raises:
+        NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
+    """
+    n = count_targets(batches)  # before any backward: k micro-batches then equal one batch
+    for batch in batches:
+        with precision.autocast():
+            total, _ = loss_sum(to_device(batch, precision.device))
+            loss = total / n
+        precision.backward(loss)
+    for group in precision.optimizer.param_groups:
+        group["lr"] = learning_rate
+    return precision.step(max_norm=max_norm)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; from pinned memory and asynchronously where that is CUDA."""
+    if device.type != "cuda":
+        return batch
+    tokens_BT, targets_BT = (part.pin_memory().to(device, non_blocking=True) for part in batch)
+    return tokens_BT, targets_BT

@@ -1,0 +1,63 @@
+"""Metrics to TensorBoard, for runs that ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from halfstep.errors import ConfigError
+from halfstep.training.metrics import Record
+
+
+class MetricsSink(Protocol):
+    """Where records go besides ``metrics.jsonl``."""
+
+    def write(self, record: Record) -> None:
+        """Take one step's record."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class NoSink:
+    """Nowhere."""
+
+    def write(self, record: Record) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class TensorBoardSink:
+    """Scalars under their metrics.jsonl names, by step."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a writer; steps from ``first_step`` on replace those of an earlier process."""
+        try:  # an optional dependency: the extra "tensorboard"
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "run.report_to=tensorboard needs the package tensorboard: pip install "
+                "'halfstep[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+
+    def write(self, record: Record) -> None:
+        """Write every finite number of the record."""
+        for key, value in dataclasses.asdict(record).items():
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
+                self._writer.add_scalar(key, float(value), record.step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def open_sink(report_to: str, folder: Path, first_step: int) -> MetricsSink:
+    """The sink that ``run.report_to`` names."""
+    if report_to == "tensorboard":
+        return TensorBoardSink(folder / "tensorboard", first_step)
+    return NoSink()
