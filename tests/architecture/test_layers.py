@@ -68,7 +68,9 @@ def test_imports_stand_at_the_top(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top:
             name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-            assert (str(path.relative_to(SOURCE)), name) in OPTIONAL, f"{path}: {name} below the top"
+            assert (str(path.relative_to(SOURCE)), name) in OPTIONAL, (
+                f"{path}: {name} below the top"
+            )
 
 
 def test_there_is_no_cycle():

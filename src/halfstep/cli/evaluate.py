@@ -13,7 +13,7 @@ from halfstep.data.batches import validation_batches
 from halfstep.data.config import DataConfig
 from halfstep.data.prepare import prepare
 from halfstep.errors import ConfigError
-from halfstep.training.evaluate import evaluate
+from halfstep.training.evaluate import evaluate, tokens_per_byte
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         source.policy,
         source.device,
-        tokens.tokens_per_byte,
+        tokens_per_byte(tokens),
     )
     numbers = {
         "loss": result.loss,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from halfstep.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.data.tokenizer import Tokenizer
+from halfstep.data.tokenizer_files import load_tokenizer
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import load_gpt2
 from halfstep.precision.autocast import require_support

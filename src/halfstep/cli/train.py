@@ -29,9 +29,9 @@ INTERRUPTED = 4
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, new or resumed; returns 0, or 4 if a signal ended the run early."""
-    keep_freed_memory()
     overrides = _overrides(arguments)
     path, config = _resolve(arguments, overrides)
+    keep_freed_memory()
     title = f"{config.name} {config.precision}"
     with RunDisplay(title, quiet=arguments.quiet) as display:
         session = open_session(config, display.prepared)
@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
     keys = [key for _, key, _, _ in TRAIN_OPTIONS] + ["run.compile"]
     given = [(key, getattr(arguments, key)) for key in keys]
-    return [(key, value) for key, value in given if value is not None] + arguments.overrides
+    dotted: list[tuple[str, Any]] = arguments.overrides
+    return [(key, value) for key, value in given if value is not None] + dotted
 
 
 def _resolve(

@@ -36,7 +36,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_TEMPORARY = ".writing-"
+_TEMPORARY = ".unfinished-"  # being written or being removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
             f"checkpoint {final} cannot be written: {error}; {last}. Free space or choose another "
             "--output-dir, then go on with --resume"
         ) from error
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+    for old in list_checkpoints(folder)[:-keep]:  # renamed first: a kill leaves no half of one
+        shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
     return final
 
 

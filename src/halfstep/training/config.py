@@ -20,7 +20,7 @@ import tomli_w
 
 from halfstep.data.config import DataConfig
 from halfstep.errors import ConfigError
-from halfstep.models.gpt import GPTConfig
+from halfstep.models.gpt_config import GPTConfig
 from halfstep.precision.parse import parse_policy
 from halfstep.training.optimizer import OptimizerConfig
 from halfstep.training.schedule import ScheduleConfig
@@ -86,7 +86,7 @@ class TrainConfig:
     """A name for the run folder."""
     precision: str = "bf16-mixed"
     """A precision policy: a name, a field string or a .toml file."""
-    model: GPTConfig = field(default_factory=GPTConfig)
+    model: GPTConfig
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -115,8 +115,8 @@ class TrainConfig:
 def shipped_configs() -> dict[str, str]:
     """Name to TOML text of the configurations that come with the package."""
     folder = resources.files("halfstep").joinpath("configs")
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return {f.name.removesuffix(".toml"): f.read_text(encoding="utf-8") for f in files}
+    files = {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
+    return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
 
 
 def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> TrainConfig:
@@ -149,17 +149,18 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> TrainCo
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     table.setdefault("name", Path(spec).stem)
-    for key, value in overrides:
-        _insert(table, key, value)
     try:
-        return _build(TrainConfig, table, "")
+        for key, value in overrides:
+            _insert(table, key, value)
+        return config_from_table(table)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def config_from_table(table: Mapping[str, Any]) -> TrainConfig:
     """A configuration from a nested mapping, as :func:`config_to_table` gives it."""
-    return _build(TrainConfig, table, "")
+    config: TrainConfig = _build(TrainConfig, table, "")
+    return config
 
 
 def config_to_table(config: TrainConfig) -> dict[str, Any]:
@@ -197,6 +198,10 @@ def _build(cls: type[Any], table: Any, path: str) -> Any:
             values[key] = _build(hint, value, f"{path}{key}.")  # type: ignore[arg-type]
         else:
             values[key] = _convert(value, hint, f"{path}{key}")
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in values:
+            raise ConfigError(f"key {path}{f.name} is missing")
     return cls(**values)
 
 

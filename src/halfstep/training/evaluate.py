@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halfstep.data.token_file import TokenFile
 from halfstep.errors import DataError
 from halfstep.precision.autocast import autocast
 from halfstep.precision.policy import PrecisionPolicy
@@ -30,9 +31,9 @@ class Evaluation:
     bits_per_byte: float | None
 
 
-def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
-    """Nats per token to bits per byte: loss / ln 2 times tokens per byte."""
-    return loss / math.log(2) * tokens / text_bytes
+def tokens_per_byte(tokens: TokenFile) -> float | None:
+    """How many tokens a byte of the file's text takes; None where the text is not known."""
+    return tokens.count / tokens.text_bytes if tokens.text_bytes else None
 
 
 @torch.no_grad()
@@ -41,11 +42,18 @@ def evaluate(
     batches: Iterable[Batch],
     policy: PrecisionPolicy,
     device: torch.device,
-    tokens_per_byte: float | None = None,
+    density: float | None = None,
 ) -> Evaluation:
     """Measure the mean loss over batches; every counted target once.
 
     The model must be in evaluation mode already. Sums are kept in fp64 on the host.
+
+    Args:
+        loss_sum: Gives the summed loss and the count of a batch.
+        batches: Tokens and targets, int64 (B, T).
+        policy: Precision of the forward pass.
+        device: Where the model is.
+        density: Tokens per byte of text, for bits per byte; None if unknown.
 
     Raises:
         DataError: If there is no target at all.
@@ -60,5 +68,5 @@ def evaluate(
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")
     loss_mean = total / count
-    bits = None if tokens_per_byte is None else loss_mean / math.log(2) * tokens_per_byte
+    bits = None if density is None else loss_mean / math.log(2) * density
     return Evaluation(loss_mean, count, bits)

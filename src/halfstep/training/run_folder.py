@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from halfstep.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.data.tokenizer import Tokenizer
+from halfstep.data.tokenizer_files import load_tokenizer
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.models.gpt import GPT
 from halfstep.precision.parse import parse_policy

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.data.batches import batch, validation_batches
 from halfstep.data.prepare import PreparedData, prepare
 from halfstep.data.tokenizer import Tokenizer
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import load_gpt2
 from halfstep.precision.autocast import require_support
@@ -29,7 +29,7 @@ from halfstep.training.checkpoint import (
 )
 from halfstep.training.config import TrainConfig, config_to_table
 from halfstep.training.environment import choose_device
-from halfstep.training.evaluate import Evaluation, evaluate
+from halfstep.training.evaluate import Evaluation, evaluate, tokens_per_byte
 from halfstep.training.optimizer import make_optimizer
 from halfstep.training.step import Batch, LossSum
 
@@ -91,7 +91,7 @@ class Session:
                 self.validation_batches(),
                 self.precision.policy,
                 self.device,
-                self.data.validation.tokens_per_byte,
+                tokens_per_byte(self.data.validation),
             )
         finally:
             self.model.train()
@@ -159,8 +159,14 @@ def open_session(config: TrainConfig, progress: Progress) -> Session:
     precision = Precision(config.precision, model, optimizer)
     loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
     session = Session(config, device, data, model.train(), precision, loss_sum)
-    session.micro_batches()  # data shorter than a block is refused here, not at the first step
-    next(iter(session.validation_batches()))
+    for part, first in (
+        ("training", session.micro_batches),
+        ("validation", lambda: next(iter(session.validation_batches()))),
+    ):
+        try:  # data shorter than a block is refused here, not at the first step
+            first()
+        except DataError as error:
+            raise DataError(f"the {part} data is too short: {error}") from error
     return session
 
 

@@ -43,7 +43,7 @@ class TensorBoardSink:
                 "run.report_to=tensorboard needs the package tensorboard: pip install "
                 "'halfstep[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, record: Record) -> None:
         """Write every finite number of the record."""

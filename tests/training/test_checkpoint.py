@@ -1,0 +1,188 @@
+"""Checkpoints: whole or absent, verified, never from non-finite numbers, never the last removed."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.training.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+def example(seed: int = 0, **state) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "a": torch.randn(7, 5, generator=generator),
+        "b": torch.randn(3, generator=generator).bfloat16(),
+    }
+    optimizer = {"a/exp_avg": torch.randn(7, 5, generator=generator), "a/step": torch.tensor(3.0)}
+    return Checkpoint(weights, optimizer, {"step": 3, "note": "Zürich 字", **state})
+
+
+def assert_equal(a: Checkpoint, b: Checkpoint) -> None:
+    for x, y in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert x.keys() == y.keys()
+        for name in x:
+            assert x[name].dtype == y[name].dtype
+            assert torch.equal(x[name], y[name])
+    assert a.state.items() <= b.state.items()
+
+
+def test_round_trip_is_bitwise(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=2)
+    assert path.name == "step-00000003"
+    assert_equal(example(), load_checkpoint(path))
+    assert [p.name for p in (tmp_path / "c").iterdir()] == [path.name]
+
+
+def test_keep_removes_only_older_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, example(step), keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_never_from_non_finite_numbers_and_the_last_good_one_stays(tmp_path, bad, where):
+    good = save_checkpoint(tmp_path, 1, example(), keep=1)
+    broken = example()
+    getattr(broken, where)[{"weights": "a", "optimizer": "a/exp_avg"}[where]][0, 0] = bad
+    with pytest.raises(NonFiniteError, match="is not finite") as error:
+        save_checkpoint(tmp_path, 2, broken, keep=1)
+    assert error.value.cause == "weights"
+    assert list_checkpoints(tmp_path) == [good]
+    assert_equal(example(), load_checkpoint(good))
+
+
+def test_every_single_flipped_bit_and_every_truncation_is_noticed(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+        data = (path / name).read_bytes()
+        for _ in range(40):
+            position = int(torch.randint(len(data), (), generator=generator))
+            bit = int(torch.randint(8, (), generator=generator))
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            (path / name).write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+                load_checkpoint(path)
+            (path / name).write_bytes(data[:position])
+            with pytest.raises(CheckpointError, match="damaged"):
+                load_checkpoint(path)
+        (path / name).write_bytes(data)
+    assert_equal(example(), load_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"{}",
+        json.dumps({"format": 2, "files": {}}).encode(),
+        json.dumps({"format": 1, "files": {"../../etc/passwd": {"sha256": "0"}}}).encode(),
+    ],
+)
+def test_a_foreign_manifest_is_refused(tmp_path, manifest):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_checkpoint(path)
+
+
+def test_missing_files_are_named(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
+        load_checkpoint(path)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path)
+
+
+def test_a_full_disk_leaves_nothing_half_made_and_the_last_one_intact(tmp_path):
+    good = save_checkpoint(tmp_path, 1, example(), keep=1)
+    big = Checkpoint({"a": torch.zeros(1 << 20)}, {}, {"step": 2})
+    old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error instead of a kill
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old_limit[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written.*step-00000001, is intact"):
+            save_checkpoint(tmp_path, 2, big, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+        signal.signal(signal.SIGXFSZ, old_handler)
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+    assert_equal(example(), load_checkpoint(good))
+
+
+SAVER = """
+import sys, pathlib, torch
+from halfstep.training.checkpoint import Checkpoint, save_checkpoint
+folder = pathlib.Path(sys.argv[1])
+print("ready", flush=True)
+for step in range(1, 10**6):
+    tensors = {"a": torch.full((1 << 18,), float(step))}
+    save_checkpoint(folder, step, Checkpoint(tensors, dict(tensors), {"step": step}), keep=2)
+"""
+
+
+def test_kill_at_any_instant_leaves_only_checkpoints_that_load_right(tmp_path):
+    generator = torch.Generator().manual_seed(7)
+    process = None
+    for trial in range(6):
+        folder = tmp_path / str(trial)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE
+        )
+        process.stdout.readline()
+        pause = 0.02 + 0.3 * float(torch.rand((), generator=generator))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(pause)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        found = list_checkpoints(folder)
+        for path in found:
+            loaded = load_checkpoint(path)
+            step = loaded.state["step"]
+            assert path.name == f"step-{step:08d}"
+            assert torch.equal(loaded.weights["a"], torch.full((1 << 18,), float(step)))
+        # The next save cleans what the killed one left.
+        save_checkpoint(folder, 10**7, example(), keep=1)
+        assert [p.name for p in folder.iterdir()] == ["step-10000000"]
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(("rename", os.path.basename(target)))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    renamed = events.index(("rename", "step-00000003"))
+    before = {name for kind, name in events[:renamed] if kind == "sync"}
+    files = {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert files | {".unfinished-step-00000003"} <= before
+    assert ("sync", "c") in events[renamed:]
