@@ -7,6 +7,8 @@ prints it on one line and leaves with the class's ``exit_code``; a library user 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HalfstepError(Exception):
     """The base of all errors that halfstep raises on purpose.
@@ -43,7 +45,8 @@ class NonFiniteError(HalfstepError, ArithmeticError):
 
     Attributes:
         cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
-            inf gradients, and scaling cannot help), ``"loss_scale_floor"`` or ``"skip_limit"``.
+            inf gradients, and scaling cannot help), ``"loss_scale_floor"``, ``"skip_limit"`` or
+            ``"weights"`` (a checkpoint was about to be written from them).
         parameters: Names of the parameters whose gradients were not finite, as far as known.
     """
 
@@ -53,3 +56,11 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         super().__init__(message)
         self.cause = cause
         self.parameters = parameters
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive the way from a worker process to its parent."""
+        return _nonfinite, (str(self), self.cause, self.parameters)
+
+
+def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFiniteError:
+    return NonFiniteError(message, cause=cause, parameters=parameters)

@@ -131,10 +131,11 @@ class FloatFormat:
             steps = torch.round(steps)
         elif rounding == "stochastic":
             noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
-            steps = torch.floor(steps + noise)
+            below = torch.floor(steps)
+            steps = torch.where(noise < steps - below, below + 1, below)
         else:
             raise ValueError(f"rounding is {rounding!r}; allowed: 'nearest', 'stochastic'")
-        rounded = torch.where(x.isfinite(), steps * gap, x)
+        rounded = torch.where(x.isfinite(), (steps * gap).copysign(x), x)  # -0 stays -0
         beyond = rounded.abs() > self.max
         if self.finite_only:
             return torch.where(beyond, torch.full_like(x, math.nan), rounded)

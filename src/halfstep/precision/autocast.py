@@ -58,19 +58,24 @@ def support(policy: PrecisionPolicy, device: torch.device) -> Support:
         return Support("native", f"{dtype_name(compute)} matrix kernels of this CPU")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", "torch sees no CUDA device", f"{policy} on --device cpu")
+            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
         major, minor = torch.cuda.get_device_capability(device)
         needed = 8 if policy.tf32 or compute == torch.bfloat16 else 7
         what = "tf32" if policy.tf32 else dtype_name(compute)
         if what != "fp32" and major < needed:
-            nearest = {"tf32": "fp32", "bf16": "fp16-mixed", "fp16": "fp32"}[what]
+            nearest = "fp16-mixed" if what == "bf16" and major >= 7 else "fp32"
             return Support(
                 "refused",
                 f"compute capability {major}.{minor} has no {what} tensor cores ({needed}.0 has)",
                 nearest,
             )
         return Support("native", f"{what} on compute capability {major}.{minor}")
-    return Support("refused", f"device {device.type!r} is not supported yet", "the same on cpu")
+    reason = f"device {device.type!r} is not supported yet"
+    return Support("refused", reason, _nearest_on_cpu(policy))
+
+
+def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
+    return f"{'fp32' if policy.tf32 else policy} on --device cpu"
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
@@ -118,7 +123,7 @@ def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
         mkldnn: Any = torch.backends.mkldnn
         backends = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
     wanted = "tf32" if tf32 else "ieee"
-    before = [backend.fp32_precision for backend in backends]
+    before = [_own_setting(backend) for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = wanted
@@ -128,11 +133,25 @@ def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
             backend.fp32_precision = value
 
 
+def _own_setting(backend: Any) -> str:
+    """What a backend was set to itself: ``"none"`` where it follows the setting above it."""
+    found: str = backend.fp32_precision
+    backend.fp32_precision = "none"
+    inherited = backend.fp32_precision
+    backend.fp32_precision = found
+    return "none" if found == inherited else found
+
+
 @contextlib.contextmanager
 def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
-    """The context that both forward and backward need: pinned fp32 products, simulated fp16."""
+    """The context that both forward and backward need, whatever is on around them.
+
+    fp32 products are pinned, fp16 is simulated on a CPU, and an outer ``torch.autocast``, which
+    would change the precision that was asked for, is off.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(float32_matmul(policy.tf32, device))
+        stack.enter_context(torch.autocast(device.type, enabled=False))
         if policy.compute_dtype == torch.float16 and device.type == "cpu":
             stack.enter_context(simulated_fp16())
         yield
@@ -142,17 +161,13 @@ def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
 def autocast(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
     """The context for the forward: :func:`arithmetic`, and operation-wise casts for ``*-mixed``.
 
-    A policy that does not cast per operation switches an outer ``torch.autocast`` off, since it
-    would change the precision that was asked for.
-
     Raises:
         PrecisionError: If the device cannot honour the policy. torch.autocast would warn and run
             in another precision.
     """
     require_support(policy, device)
-    casts = policy.casts_per_op
-    with (
-        arithmetic(policy, device),
-        torch.autocast(device.type, dtype=policy.compute_dtype if casts else None, enabled=casts),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(arithmetic(policy, device))
+        if policy.casts_per_op:
+            stack.enter_context(torch.autocast(device.type, dtype=policy.compute_dtype))
         yield

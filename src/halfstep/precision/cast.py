@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -29,11 +30,13 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(*(cast_floating(item, dtype) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(cast_floating(item, dtype) for item in value)
+    if isinstance(value, dict):  # a copy keeps what a subclass holds besides its items
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = cast_floating(item, dtype)
+        return result
     if isinstance(value, Mapping):
-        items = {key: cast_floating(item, dtype) for key, item in value.items()}
-        if dataclasses.is_dataclass(value):  # a transformers ModelOutput is both
-            return type(value)(**items)
-        return type(value)(items)  # type: ignore[call-arg]
+        return type(value)({k: cast_floating(item, dtype) for k, item in value.items()})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(
@@ -53,25 +56,38 @@ def cast_parameters_(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
-    """Make a module with 16-bit weights take and give what its callers are used to.
+class CastInputs:
+    """A forward pre-hook: floating inputs of a module with 16-bit weights to the compute dtype."""
 
-    Floating inputs of ``module(...)`` are cast to the compute dtype and floating outputs to the
-    output dtype (fp32), so that a loss written for fp32 stays an fp32 island.
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the arguments to call the module with."""
+        dtype = self.policy.compute_dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+class CastOutputs:
+    """A forward hook: floating outputs to the output dtype, fp32, so that the loss is an island."""
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Give the output to return to the caller."""
+        return cast_floating(output, self.policy.output_dtype)
+
+
+def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
+    """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
 
     Returns:
-        The two hooks' handles; ``remove()`` undoes each.
+        The hooks' handles; ``remove()`` undoes each.
     """
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return cast_floating(args, policy.compute_dtype), cast_floating(
-            kwargs, policy.compute_dtype
-        )
-
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        return cast_floating(output, policy.output_dtype)
-
-    return [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave),
-    ]
+    handles = []
+    if policy.param_dtype != torch.float32:
+        handles.append(module.register_forward_pre_hook(CastInputs(policy), with_kwargs=True))
+    if policy.compute_dtype != torch.float32:
+        handles.append(module.register_forward_hook(CastOutputs(policy)))
+    return handles

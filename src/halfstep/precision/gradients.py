@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep.precision.result import Reason
+
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
@@ -25,6 +27,17 @@ class NonFinite:
     def names(self) -> tuple[str, ...]:
         """All of them, NaN first."""
         return self.nan + self.inf
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why a step with these gradients is skipped, or None if all are finite.
+
+        An overflow can reach the parameters as NaN alone (inf - inf on its way through a backward
+        pass), so NaN is first answered like an overflow; a bug survives down to the floor.
+        """
+        if not self.names:
+            return None
+        return "overflow" if self.inf else "nan_gradients"
 
 
 def _values(gradients: Iterable[Tensor]) -> list[Tensor]:

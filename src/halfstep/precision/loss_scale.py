@@ -33,7 +33,15 @@ State = dict[str, float | int]
 
 
 def _is_power_of_two(value: float) -> bool:
-    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+    try:
+        return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _is_number(value: object, kind: type[int] | type[float]) -> bool:
+    """Whether a value is a plain number: bool is no number, an int may stand for a float."""
+    return isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +74,7 @@ class LossScaleConfig:
             raise PrecisionError(f"scale is {self.kind!r}; allowed: none, static, dynamic")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not _is_number(value, float):
                 raise PrecisionError(f"{name} is {value!r}; allowed: a number")
             if not _is_power_of_two(value):
                 raise PrecisionError(
@@ -74,13 +82,16 @@ class LossScaleConfig:
                 )
         for name in ("growth_interval", "hysteresis", "max_consecutive_skips"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_number(value, int) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
             raise PrecisionError(
                 f"1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got "
                 f"{self.min_scale:g}, {self.init_scale:g}, {self.max_scale:g}"
             )
+        changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        if self.kind == "none" and changed:
+            raise PrecisionError(f"{', '.join(changed)} given, but the loss is not scaled")
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise PrecisionError(
                 f"growth_factor > 1 > backoff_factor is required, got {self.growth_factor:g} and "
@@ -215,6 +226,8 @@ class DynamicLossScale:
         """
         _check_keys(state, {"value", "good_steps", "tracker"}, "dynamic loss scale")
         value, good, tracker = state["value"], state["good_steps"], state["tracker"]
+        if not (_is_number(value, float) and _is_number(good, int) and _is_number(tracker, int)):
+            raise PrecisionError(f"saved loss-scale state {state!r} holds what is no number")
         low, high = self.config.min_scale, self.config.max_scale
         if not (_is_power_of_two(value) and low <= value <= high):
             raise PrecisionError(

@@ -28,6 +28,9 @@ class MasterWeights(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trainable tensors that the optimizer updates, under the model's names."""
 
+    def covers(self, parameter: nn.Parameter) -> bool:
+        """Whether an update of ``parameter`` by the optimizer reaches the model in full."""
+
     def push_(self) -> None:
         """Round the masters into the model's weights."""
 
@@ -41,6 +44,10 @@ class NoMasters:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own trainable parameters."""
         return ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+
+    def covers(self, parameter: nn.Parameter) -> bool:
+        """Always."""
+        return True
 
     def push_(self) -> None:
         """Do nothing: there is only one copy."""
@@ -64,6 +71,7 @@ class Fp32Masters:
             if parameter.requires_grad and parameter.is_floating_point():
                 self._masters[name] = nn.Parameter(parameter.detach().float().clone())
                 self._weights.append(parameter)
+        self._known = set(self._masters.values())
         cast_parameters_(model, param_dtype)
         for weight, master in self.replacements().items():
             weight.grad = None
@@ -72,6 +80,10 @@ class Fp32Masters:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The fp32 masters under their weights' names."""
         return iter(self._masters.items())
+
+    def covers(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of the masters."""
+        return parameter in self._known
 
     def replacements(self) -> dict[Tensor, nn.Parameter]:
         """Model weight to master, for swapping them in an optimizer."""

@@ -74,7 +74,7 @@ def _read_file(path: Path) -> PrecisionPolicy:
         values = {
             key: value if isinstance(value, str) else repr(value) for key, value in table.items()
         }
-        return _from_fields(values, parse_policy(base) if base else None)
+        return _from_fields(values, parse_policy(base) if base is not None else None)
     except PrecisionError as error:
         raise PrecisionError(f"policy file {path}: {error}") from error
 
@@ -125,7 +125,9 @@ def _from_fields(values: dict[str, str], base: PrecisionPolicy | None) -> Precis
         base,
         **dtypes,
         tf32=tf32,
-        loss_scale=replace(base.loss_scale, **options),
+        loss_scale=LossScaleConfig()
+        if options.get("kind") == "none"
+        else replace(base.loss_scale, **options),
     )
 
 

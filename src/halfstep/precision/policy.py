@@ -133,6 +133,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
     "fp16-pure": _pure(torch.float16, "dynamic"),
 }
 ALIASES = {
+    "32": "fp32",
     "32-true": "fp32",
     "float32": "fp32",
     "bf16": "bf16-mixed",

@@ -16,6 +16,7 @@ backward; :class:`halfstep.Precision` does both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,14 +40,24 @@ _PRODUCTS = frozenset(
         _aten.addr.default,
         _aten.convolution.default,
         _aten.convolution_backward.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _is_half(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float16 and value.device.type == "cpu"
+
+
+def _is_other_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float16
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is defined by other operators, whose kernels are the ones to replace."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _map(convert: Callable[[Tensor], Tensor], when: torch.dtype, values: Any) -> Any:
@@ -69,9 +80,16 @@ class SimulatedHalf(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        simulated = func in _PRODUCTS or func is _ATTENTION
-        if not (simulated and any(_is_half(arg) for arg in args)):
+        if not any(_is_half(arg) for arg in args):
             return func(*args, **kwargs)
+        attention = func is _ATTENTION or func is _ATTENTION_BACKWARD
+        if func in _PRODUCTS and any(_is_other_floating(arg) for arg in args):
+            return func(*args, **kwargs)  # torch refuses operands of two dtypes; so be it
+        if not attention and func not in _PRODUCTS:
+            # Without gradients a composite such as linear arrives whole: take it apart.
+            with self:
+                parts = func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
+            return func(*args, **kwargs) if parts is NotImplemented else parts
         args = _map(Tensor.float, torch.float16, args)
         kwargs = {key: _map(Tensor.float, torch.float16, value) for key, value in kwargs.items()}
         result = func(*args, **kwargs)

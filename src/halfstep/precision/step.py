@@ -15,7 +15,7 @@ moments and step counters bit-identical.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.autocast import arithmetic, autocast, require_support
 from halfstep.precision.cast import cast_at_border, cast_parameters_
-from halfstep.precision.checks import check_parameters, one_device, some
+from halfstep.precision.checks import (
+    check_max_norm,
+    check_parameters,
+    check_state,
+    one_device,
+    some,
+)
 from halfstep.precision.gradients import (
     NonFinite,
     clip_factor,
@@ -39,7 +45,10 @@ from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import Fp32Masters, NoMasters
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.result import Reason, StepResult
+from halfstep.precision.result import StepResult
+
+# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
+_SQUARES_FIT = 1e-15
 
 
 class Precision:
@@ -83,8 +92,8 @@ class Precision:
         self.skipped_total = 0
         self.skipped_in_a_row = 0
         self._loss: Tensor | None = None
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        check_parameters(self.policy, names, optimizer)
+        check_parameters(self.policy, model, optimizer)
+        optimizer.zero_grad()  # what is left from before was scaled by nobody
         self.masters: Fp32Masters | NoMasters
         if self.policy.has_masters:
             self.masters = Fp32Masters(model, self.policy.param_dtype)
@@ -95,9 +104,8 @@ class Precision:
             if self.policy.is_pure:
                 cast_parameters_(model, self.policy.param_dtype)
             self.masters = NoMasters(model)
-        if self.policy.param_dtype != torch.float32:
-            cast_at_border(model, self.policy)
-        self._names: dict[Tensor, str] = {p: n for n, p in self.masters.named_parameters()}
+        cast_at_border(model, self.policy)
+        self._model = model
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context for the forward and the loss; harmless to enter for any policy."""
@@ -134,26 +142,27 @@ class Precision:
             max_norm: Clip the global 2-norm of the unscaled gradients to this, or None.
 
         Returns:
-            What happened. Reading it costs nothing more: the one host synchronisation of a step
-            has been paid for deciding.
+            What happened; reading it costs no further host synchronisation.
 
         Raises:
             NonFiniteError: If going on cannot help: the loss itself is not finite; gradients are
                 not and there is no scale to lower; the scale is at its floor; or too many steps in
                 a row were skipped. Weights and optimizer state are as before the step.
             PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
+            ValueError: If ``max_norm`` is not above 0.
         """
+        check_max_norm(max_norm)
         if loss is not None:
             self.backward(loss)
-        gradients = self._named_gradients()
+        gradients = self._gradients()
         scale = self.loss_scale.value
         try:
             loss_value, scaled_norm = self._read(gradients)
             found = NonFinite((), ())
             if not math.isfinite(scaled_norm):
-                found = find_nonfinite(gradients.items())
-                if not found.names:  # finite gradients, but their squares overflow fp32
-                    scaled_norm = float(exact_global_norm(list(gradients.values())))
+                found = find_nonfinite(zip(self._names(gradients), gradients.values(), strict=True))
+            if not found.names and not _SQUARES_FIT < scaled_norm < math.inf:
+                scaled_norm = float(exact_global_norm(list(gradients.values())))
             if found.names:
                 return self._skip(loss_value, scaled_norm, found)
             norm = scaled_norm / scale
@@ -189,46 +198,46 @@ class Precision:
         """Continue exactly where :meth:`state_dict` was taken.
 
         Raises:
-            PrecisionError: If it comes from another policy or another model; nothing is changed.
+            PrecisionError: If it is damaged, or of another policy or model; nothing is changed.
         """
-        if state.get("policy") != str(self.policy):
-            raise PrecisionError(
-                f"the saved precision state is of policy {state.get('policy')!r}, this run uses "
-                f"{str(self.policy)!r}; resume with --precision {state.get('policy')}"
-            )
         masters = self.named_parameters() if self.policy.has_masters else {}
-        saved: Mapping[str, Tensor] = state["masters"]
-        if {n: m.shape for n, m in saved.items()} != {n: m.shape for n, m in masters.items()}:
-            odd = sorted(set(saved) ^ set(masters)) or ["shapes differ"]
-            raise PrecisionError(f"saved master weights are of another model: {', '.join(odd[:5])}")
+        check_state(state, self.policy, masters)
         self.loss_scale.load_state_dict(state["loss_scale"])
-        self.skipped_total = int(state["skipped_total"])
-        self.skipped_in_a_row = int(state["skipped_in_a_row"])
+        self.skipped_total = state["skipped_total"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         for name, master in masters.items():
-            master.copy_(saved[name])
+            master.copy_(state["masters"][name])
         self.masters.push_()
 
-    def _named_gradients(self) -> dict[str, Tensor]:
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Parameter to gradient, for all that the optimizer is about to update."""
         if self._loss is None:
             raise PrecisionError(
                 "step() without backward(): call precision.backward(loss) instead of "
                 "loss.backward(), so that the loss is scaled and checked"
             )
-        gradients = {
-            self._names[p]: p.grad
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        }
-        if not gradients:
+        owned = [p for group in self.optimizer.param_groups for p in group["params"]]
+        late = [p for p in owned if p.requires_grad and not self.masters.covers(p)]
+        gradients = {p: p.grad for p in owned if p.grad is not None}
+        if late or not gradients:
             self._loss = None
+            if late:
+                raise PrecisionError(
+                    f"{some(self._names(late))} came to the optimizer or became trainable after "
+                    "Precision was made, and has no fp32 master there; make Precision after that"
+                )
             raise PrecisionError(
                 "step(): no parameter of the optimizer got a gradient: they are frozen, unused in "
                 "the loss, or were replaced after the optimizer was made"
             )
         return gradients
 
-    def _read(self, gradients: dict[str, Tensor]) -> tuple[float, float]:
+    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        names = {p: name for name, p in self._model.named_parameters()}
+        names |= {p: name for name, p in self.masters.named_parameters()}
+        return tuple(names.get(p, "a tensor that is not the model's") for p in parameters)
+
+    def _read(self, gradients: dict[nn.Parameter, Tensor]) -> tuple[float, float]:
         """Loss and scaled norm on the host: the one synchronisation of a step."""
         assert self._loss is not None
         norm = global_norm(list(gradients.values()))
@@ -276,14 +285,9 @@ class Precision:
         return self._result(loss, norm, scale, found)
 
     def _result(self, loss: float, norm: float, scale: float, found: NonFinite) -> StepResult:
-        reason: Reason | None = None
-        if found.names:
-            # An overflow can reach parameters as NaN only (inf - inf on its way), so NaN backs off
-            # too; a bug shows itself by surviving down to the floor.
-            reason = "overflow" if found.inf else "nan_gradients"
         return StepResult(
-            applied=reason is None,
-            reason=reason,
+            applied=not found.names,
+            reason=found.reason,
             loss=loss,
             grad_norm=norm,
             loss_scale=scale,

@@ -1,0 +1,126 @@
+"""GPT-2 on one GPU: tokens per second and model FLOPs utilisation, beside bare torch.
+
+    python benchmarks/train_cuda.py [--config gpt2] [--rows 32] [--compile]
+
+One variant after the other, median of its steps. MFU counts (6 N + 12 L C T) FLOPs per token
+against the dense bf16 peak of the data sheet; the rate of a large bf16 product, measured here,
+stands beside it. What it found, where it was run at all, is in benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+
+import torch
+
+from common import save, summary
+from halfstep.models.gpt import GPT
+from halfstep.precision.policy import POLICIES
+from halfstep.precision.step import Precision
+from halfstep.training.config import load_config
+from halfstep.training.environment import gemm_flops_per_second
+from halfstep.training.optimizer import make_optimizer
+from halfstep.training.step import train_step
+
+# Dense bf16 tensor-core FLOP/s. Source: NVIDIA data sheets of the SXM parts, without sparsity.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+VOCABULARY = 50304  # 50257 rounded up to a multiple of 64, as GPT-2 training codes do
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="gpt2")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--policies", nargs="+", default=["tf32", "bf16-mixed", "bf16-master",
+                                                          "fp16-mixed"])  # fmt: skip
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("train_cuda: torch sees no CUDA device")
+    device = torch.device("cuda", 0)
+    config = load_config(arguments.config, [("model.vocab_size", VOCABULARY)])
+    length = config.block_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (arguments.rows, length + 1), generator=generator)
+    batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
+
+    def build():
+        model = GPT(config.model, seed=0).to(device)
+        loss_sum = torch.compile(model.loss_sum) if arguments.compile else model.loss_sum
+        return model, loss_sum, make_optimizer(model, config.optimizer)
+
+    def ours(policy: str):
+        model, loss_sum, optimizer = build()
+        precision = Precision(policy, model, optimizer)
+
+        def step() -> None:
+            train_step(loss_sum, precision, batches, learning_rate=1e-4, max_norm=1.0)
+
+        return step
+
+    def bare(dtype: torch.dtype | None):
+        model, loss_sum, optimizer = build()
+        on_device = tuple(part.to(device) for part in batches[0])
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype) if dtype else contextlib.nullcontext():
+                total, count = loss_sum(on_device)
+                loss = total / count
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    rows = {}
+    for name, make in {
+        **{policy: (lambda p=policy: ours(p)) for policy in arguments.policies},
+        "bare autocast bf16": lambda: bare(torch.bfloat16),
+    }.items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step = make()
+        for _ in range(3):
+            step()
+        times = []
+        for _ in range(arguments.rounds):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        del step
+        rows[name] = {
+            **summary(times),
+            "tokens_per_second": tokens[:, 1:].numel() / summary(times)["median_seconds"],
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        }
+
+    name = torch.cuda.get_device_name(device)
+    peak = next((value for key, value in PEAKS.items() if key in name), None)
+    with torch.device("meta"):
+        flops = GPT(config.model, seed=0).flops_per_token(length)
+    gemm = gemm_flops_per_second(POLICIES["bf16-mixed"], device, size=8192)
+    print(f"{name}: bf16 product {gemm / 1e12:.0f} TFLOP/s; {flops / 1e6:.0f} MFLOP per token")
+    print(f"{'variant':<20} {'tokens/s':>10} {'MFU':>6} {'of GEMM':>8} {'peak GB':>8}")
+    for variant, row in rows.items():
+        rate = row["tokens_per_second"] * flops
+        row["mfu"] = rate / peak if peak else None
+        row["gemm_share"] = rate / gemm
+        mfu = f"{row['mfu']:.1%}" if peak else "-"
+        print(
+            f"{variant:<20} {row['tokens_per_second']:>10,.0f} {mfu:>6} {row['gemm_share']:>8.1%} "
+            f"{row['peak_memory_bytes'] / 1e9:>8.1f}"
+        )
+    results = {"config": arguments.config, "rows": arguments.rows, "compile": arguments.compile,
+               "flops_per_token": flops, "bf16_gemm": gemm, "variants": rows}  # fmt: skip
+    print(f"written: {save('train-cuda', results, device)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Small files for every test; nothing outside tmp_path is read or written."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_cache_outside(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes bytes, text, or JSON records (a list) and returns the path."""
+
+    def write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(record) + "\n" for record in content)
+        if isinstance(content, str):
+            content = content.encode("utf-8")
+        path.write_bytes(content)
+        return path
+
+    return write

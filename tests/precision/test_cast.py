@@ -1,0 +1,187 @@
+"""Casting values and modules: structure kept, only floating tensors touched."""
+
+import copy
+import dataclasses
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import POLICIES, Precision
+from halfstep.precision.cast import cast_at_border, cast_floating, cast_parameters_
+from reference.training import MASTERS, PURE, STORED, mlp
+
+BF16 = torch.bfloat16
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    label: str
+    hidden: tuple[torch.Tensor, ...] = ()
+    derived: int = dataclasses.field(default=7, init=False)
+
+
+class ModelOutput(OrderedDict):
+    """As transformers': a mapping and a dataclass at once."""
+
+
+def test_tensors():
+    x = torch.tensor([1.001, 2.0])
+    assert torch.equal(cast_floating(x, BF16), x.to(BF16))
+    assert cast_floating(x, torch.float32) is x
+    for other in (torch.tensor([1, 2]), torch.tensor([True]), torch.tensor([1j])):
+        assert cast_floating(other, BF16) is other
+
+
+@pytest.mark.parametrize("value", [None, 3, 2.5, "text", b"bytes", True, {1, 2}, Output])
+def test_other_values_are_the_same_objects(value):
+    assert cast_floating(value, BF16) is value
+
+
+def test_structures_are_kept():
+    x, ids = torch.ones(2), torch.tensor([1, 2])
+    value = {
+        "list": [x, ids, [x]],
+        "tuple": (x, None),
+        "named": Pair(x, "b"),
+        "ordered": OrderedDict(a=x),
+        "data": Output(x, "cat", (x, ids)),
+    }
+    result = cast_floating(value, BF16)
+    assert type(result) is dict
+    assert [t.dtype for t in result["list"][:2]] == [BF16, torch.int64]
+    assert result["list"][2][0].dtype == BF16
+    assert type(result["tuple"]) is tuple
+    assert result["tuple"][1] is None
+    assert isinstance(result["named"], Pair)
+    assert result["named"].first.dtype == BF16
+    assert result["named"].second == "b"
+    assert type(result["ordered"]) is OrderedDict
+    assert result["data"].logits.dtype == BF16
+    assert (result["data"].label, result["data"].derived) == ("cat", 7)
+    assert [t.dtype for t in result["data"].hidden] == [BF16, torch.int64]
+    assert x.dtype == torch.float32
+    assert value["data"].logits is x
+
+
+def test_torch_s_own_tuples_are_kept():
+    result = cast_floating(torch.tensor([[1.0, 2.0]]).max(1), BF16)
+    assert isinstance(result, torch.return_types.max)
+    assert (result.values.dtype, result.indices.dtype) == (BF16, torch.int64)
+    assert cast_floating(torch.Size([2, 3]), BF16) == torch.Size([2, 3])
+    packed = cast_floating(nn.utils.rnn.pack_sequence([torch.ones(2, 2)]), BF16)
+    assert packed.data.dtype == BF16
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [defaultdict(list, a=torch.ones(2)), MappingProxyType({"a": torch.ones(2)})],
+    ids=["defaultdict", "mappingproxy"],
+)
+def test_mappings_that_are_not_built_from_a_mapping_alone(mapping):
+    result = cast_floating(mapping, BF16)
+    assert result["a"].dtype == BF16
+    assert type(result) is type(mapping)
+
+
+def test_transformers_outputs_are_kept():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.CausalLMOutput(loss=torch.tensor(1.0), logits=torch.ones(2, 3))
+    result = cast_floating(value, BF16)
+    assert type(result) is type(value)
+    assert result.logits.dtype == result["loss"].dtype == BF16
+    assert result.hidden_states is None
+
+
+def test_casting_is_differentiable():
+    x = torch.ones(2, requires_grad=True)
+    cast_floating([x], BF16)[0].sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.counter = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.register_buffer("table", torch.linspace(0, 4096, 5))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.frozen
+
+
+def test_parameters_are_cast_in_place_and_buffers_are_not():
+    module = WithBuffers()
+    before = {name: (p, p.detach().clone()) for name, p in module.named_parameters()}
+    table = module.table.clone()
+    cast_parameters_(module, BF16)
+    for name, parameter in module.named_parameters():
+        same, values = before[name]
+        assert parameter is same
+        expected = values.to(BF16) if values.is_floating_point() else values
+        assert parameter.dtype == expected.dtype
+        assert torch.equal(parameter, expected)
+    assert module.linear.weight.requires_grad
+    assert not module.frozen.requires_grad
+    assert torch.equal(module.table, table)
+    assert module.table.dtype == torch.float32
+    assert module.steps.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", [*MASTERS, *PURE])
+def test_the_border_casts_inputs_and_outputs_and_can_be_removed(name):
+    seen = {}
+
+    class Spy(nn.Module):
+        def forward(self, x, ids, *, scale, flag=True):
+            seen.update(x=x.dtype, ids=ids.dtype, scale=scale["s"].dtype, flag=flag)
+            return {"y": x * scale["s"], "ids": ids}
+
+    module = Spy()
+    handles = cast_at_border(module, POLICIES[name])
+    x, ids, scale = torch.ones(2), torch.tensor([1, 2]), {"s": torch.tensor(2.0)}
+    output = module(x, ids, scale=scale, flag=False)
+    low = STORED[name]
+    assert seen == {"x": low, "ids": torch.int64, "scale": low, "flag": False}
+    assert (output["y"].dtype, output["ids"].dtype) == (torch.float32, torch.int64)
+    for handle in handles:
+        handle.remove()
+    assert module(x.double(), ids, scale=scale)["y"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_model_can_be_deep_copied_and_the_copy_is_independent(name):
+    # For an exponential moving average or an evaluation copy.
+    model = mlp()
+    precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    twin = copy.deepcopy(model)
+    assert [p.dtype for p in twin.parameters()] == [STORED[name]] * 4
+    x = torch.ones(2, 4)
+    with precision.autocast(), torch.no_grad():
+        assert torch.equal(twin(x), model(x))
+    with precision.autocast():
+        loss = twin(x).float().sum()
+    loss.backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in precision.named_parameters().values())
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_model_can_be_pickled(name):
+    # torch.save(model), or a worker process that is handed the model.
+    model = mlp()
+    precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    twin = pickle.loads(pickle.dumps(model))
+    with precision.autocast(), torch.no_grad():
+        x = torch.ones(2, 4)
+        assert torch.equal(twin(x), model(x))

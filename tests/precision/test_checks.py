@@ -1,0 +1,271 @@
+"""What is refused before a step is taken, and that a refusal changes nothing."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError
+from reference.training import (
+    CPU_POLICIES,
+    MASTERS,
+    OPTIMIZERS,
+    PURE,
+    batches,
+    mlp,
+    mse,
+    scaled,
+)
+
+MIXED = ("fp32", "bf16-mixed", "fp16-mixed")
+
+
+def refused(name, model, optimizer, message: str) -> None:
+    """Making Precision must raise, and leave parameters, groups and hooks as they were."""
+    before = [(p, p.dtype, p.detach().clone()) for p in model.parameters()]
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(PrecisionError, match=message):
+        Precision(name, model, optimizer)
+    for parameter, (same, dtype, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, values)
+        assert not parameter._post_accumulate_grad_hooks
+    for group, old in zip(optimizer.param_groups, groups, strict=True):
+        assert all(a is b for a, b in zip(group["params"], old, strict=True))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_step_without_backward(name):
+    model = mlp()
+    precision = Precision(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()))
+    with pytest.raises(PrecisionError, match=r"step\(\) without backward\(\)"):
+        precision.step()
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    assert precision.step(loss).applied
+    with pytest.raises(PrecisionError, match=r"step\(\) without backward\(\)"):
+        precision.step()
+
+
+def test_a_bare_loss_backward_is_not_enough():
+    model = mlp()
+    precision = Precision("fp32", model, OPTIMIZERS["sgd"](model.parameters()))
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    with pytest.raises(PrecisionError, match=r"precision.backward\(loss\) instead of"):
+        precision.step()
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_no_parameter_got_a_gradient(name):
+    model = mlp()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    precision = Precision(scaled(name), model, optimizer)
+    extra = torch.ones((), requires_grad=True)
+    precision.backward(extra * 2)  # a loss that reaches none of the optimizer's parameters
+    with pytest.raises(PrecisionError, match="no parameter of the optimizer got a gradient"):
+        precision.step()
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    result = precision.step(loss)
+    assert result.applied
+    # the failed step's loss (2) is not left over; bf16 computing leaves a few 2^-8
+    assert result.loss == pytest.approx(loss.item(), rel=2.0**-20, abs=0)
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_all_parameters_frozen(name):
+    model = mlp()
+    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+    for p in model.parameters():
+        p.requires_grad_(False)
+    precision = Precision(scaled(name), model, optimizer)
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    with pytest.raises(PrecisionError, match=r"does not require a gradient.*frozen or detached"):
+        precision.backward(loss)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 1), (0,)])
+def test_a_loss_that_is_no_scalar(shape):
+    model = mlp()
+    precision = Precision("fp32", model, OPTIMIZERS["sgd"](model.parameters()))
+    loss = torch.ones(shape, requires_grad=True)
+    with pytest.raises(PrecisionError, match=re.escape(f"loss of shape {shape}") + ".*a scalar"):
+        precision.backward(loss)
+    with pytest.raises(PrecisionError, match=r"step\(\) without backward"):
+        precision.step()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_element_is_a_scalar(shape):
+    model = mlp()
+    precision = Precision("fp32", model, OPTIMIZERS["sgd"](model.parameters()))
+    x, y = batches(1)[0]
+    loss = mse(model(x), y)
+    assert precision.step(loss.reshape(shape)).loss == loss.item()
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_an_optimizer_of_other_tensors(name):
+    model, other = mlp(), mlp()
+    message = r"holds 4 tensors that are not parameters of the model \(first: number 0\)"
+    refused(name, model, OPTIMIZERS["sgd"](other.parameters()), message)
+    message = r"holds 1 tensors .*first: number 4"
+    extra = nn.Parameter(torch.ones(2))
+    refused(name, model, OPTIMIZERS["sgd"]([*model.parameters(), extra]), message)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MASTERS)
+def test_an_optimizer_that_has_stepped_already_with_masters(name, optimizer):
+    model = mlp()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    made.step()
+    refused(name, model, made, "has stepped already; make Precision")
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_an_optimizer_that_has_stepped_already_holds_fp32_moments_which_pure_does_not_allow(name):
+    model = mlp()
+    made = OPTIMIZERS["adamw-loop"](model.parameters())
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    made.step()
+    refused(name, model, made, "stepped already")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_an_optimizer_that_has_stepped_already_is_fine_without_a_cast(name):
+    model = mlp()
+    made = OPTIMIZERS["adamw-loop"](model.parameters())
+    x, y = batches(1)[0]
+    mse(model(x), y).backward()
+    made.step()
+    made.zero_grad()
+    precision = Precision(scaled(name), model, made)
+    with precision.autocast():
+        loss = mse(model(x), y)
+    assert precision.step(loss).applied
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MIXED)
+def test_trainable_weights_that_are_not_fp32_under_a_policy_that_keeps_fp32(name, dtype):
+    model = mlp()
+    model[2].to(dtype)
+    word = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+    message = rf"2 of 4 parameters are {word}: 2\.weight, 2\.bias; .*model\.float\(\)"
+    refused(name, model, OPTIMIZERS["sgd"](model.parameters()), message)
+
+
+def test_long_lists_of_names_are_cut():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)]).half()
+    message = r"0\.weight, 0\.bias, 1\.weight and 7 more"
+    refused("fp16-mixed", model, OPTIMIZERS["sgd"](model.parameters()), message)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_frozen_16_bit_weights_are_allowed_under_mixed(name):
+    # A frozen 16-bit base under trainable fp32 adapters (LoRA).
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].to(torch.float16 if name.startswith("fp16") else torch.bfloat16).requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    assert list(Precision(scaled(name), model, optimizer).named_parameters()) == [
+        "1.weight",
+        "1.bias",
+    ]
+
+
+def test_the_optimizer_s_eps_must_exist_in_fp16():
+    model = mlp()
+    refused("fp16-pure", model, torch.optim.AdamW(model.parameters()), "eps=1e-08 is 0 in fp16")
+    mixed_groups = torch.optim.AdamW(
+        [
+            {"params": model[0].parameters(), "eps": 1e-3},
+            {"params": model[2].parameters(), "eps": 1e-8},
+        ]
+    )
+    refused("fp16-pure", model, mixed_groups, "eps=1e-08 is 0 in fp16.*fp16-master")
+    Precision("fp16-pure", model, torch.optim.AdamW(model.parameters(), eps=1e-4))
+
+
+def test_eps_is_no_matter_where_moments_are_fp32_or_bf16_holds_it():
+    for name in ("fp16-master", "fp16-mixed", "bf16-pure"):
+        model = mlp()
+        precision = Precision(scaled(name), model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        for x, y in batches(2):
+            with precision.autocast():
+                loss = mse(model(x), y)
+            assert precision.step(loss).applied
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["fp16-master", "fp16-pure"])
+def test_a_weight_that_its_new_format_cannot_hold(name):
+    # 1e5 becomes inf in fp16: the first forward would be NaN, and the weight is lost for good.
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[1, 3] = 1e5
+    refused(name, model, OPTIMIZERS["sgd"](model.parameters()), r"2\.weight")
+
+
+def test_a_model_without_parameters_or_on_two_devices():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(PrecisionError, match="one device, found none: it has no parameters"):
+        Precision("fp32", nn.ReLU(), optimizer)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(PrecisionError, match="one device, found cpu, meta"):
+        Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_policy_that_the_device_cannot_honour():
+    model = mlp()
+    refused("tf32", model, OPTIMIZERS["sgd"](model.parameters()), "cannot be honoured on cpu")
+    meta = nn.Linear(2, 2, device="meta")
+    with pytest.raises(PrecisionError, match="cannot be honoured on meta"):
+        Precision("fp32", meta, torch.optim.SGD(meta.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_model_that_has_a_precision_already_trains_again_or_is_refused(name):
+    # A notebook cell that is run twice: same model, new optimizer, new Precision.
+    model = mlp()
+    Precision(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()))
+    try:
+        precision = Precision(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()))
+    except PrecisionError:
+        return
+    before = [p.detach().clone() for p in model.parameters()]
+    for x, y in batches(2):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        assert precision.step(loss).applied
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_unknown_policy_changes_nothing():
+    model = mlp()
+    refused("bf17-master", model, OPTIMIZERS["sgd"](model.parameters()), "unknown precision policy")
+
+
+def test_the_object_says_what_it_runs():
+    model = mlp()
+    precision = Precision("amp", model, OPTIMIZERS["sgd"](model.parameters()))
+    assert str(precision.policy) == "fp16-mixed"
+    assert precision.device == torch.device("cpu")
+    assert precision.support.status == "simulated"
+    assert precision.loss_scale.value == 65536.0
+    assert (precision.skipped_total, precision.skipped_in_a_row) == (0, 0)
+    assert all(precision.named_parameters()[n] is p for n, p in model.named_parameters())
+    assert math.isclose(precision.policy.loss_scale.backoff_factor, 0.5)

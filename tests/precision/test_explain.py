@@ -1,0 +1,120 @@
+"""What explain says is what a real run holds."""
+
+import doctest
+
+import pytest
+import torch
+
+import halfstep.precision.explain
+from halfstep import POLICIES, Precision, explain
+from halfstep.formats import FORMATS
+from halfstep.precision.explain import bytes_per_parameter, explain_policy
+from reference.training import CPU_POLICIES, OPTIMIZERS, batches, mlp, mse
+
+# The design, section 2, last column, split by hand: weights, masters, gradients, two moments.
+BYTES = {
+    "fp32": (4, 0, 4, 8),
+    "tf32": (4, 0, 4, 8),
+    "bf16-mixed": (4, 0, 4, 8),
+    "fp16-mixed": (4, 0, 4, 8),
+    "bf16-master": (2, 4, 4, 8),
+    "fp16-master": (2, 4, 4, 8),
+    "bf16-pure": (2, 0, 2, 4),
+    "fp16-pure": (2, 0, 2, 4),
+}
+TOTALS = {"fp32": (16, 16), "mixed": (16, 16), "master": (18, 20), "pure": (8, 8)}
+COMPONENTS = ("weights", "masters", "gradients", "moments")
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_are_the_design_s(name):
+    cost = bytes_per_parameter(POLICIES[name])
+    assert tuple(cost.items()) == tuple(zip(COMPONENTS, BYTES[name], strict=True))
+    low, high = TOTALS.get(name.split("-")[-1], (16, 16))
+    assert low <= sum(cost.values()) <= high
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_bytes_are_those_of_the_tensors_of_a_real_run(name):
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
+    precision = Precision(name, model, optimizer)
+    for i, (x, y) in enumerate(batches(2)):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)  # the second time gradients are held while moments exist
+        if i == 0:
+            precision.step()
+    updated = list(precision.named_parameters().values())
+    weights = list(model.parameters())
+    own = {id(p) for p in weights}
+    held = weights + [p for p in updated if id(p) not in own]
+
+    def size(tensors) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    measured = {
+        "weights": size(weights),
+        "masters": size(p for p in updated if id(p) not in own),
+        "gradients": size(p.grad for p in held if p.grad is not None),
+        "moments": size(
+            t for s in optimizer.state.values() for k, t in s.items() if k.startswith("exp_avg")
+        ),
+    }
+    count = sum(p.numel() for p in weights)
+    stated = bytes_per_parameter(POLICIES[name])
+    assert measured == {part: per * count for part, per in stated.items()}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_rows_name_every_part_with_its_format(name):
+    policy = POLICIES[name]
+    rows = {part: (form, text) for part, form, text in explain_policy(policy)}
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    assert rows["params"][0] == names[policy.param_dtype]
+    assert rows["compute"][0] == ("tf32" if name == "tf32" else names[policy.compute_dtype])
+    assert rows["output"][0] == "fp32"
+    assert rows["grad"][0] == names[policy.grad_dtype]
+    assert rows["reduce"][0] == names[policy.reduce_dtype]
+    assert rows["master"][0] == names[policy.master_dtype]
+    assert rows["scale"][0] == policy.loss_scale.kind
+    assert rows["bytes"][0] == str(sum(BYTES[name]))
+    for part, size in zip(COMPONENTS, BYTES[name], strict=True):
+        assert (f"{size} {part}" in rows["bytes"][1]) == (size > 0)
+    assert ("cast copies" in rows["bytes"][1]) == name.endswith("-mixed")
+    assert ("small updates are lost" in rows["params"][1]) == name.endswith("-pure")
+    assert ("rounded from the masters" in rows["params"][1]) == name.endswith("-master")
+    form = FORMATS[rows["compute"][0]]
+    assert rows["range"][0] == f"{form.max:.6g} / {form.min_subnormal:.3g}"
+
+
+def test_the_loss_scale_s_numbers_are_shown():
+    text = explain(
+        "compute=fp16,init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=77,"
+        "min_scale=2,max_scale=4096,hysteresis=3,max_consecutive_skips=9"
+    )
+    row = next(line for line in text.splitlines() if line.startswith("scale"))
+    for piece in ("1024", "x4", "77 good steps", "x0.25", "2 and 4096", "hysteresis 3", "9 skips"):
+        assert piece in row
+    static = explain("compute=fp16,scale=static,init_scale=512")
+    assert "512 throughout" in static
+    assert "the loss is not scaled" in explain("fp32")
+
+
+def test_the_last_row_says_how_the_device_runs_it():
+    assert explain("fp32").splitlines()[-1].split()[:2] == ["cpu", "native"]
+    assert explain("fp16").splitlines()[-1].split()[:2] == ["cpu", "simulated"]
+    refused = explain("tf32").splitlines()[-1]
+    assert refused.split()[:2] == ["cpu", "refused"]
+    assert refused.endswith("nearest: fp32")
+
+
+def test_the_first_row_is_the_canonical_spelling():
+    assert explain("bf16").splitlines()[0].split() == ["policy", "bf16-mixed"]
+    assert explain("params=bf16,master=bf16").splitlines()[0].split() == ["policy", "bf16-pure"]
+
+
+def test_doctests():
+    result = doctest.testmod(halfstep.precision.explain)
+    assert result.attempted >= 1
+    assert result.failed == 0

@@ -1,0 +1,231 @@
+"""Norm, finiteness and clipping against fp64 and against torch."""
+
+import math
+
+import pytest
+import torch
+
+from halfstep.precision.gradients import (
+    NonFinite,
+    clip_factor,
+    exact_global_norm,
+    find_nonfinite,
+    global_norm,
+    multiply_,
+)
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def _sparse_tensors_are_checked():
+    """Opt in explicitly: torch warns of sparse tensors made by a process that never chose."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
+
+
+def normal(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def fp64_norm(gradients) -> float:
+    dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+    return math.sqrt(sum(float(g.double().square().sum()) for g in dense))
+
+
+def sparse(dtype=torch.float32) -> torch.Tensor:
+    """Rows 0 and 3 of five, row 3 given twice: its two entries add up."""
+    return torch.sparse_coo_tensor([[0, 3, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (5, 2)).to(
+        dtype
+    )
+
+
+# --- the norm -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
+def test_norm_equals_fp64(dtype, magnitude):
+    gradients = [
+        (magnitude * normal(*s, seed=i)).to(dtype)
+        for i, s in enumerate([(100, 30), (7,), (), (3, 4, 5), (0, 4)])
+    ]
+    # fp32 accumulation of n = 3068 non-negative terms, and a square root: below n * 2^-24 relative
+    assert float(global_norm(gradients)) == pytest.approx(
+        fp64_norm(gradients), rel=3068 * 2**-24, abs=0
+    )
+    # fp64: the same with 2^-53
+    exact = exact_global_norm(gradients)
+    assert exact.dtype == torch.float64
+    assert float(exact) == pytest.approx(fp64_norm(gradients), rel=3068 * 2**-53, abs=0)
+
+
+def test_norm_is_an_fp32_scalar_whatever_the_gradients_are():
+    for gradients in ([], [normal(3)], [normal(3, dtype=torch.float16)], [normal(3), normal(4)]):
+        norm = global_norm(gradients)
+        assert norm.dtype == torch.float32
+        assert norm.shape == ()
+
+
+def test_norm_of_nothing_is_zero():
+    assert float(global_norm([])) == 0.0
+    assert float(global_norm([torch.zeros(0)])) == 0.0
+
+
+def test_norm_of_16_bit_gradients_does_not_overflow_their_own_format():
+    for dtype in (torch.float16, torch.bfloat16):
+        gradients = [torch.full((64,), 60000.0, dtype=dtype) for _ in range(4)]
+        assert fp64_norm(gradients) > 65504.0
+        # 256 equal terms, fp32 accumulation
+        assert float(global_norm(gradients)) == pytest.approx(
+            fp64_norm(gradients), rel=256 * 2**-24, abs=0
+        )
+
+
+def test_norm_of_sparse_gradients_adds_up_duplicates_first():
+    expected = math.sqrt(1 + 4 + (3 + 5) ** 2 + (4 + 6) ** 2 + 9)
+    gradients = [sparse(), torch.tensor([3.0])]
+    # five terms in fp32
+    assert float(global_norm(gradients)) == pytest.approx(expected, rel=5 * 2**-24, abs=0)
+    assert float(exact_global_norm(gradients)) == pytest.approx(expected, rel=5 * 2**-53, abs=0)
+
+
+def test_duplicates_of_a_sparse_gradient_may_cancel():
+    gradient = torch.sparse_coo_tensor([[1, 1]], [3.0, -3.0], (4,))
+    assert float(global_norm([gradient])) == 0.0
+
+
+def test_norm_of_finite_gradients_whose_squares_overflow():
+    gradients = [torch.full((4,), 1e30), torch.full((2,), -1e30, dtype=torch.bfloat16)]
+    assert math.isinf(float(global_norm(gradients)))
+    assert find_nonfinite([("a", gradients[0]), ("b", gradients[1])]).names == ()
+    # the elements are exact in fp64; 6 terms
+    assert float(exact_global_norm(gradients)) == pytest.approx(
+        fp64_norm(gradients), rel=6 * 2**-53, abs=0
+    )
+
+
+def test_exact_norm_of_gradients_whose_squares_underflow():
+    for magnitude in (1e-25, 1e-40):
+        gradients = [torch.full((10,), magnitude)]
+        # fp64 of exact elements, 10 terms
+        assert float(exact_global_norm(gradients)) == pytest.approx(
+            fp64_norm(gradients), rel=10 * 2**-53, abs=0
+        )
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_is_not_finite_if_any_one_element_is_not(bad, dtype):
+    for which in range(3):
+        for place in (0, 5, 11):
+            gradients = [normal(12, seed=i, dtype=dtype) for i in range(3)]
+            gradients[which][place] = bad
+            assert not math.isfinite(float(global_norm(gradients)))
+
+
+def test_norm_leaves_the_gradients_as_they_are():
+    gradients = [normal(5), sparse()]
+    before = [g.clone() for g in gradients]
+    global_norm(gradients)
+    exact_global_norm(gradients)
+    assert torch.equal(gradients[0], before[0])
+    assert torch.equal(gradients[1].to_dense(), before[1].to_dense())
+
+
+# --- who is not finite ----------------------------------------------------------------------------
+
+
+def test_names_are_sorted_into_nan_and_inf():
+    named = [
+        ("fine", torch.tensor([1.0, -2.0])),
+        ("huge", torch.tensor([3.4e38])),
+        ("plus", torch.tensor([1.0, INF])),
+        ("nan", torch.tensor([[NAN, 1.0]])),
+        ("minus", torch.tensor([-INF, 0.0]).half()),
+        ("both", torch.tensor([INF, NAN]).bfloat16()),
+        ("empty", torch.zeros(0)),
+    ]
+    found = find_nonfinite(named)
+    assert found == NonFinite(nan=("nan", "both"), inf=("plus", "minus"))
+    assert found.names == ("nan", "both", "plus", "minus")
+    assert find_nonfinite([]).names == ()
+
+
+def test_sparse_gradients_are_looked_into():
+    bad = torch.sparse_coo_tensor([[2]], [INF], (4,))
+    # two finite fp16 entries whose sum is not
+    overflow = torch.sparse_coo_tensor([[1, 1]], [60000.0, 60000.0], (4,)).half()
+    found = find_nonfinite([("good", sparse()), ("bad", bad), ("sum", overflow)])
+    assert found == NonFinite(nan=(), inf=("bad", "sum"))
+
+
+# --- scaling and clipping -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_multiply_is_in_place_and_rounds_once(dtype):
+    gradients = [normal(40, seed=i, dtype=dtype) for i in range(3)]
+    expected = [(g.double() * 0.3).to(dtype) for g in gradients]
+    addresses = [g.data_ptr() for g in gradients]
+    multiply_(gradients, 0.3)
+    assert [g.data_ptr() for g in gradients] == addresses
+    for got, want in zip(gradients, expected, strict=True):
+        # 0.3 is rounded to fp32 first (2^-24), the product to the dtype: neighbours at most
+        assert torch.allclose(got.double(), want.double(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_multiply_by_a_power_of_two_is_exact_and_by_one_is_nothing():
+    gradient = normal(1000)
+    kept = gradient.clone()
+    multiply_([gradient], 2.0**-16)
+    assert torch.equal(gradient.double(), kept.double() * 2.0**-16)
+    gradient = torch.tensor([NAN, INF, 1.0])
+    multiply_([gradient], 1.0)
+    assert gradient[1:].tolist() == [INF, 1.0]
+    multiply_([], 0.5)
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_multiply_reaches_sparse_gradients(coalesced):
+    gradient = sparse().coalesce() if coalesced else sparse()
+    expected = gradient.to_dense() * 0.5
+    multiply_([gradient, normal(3)], 0.5)
+    assert torch.equal(gradient.to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "expected"),
+    [
+        (5.0, None, 1.0),
+        (1e30, None, 1.0),
+        (0.5, 1.0, 1.0),
+        (0.0, 1.0, 1.0),
+        (0.0, 1e-9, 1e-3),
+        (1.0, 1.0, 1.0 / (1.0 + 1e-6)),
+        (2.0, 1.0, 1.0 / (2.0 + 1e-6)),
+        (1e38, 1.0, 1e-38),
+        (7.0, INF, 1.0),
+        (7.0, 0.0, 0.0),
+    ],
+)
+def test_clip_factor_by_definition(norm, max_norm, expected):
+    # exact up to the rounding of one division in fp64
+    assert clip_factor(norm, max_norm) == pytest.approx(expected, rel=2**-52, abs=0)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 7.0, 1e6])
+def test_norm_and_clipping_equal_torch_s(max_norm):
+    parameters = [torch.nn.Parameter(torch.zeros(s)) for s in [(20, 5), (9,), (2, 2, 2)]]
+    for i, p in enumerate(parameters):
+        p.grad = normal(*p.shape, seed=i)
+    ours = [p.grad.clone() for p in parameters]
+    norm = global_norm(ours)
+    multiply_(ours, clip_factor(float(norm), max_norm))
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    assert float(norm) == pytest.approx(float(theirs), rel=117 * 2**-24, abs=0)  # 117 terms in fp32
+    for got, p in zip(ours, parameters, strict=True):
+        # the factor in fp64 here and in fp32 there, then one product: 117 terms and 4 roundings
+        assert torch.allclose(got, p.grad, rtol=121 * 2**-24, atol=0)
+    # and the definition: no longer than max_norm, direction kept
+    assert fp64_norm(ours) <= max_norm * (1 + 121 * 2**-24)

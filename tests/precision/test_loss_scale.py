@@ -1,0 +1,323 @@
+"""Loss scaling: golden sequences, torch's own scaler as witness, states, refusals, exactness."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from halfstep import LossScaleConfig, PrecisionError
+from halfstep.precision.loss_scale import (
+    LOSS_SCALE_FIELDS,
+    DynamicLossScale,
+    NoLossScale,
+    StaticLossScale,
+    make_loss_scale,
+)
+from reference.loss_scale import exponents
+
+FLAGS = [c == "1" for c in "000010001101000000"]
+# research/reliability.md 3.1: start 256, x2 and /2, window 2, the flags above; recorded from torch
+# 2.13's GradScaler and from Megatron-Core's DynamicGradScaler with hysteresis 2.
+GOLDEN = {
+    1: "256 512 512 1024 512 512 1024 1024 512 256 256 128 128 256 256 512 512 1024",
+    2: "256 512 512 1024 1024 1024 2048 2048 2048 1024 1024 512 512 1024 1024 2048 2048 4096",
+}
+
+
+def dynamic(**options) -> DynamicLossScale:
+    made = make_loss_scale(LossScaleConfig(kind="dynamic", **options))
+    assert isinstance(made, DynamicLossScale)
+    return made
+
+
+def trajectory(scale: DynamicLossScale, flags) -> list[float]:
+    result = []
+    for flag in flags:
+        scale.update(found_nonfinite=flag)
+        result.append(scale.value)
+    return result
+
+
+def grad_scaler_trajectory(flags, **options) -> list[float]:
+    """The scale of torch.amp.GradScaler driven by real gradients that overflow on the flags."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    result = []
+    for flag in flags:
+        parameter.grad = torch.tensor(float("inf") if flag else 1.0)
+        scaler.scale(torch.ones(()))  # makes torch initialise its scale
+        scaler.step(optimizer)
+        scaler.update()
+        result.append(scaler.get_scale())
+    return result
+
+
+@pytest.mark.parametrize("hysteresis", GOLDEN)
+def test_golden_sequence(hysteresis):
+    expected = [float(word) for word in GOLDEN[hysteresis].split()]
+    scale = dynamic(init_scale=256.0, growth_interval=2, hysteresis=hysteresis)
+    assert trajectory(scale, FLAGS) == expected
+    # the oracle of the property tests says the same, so the two are tied to one record
+    logs = exponents(FLAGS, start=8, interval=2, hysteresis=hysteresis)
+    assert [2.0**e for e in logs] == expected
+
+
+def test_deepspeed_sequences_of_the_same_rule():
+    # DeepSpeed tests/unit/runtime/half_precision/test_dynamic_loss_scale.py, test_no_overflow and
+    # test_all_overflow; the rule is the same where no overflow follows a growth.
+    scale = dynamic(init_scale=2.0**8, growth_interval=2)
+    assert trajectory(scale, [False] * 10)[1::2] == [2.0**e for e in range(9, 14)]
+    scale = dynamic(init_scale=2.0**4)
+    assert trajectory(scale, [True] * 8) == [8, 4, 2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("growth", "backoff", "interval"), [(2.0, 0.5, 3), (4.0, 0.125, 1)])
+def test_equals_torch_grad_scaler_for_every_history_of_seven_steps(growth, backoff, interval):
+    options = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    for flags in itertools.product([False, True], repeat=7):
+        # 2^32 start, 2^64 ceiling, so that neither end is reached: torch has no ends
+        ours = dynamic(init_scale=2.0**32, max_scale=2.0**64, **options)
+        theirs = grad_scaler_trajectory(flags, init_scale=2.0**32, **options)
+        assert trajectory(ours, flags) == theirs
+
+
+def test_defaults_are_torch_s_own():
+    scaler = torch.amp.GradScaler("cpu")
+    config = LossScaleConfig(kind="dynamic")
+    assert config.init_scale == scaler.get_scale() == 65536.0
+    assert config.growth_factor == scaler.get_growth_factor() == 2.0
+    assert config.backoff_factor == scaler.get_backoff_factor() == 0.5
+    assert config.growth_interval == scaler.get_growth_interval() == 2000
+    assert (config.min_scale, config.max_scale) == (1.0, 2.0**24)
+    assert config.hysteresis == 1
+    assert LossScaleConfig().kind == "none"
+
+
+def test_growth_needs_exactly_the_interval_and_an_overflow_starts_it_again():
+    scale = dynamic(init_scale=8.0, growth_interval=5)
+    assert trajectory(scale, [False] * 4) == [8.0] * 4
+    assert trajectory(scale, [True]) == [4.0]
+    assert trajectory(scale, [False] * 5) == [4.0] * 4 + [8.0]
+    assert trajectory(scale, [False] * 5) == [8.0] * 4 + [16.0]
+
+
+def test_floor_and_at_floor():
+    scale = dynamic(init_scale=8.0, min_scale=2.0, backoff_factor=0.125)
+    assert not scale.at_floor
+    assert trajectory(scale, [True, True]) == [2.0, 2.0]
+    assert scale.at_floor
+
+
+def test_at_floor_waits_for_the_hysteresis():
+    scale = dynamic(init_scale=1.0, hysteresis=2, growth_interval=1)
+    assert not scale.at_floor
+    scale.update(found_nonfinite=True)  # tolerated
+    assert scale.value == 1.0
+    assert scale.at_floor
+    scale.update(found_nonfinite=False)  # grows and refills
+    assert scale.value == 2.0
+    assert not scale.at_floor
+    assert trajectory(scale, [True, True]) == [2.0, 1.0]
+
+
+def test_ceiling():
+    scale = dynamic(init_scale=2.0**22, growth_factor=8.0, growth_interval=1)
+    assert trajectory(scale, [False] * 3) == [2.0**24] * 3
+    assert trajectory(scale, [True]) == [2.0**23]
+
+
+# --- scaling itself -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0, 1, 16, 24])
+def test_scaling_by_a_power_of_two_is_exact_for_every_fp16_number(power):
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    losses = patterns.view(torch.float16)
+    losses = losses[losses.isfinite()].float()
+    scale = dynamic(init_scale=2.0**power)
+    scaled = scale.scale(losses)
+    assert scaled.dtype == torch.float32
+    assert torch.equal(scaled.double(), losses.double() * 2.0**power)
+    assert torch.equal(scaled * (1.0 / scale.value), losses)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_16_bit_loss_is_scaled_in_fp32(kind, dtype):
+    # GradScaler keeps a 1-element fp16 loss in fp16, where 2 * 65536 is inf.
+    scale = make_loss_scale(LossScaleConfig(kind=kind))
+    loss = torch.tensor([2.0], dtype=dtype, requires_grad=True)
+    scaled = scale.scale(loss)
+    assert scaled.item() == 131072.0
+    scaled.backward()
+    expected = 65536.0 if dtype != torch.float16 else math.inf  # the gradient itself is fp16
+    assert loss.grad.item() == expected
+
+
+def test_no_scale_is_a_null_object():
+    scale = make_loss_scale(LossScaleConfig())
+    assert isinstance(scale, NoLossScale)
+    loss = torch.tensor(3.0)
+    assert scale.scale(loss) is loss
+    scale.update(found_nonfinite=True)
+    assert (scale.value, scale.at_floor, scale.state_dict()) == (1.0, True, {})
+    scale.load_state_dict({})
+    with pytest.raises(PrecisionError, match="another precision policy"):
+        scale.load_state_dict({"value": 8.0})
+
+
+def test_static_scale_never_moves_and_resumes_only_at_the_same_value():
+    scale = make_loss_scale(LossScaleConfig(kind="static", init_scale=1024.0))
+    assert isinstance(scale, StaticLossScale)
+    assert not scale.at_floor
+    for flag in FLAGS:
+        scale.update(found_nonfinite=flag)
+    assert scale.value == 1024.0
+    assert scale.scale(torch.tensor(0.5)).item() == 512.0
+    assert scale.state_dict() == {"value": 1024.0}
+    scale.load_state_dict({"value": 1024.0})
+    with pytest.raises(PrecisionError, match=r"1024.*512"):
+        scale.load_state_dict({"value": 512.0})
+    with pytest.raises(PrecisionError, match="another precision policy"):
+        scale.load_state_dict({"value": 1024.0, "good_steps": 0, "tracker": 1})
+    assert scale.value == 1024.0
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+OPTIONS = {"init_scale": 256.0, "growth_interval": 3, "hysteresis": 2}
+
+
+def test_state_holds_every_field_that_changes():
+    scale = dynamic(**OPTIONS)
+    before = dict(vars(scale))
+    trajectory(scale, [False, False, False, True, False])
+    changed = {k for k, v in vars(scale).items() if v != before[k]}
+    assert changed == set(scale.state_dict())
+    assert scale.state_dict() == {"value": 512.0, "good_steps": 1, "tracker": 1}
+
+
+@pytest.mark.parametrize("cut", range(len(FLAGS)))
+def test_resume_at_every_step_continues_the_same_trajectory(cut):
+    whole, first, second = (dynamic(**OPTIONS) for _ in range(3))
+    expected = trajectory(whole, FLAGS)
+    trajectory(first, FLAGS[:cut])
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert trajectory(second, FLAGS[cut:]) == expected[cut:]
+
+
+BAD_STATES = {
+    "missing value": {"good_steps": 0, "tracker": 1},
+    "missing good_steps": {"value": 64.0, "tracker": 1},
+    "missing tracker": {"value": 64.0, "good_steps": 0},
+    "unknown key": {"value": 64.0, "good_steps": 0, "tracker": 1, "scale": 2},
+    "empty": {},
+    "no power of two": {"value": 65.0, "good_steps": 0, "tracker": 1},
+    "zero": {"value": 0.0, "good_steps": 0, "tracker": 1},
+    "negative": {"value": -64.0, "good_steps": 0, "tracker": 1},
+    "nan": {"value": math.nan, "good_steps": 0, "tracker": 1},
+    "inf": {"value": math.inf, "good_steps": 0, "tracker": 1},
+    "above the ceiling": {"value": 2.0**25, "good_steps": 0, "tracker": 1},
+    "below the floor": {"value": 0.5, "good_steps": 0, "tracker": 1},
+    "a full interval": {"value": 64.0, "good_steps": 3, "tracker": 1},
+    "negative count": {"value": 64.0, "good_steps": -1, "tracker": 1},
+    "tracker above hysteresis": {"value": 64.0, "good_steps": 0, "tracker": 3},
+    "nan count": {"value": 64.0, "good_steps": math.nan, "tracker": 1},
+}
+# A damaged or hand-made checkpoint: these must be the same PrecisionError, never a bare TypeError,
+# and never be rounded into a state that no run can have had.
+DAMAGED_STATES = {
+    "string value": {"value": "64", "good_steps": 0, "tracker": 1},
+    "no value": {"value": None, "good_steps": 0, "tracker": 1},
+    "bool value": {"value": True, "good_steps": 0, "tracker": 1},
+    "string count": {"value": 64.0, "good_steps": "1", "tracker": 1},
+    "half a step": {"value": 64.0, "good_steps": 1.5, "tracker": 1},
+    "half a tracker": {"value": 64.0, "good_steps": 0, "tracker": 0.5},
+    "nan tracker": {"value": 64.0, "good_steps": 0, "tracker": math.nan},
+    "inf tracker": {"value": 64.0, "good_steps": 0, "tracker": -math.inf},
+    "no tracker": {"value": 64.0, "good_steps": 0, "tracker": None},
+}
+
+
+@pytest.mark.parametrize("state", [*BAD_STATES.values()], ids=[*BAD_STATES])
+def test_a_bad_state_is_refused_and_changes_nothing(state):
+    scale = dynamic(**OPTIONS)
+    trajectory(scale, [False, True])
+    before = dict(vars(scale))
+    with pytest.raises(PrecisionError):
+        scale.load_state_dict(state)
+    assert vars(scale) == before
+
+
+@pytest.mark.parametrize("state", [*DAMAGED_STATES.values()], ids=[*DAMAGED_STATES])
+def test_a_damaged_state_is_refused_and_changes_nothing(state):
+    test_a_bad_state_is_refused_and_changes_nothing(state)
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+FLOATS = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+INTEGERS = ("growth_interval", "hysteresis", "max_consecutive_skips")
+
+
+def test_the_two_groups_are_all_fields():
+    assert set(FLOATS) | set(INTEGERS) == set(LOSS_SCALE_FIELDS)
+
+
+@pytest.mark.parametrize("field", FLOATS)
+@pytest.mark.parametrize(
+    "value",
+    [0, 0.0, -1, -2.0, 3.0, 1.5, 0.1, math.nan, math.inf, -math.inf, True, False, "2", None, [2.0]],
+)
+def test_numbers_that_are_no_powers_of_two_are_refused(field, value):
+    with pytest.raises(PrecisionError, match=field):
+        LossScaleConfig(kind="dynamic", **{field: value})
+
+
+@pytest.mark.parametrize("field", INTEGERS)
+@pytest.mark.parametrize("value", [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None])
+def test_counts_that_are_no_positive_integers_are_refused(field, value):
+    with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
+        LossScaleConfig(kind="dynamic", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"growth_factor": 1.0}, "growth_factor > 1"),
+        ({"growth_factor": 0.5}, "growth_factor > 1"),
+        ({"backoff_factor": 1.0}, "> backoff_factor"),
+        ({"backoff_factor": 2.0}, "> backoff_factor"),
+        ({"min_scale": 0.5}, "1 <= min_scale"),
+        ({"init_scale": 0.5}, "1 <= min_scale"),
+        ({"min_scale": 2.0**17}, "min_scale <= init_scale"),
+        ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
+        ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
+        ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
+        ({"kind": None}, "allowed: none, static, dynamic"),
+    ],
+)
+def test_contradictions_are_refused(options, message):
+    with pytest.raises(PrecisionError, match=message):
+        LossScaleConfig(**{"kind": "dynamic", **options})
+
+
+def test_an_integer_beyond_float_is_refused_like_any_other_number():
+    with pytest.raises(PrecisionError, match="init_scale"):
+        LossScaleConfig(kind="dynamic", init_scale=2**2000)
+
+
+def test_the_ends_of_the_allowed_range_are_allowed():
+    LossScaleConfig(kind="dynamic", init_scale=1, min_scale=1, max_scale=1)
+    LossScaleConfig(kind="dynamic", init_scale=2.0**126, max_scale=2.0**126)
+    LossScaleConfig(kind="dynamic", growth_interval=1, hysteresis=1, max_consecutive_skips=1)
+    LossScaleConfig(kind="dynamic", backoff_factor=2.0**-10, growth_factor=2**10)
+
+
+def test_a_configuration_cannot_be_changed_afterwards():
+    config = LossScaleConfig(kind="dynamic")
+    with pytest.raises(AttributeError):
+        config.init_scale = 3.0  # type: ignore[misc]

@@ -1,0 +1,268 @@
+"""fp32 masters: what 16-bit weights lose, masters keep."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision
+from halfstep.precision.master_weights import Fp32Masters, NoMasters
+from reference import floats
+from reference.training import CPU_POLICIES, MASTERS, OPTIMIZERS, STORED, batches, mlp, mse, scaled
+
+
+class Scalar(nn.Module):
+    """One weight; the gradient of ``forward(x).sum()`` is the sum of x."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[value]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def train_scalar(name: str, steps: int) -> tuple[Scalar, Precision]:
+    """1.0 plus ``steps`` updates of 1e-3, by a gradient of -1 (exact in every format)."""
+    model = Scalar(1.0)
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(steps):
+        with precision.autocast():
+            loss = -model(torch.ones(1, 1)).sum()
+        precision.backward(loss)
+        assert precision.step().applied
+    return model, precision
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_hundred_small_updates(name):
+    model, precision = train_scalar(name, 100)
+    weight = model.weight.item()
+    if name.endswith("-pure"):
+        # bf16: the gap above 1 is 2^-7, so 1e-3 is less than half a gap: nothing ever moves. fp16:
+        # the gap is 2^-10, so each update of 1e-3 is rounded up to 2^-10 (here it overshoots: 1e-3
+        # lies nearer to 1 gap than to 0).
+        assert weight == (1.0 if name == "bf16-pure" else 1.0 + 100 * 2.0**-10)
+        return
+    (master,) = precision.named_parameters().values()
+    assert master.dtype == torch.float32
+    # 100 additions near 1: each rounds by at most 2^-24
+    assert abs(master.item() - 1.1) <= 101 * 2.0**-24
+    assert weight == master.to(STORED[name]).item()
+    assert abs(weight - 1.1) <= {"bf16": 2.0**-8, "fp16": 2.0**-11}.get(name[:4], 1) + 1e-5
+    if STORED[name] == torch.float32:
+        assert weight == master.item()
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_masters_start_from_the_values_before_the_cast(name):
+    model = mlp()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    masters = precision.named_parameters()
+    assert list(masters) == list(before)
+    for n, p in model.named_parameters():
+        assert masters[n].dtype == torch.float32
+        assert torch.equal(masters[n], before[n])
+        assert p.dtype == STORED[name]
+        assert torch.equal(p, before[n].to(STORED[name]))
+        assert not torch.equal(p.float(), before[n])  # else the two lines above prove nothing
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_parameters_stay_the_same_objects_and_the_optimizer_gets_the_masters(name):
+    model = mlp()
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1
+    )
+    precision = Precision(scaled(name), model, optimizer)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    masters = list(precision.named_parameters().values())
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(held, masters, strict=True))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    addresses = {p.data_ptr() for p in before} & {m.data_ptr() for m in masters}
+    assert not addresses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_push_rounds_to_nearest_even_bit_for_bit(dtype):
+    table = floats.FP16 if dtype == torch.float16 else floats.BF16
+    # every midpoint and its fp32 neighbours, the hardest values there are
+    ties = floats.midpoints(table)[:-1].astype("float32")
+    x = torch.from_numpy(ties)
+    values = torch.cat([x, torch.nextafter(x, x * 0), torch.nextafter(x, x * 0 + math.inf), -x])
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(len(values)))
+    masters = Fp32Masters(model, dtype)
+    (master,) = dict(masters.named_parameters()).values()
+    with torch.no_grad():
+        master.copy_(values)
+    masters.push_()
+    expected = floats.nearest(values.double().numpy(), table, math.inf)
+    assert model.weight.dtype == dtype
+    got = model.weight.detach().double().numpy()
+    assert (got == expected).all()
+    assert torch.equal(master, values)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MASTERS)
+def test_after_every_step_the_weights_are_the_rounded_masters(name, optimizer):
+    model = mlp()
+    precision = Precision(scaled(name), model, OPTIMIZERS[optimizer](model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    for x, y in batches(3):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)
+        precision.step()
+        for n, p in model.named_parameters():
+            assert torch.equal(p, precision.named_parameters()[n].to(STORED[name]))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+# Acceptance test N of research/users.md: 4 and then 256 times 0.01 must not stay at 4.
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_micro_batches_add_up_in_fp32(name):
+    model = Scalar(1.0)
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for value in [4.0] + [0.01] * 256:
+        with precision.autocast():
+            loss = model(torch.tensor([[value]])).sum() / 1.0
+        precision.backward(loss)
+    scale = precision.loss_scale.value
+    (updated,) = precision.named_parameters().values()
+    total = updated.grad.double().item() / scale
+    compute = {"b": torch.bfloat16, "f": torch.float16}[name[0]] if name != "fp32" else None
+    each = torch.tensor(0.01).to(compute or torch.float32).double().item()
+    if name == "bf16-pure":
+        assert total == 4.0  # the gap at 4 is 2^-5: this is what the other policies are for
+    elif name == "fp16-pure":
+        # the gap at 4 is 2^-8 = 0.0039: each 0.01 becomes 3 gaps
+        assert total == 4.0 + 256 * 3 * 2.0**-8
+    else:
+        # every micro-batch's 0.01 is rounded once to the compute format, then sums are fp32: 256
+        # additions below 8, each within 2^-22
+        assert abs(total - (4.0 + 256 * each)) <= 256 * 2.0**-22
+        assert abs(total - 6.56) <= 256 * 0.01 * 2.0**-8 + 256 * 2.0**-22
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_no_16_bit_gradient_is_kept_and_the_master_s_is_fp32(name):
+    model = mlp()
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    for _ in range(2):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)
+        assert all(p.grad is None for p in model.parameters())
+        assert all(m.grad.dtype == torch.float32 for m in precision.named_parameters().values())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_tied_weights_stay_tied_and_have_one_master_with_both_gradients(name):
+    model, plain = Tied(), Tied()
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert model.head.weight is model.embed.weight
+    assert list(precision.named_parameters()) == ["embed.weight"]
+    ids, target = torch.tensor([0, 3, 6]), torch.tensor([1, 2, 3])
+    with precision.autocast():
+        loss = nn.functional.cross_entropy(model(ids).float(), target)
+    precision.backward(loss)
+    (updated,) = precision.named_parameters().values()
+    got = updated.grad.double() / precision.loss_scale.value
+    nn.functional.cross_entropy(plain(ids), target).backward()
+    want = plain.embed.weight.grad.double()
+    # Two 16-bit products deep, |gradient| < 1: a few bf16 roundings (2^-8 each) of numbers below
+    # 1; a missing half of the gradient would be off by about 0.3.
+    assert (got - want).abs().max() <= 8 * 2.0**-8
+    assert (want.abs() > 0.2).any()
+    precision.step()
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_frozen_weights_are_cast_and_have_no_master(name):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    precision = Precision(scaled(name), model, optimizer)
+    assert list(precision.named_parameters()) == ["0.bias", "2.weight", "2.bias"]
+    assert model[0].weight.dtype == STORED[name]
+    for x, y in batches(2):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)
+        assert precision.step().applied
+    assert torch.equal(model[0].weight, before.to(STORED[name]))
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_frozen_parameter_may_be_in_the_optimizer(name):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    precision.backward(loss)
+    assert precision.step().applied
+
+
+def test_the_null_object_holds_the_model_s_own_parameters():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    masters = NoMasters(model)
+    held = dict(masters.named_parameters())
+    assert list(held) == ["0.bias", "2.weight", "2.bias"]
+    assert all(held[n] is p for n, p in model.named_parameters() if n in held)
+    masters.push_()
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_an_unused_parameter_keeps_its_value_and_its_master(name):
+    model = mlp()
+    model.register_parameter("spare", nn.Parameter(torch.tensor([0.1])))
+    precision = Precision(scaled(name), model, OPTIMIZERS["adamw-loop"](model.parameters()))
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    precision.backward(loss)
+    assert precision.step().applied
+    assert precision.named_parameters()["spare"].item() == torch.tensor(0.1).item()
+    assert model.spare.item() == torch.tensor(0.1).to(STORED[name]).item()
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_sparse_gradients_reach_the_masters(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 3, sparse=True))
+    before = model[0].weight.detach().clone()
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.5))
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns of whoever has not chosen
+        for _ in range(2):
+            with precision.autocast():
+                loss = model(torch.tensor([1, 1, 4])).sum()
+            precision.backward(loss)
+        result = precision.step()
+    # rows 1 and 4: gradients 2 x 2 and 2 x 1 for each of 3 columns; the norm is one fp32 root
+    assert result.grad_norm == pytest.approx(math.sqrt(3 * 16 + 3 * 4), rel=2**-22, abs=0)
+    expected = before - 0.5 * torch.tensor([0.0, 4, 0, 0, 2, 0])[:, None]
+    assert torch.equal(precision.named_parameters()["0.weight"], expected)

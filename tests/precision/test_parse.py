@@ -1,0 +1,211 @@
+"""Reading policies: names with typing errors, field strings, and TOML files."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halfstep.precision.parse
+from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
+
+F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("bf16-mixd", "bf16-mixed"),
+        ("fp16mixed", "fp16-mixed"),
+        ("bf16-masters", "bf16-master"),
+        ("bf16_pure", "bf16-pure"),
+        ("fp23", "fp32"),
+        ("16-mixe", "16-mixed"),
+    ],
+)
+def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
+    with pytest.raises(PrecisionError) as caught:
+        parse_policy(typed)
+    message = str(caught.value)
+    assert f"unknown precision policy {typed!r}, did you mean {meant!r}?" in message
+    for name in POLICIES:
+        assert name in message
+
+
+@pytest.mark.parametrize("typed", ["", "quadruple", "int8", "bf16-mixed;"])
+def test_an_unknown_name_is_refused_with_all_that_is_allowed(typed):
+    with pytest.raises(PrecisionError, match="unknown precision policy") as caught:
+        parse_policy(typed)
+    assert f"Allowed: {', '.join(POLICIES)}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("params=fp32", "fp32"),
+        ("compute=tf32", "tf32"),
+        ("compute=fp32", "fp32"),
+        ("params=fp32,compute=bf16", "bf16-mixed"),
+        ("compute=fp16", "fp16-mixed"),
+        ("compute=fp16,scale=dynamic", "fp16-mixed"),
+        ("params=bf16", "bf16-master"),
+        ("params=bf16,compute=bf16,master=fp32", "bf16-master"),
+        ("params=fp16", "fp16-master"),
+        ("params=bf16,master=bf16", "bf16-pure"),
+        (" params = fp16 , master = fp16 ", "fp16-pure"),
+        ("params=fp16,master=fp16,grad=fp16,reduce=fp16,output=fp32,scale=dynamic", "fp16-pure"),
+        ("compute=fp16,init_scale=65536", "fp16-mixed"),
+    ],
+)
+def test_a_field_string_fills_in_what_follows(spec, name):
+    assert parse_policy(spec) == POLICIES[name]
+
+
+def test_field_strings_that_are_no_preset():
+    policy = parse_policy("compute=fp16,scale=static,init_scale=1024,max_consecutive_skips=7")
+    assert policy == PrecisionPolicy(
+        compute_dtype=F16,
+        loss_scale=LossScaleConfig(kind="static", init_scale=1024.0, max_consecutive_skips=7),
+    )
+    assert parse_policy("compute=fp16,scale=none").loss_scale == LossScaleConfig()
+    assert parse_policy("compute=bf16,scale=dynamic,growth_interval=5").loss_scale == (
+        LossScaleConfig(kind="dynamic", growth_interval=5)
+    )
+    assert parse_policy("params=bf16,reduce=bf16") == replace(
+        POLICIES["bf16-master"], reduce_dtype=B16
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("param=bf16", "unknown policy key 'param', did you mean 'params'. Allowed: params, compu"),
+        ("colour=bf16", "unknown policy key 'colour' Allowed: params"),
+        ("params=bf16,", "unknown policy key ''"),
+        ("params=bf16,params=fp16", "gives a key twice"),
+        ("params=bf16, params =fp16", "gives a key twice"),
+        ("params=half", "params=half; allowed: fp32, bf16, fp16"),
+        ("params=tf32", "params=tf32; allowed: fp32, bf16, fp16$"),
+        ("compute=half", "compute=half; allowed: fp32, bf16, fp16, tf32"),
+        ("params=", "params=; allowed: fp32, bf16, fp16"),
+        ("params=fp32=fp32", "params=fp32=fp32; allowed"),
+        ("compute=fp16,scale=auto", "scale=auto; allowed: none, static, dynamic"),
+        ("compute=fp16,init_scale=many", "init_scale=many; allowed: a number"),
+        ("compute=fp16,init_scale=3", "init_scale is 3.0; allowed: powers of two"),
+        ("compute=fp16,init_scale=nan", "init_scale is nan; allowed: powers of two"),
+        ("compute=fp16,growth_interval=2.5", r"growth_interval.*2\.5; allowed"),
+        ("compute=fp16,growth_interval=inf", "growth_interval=inf; allowed"),
+        ("compute=fp16,growth_interval=0", "growth_interval is 0; allowed: integers >= 1"),
+        ("compute=bf16,init_scale=8", "init_scale given, but .*add scale=dynamic or scale=static"),
+        ("compute=fp16,scale=none,hysteresis=2", "hysteresis given, but this policy does not"),
+        ("params=bf16,compute=fp16", "params=bf16 with compute=fp16"),
+        ("params=bf16,compute=tf32", "compute"),
+        ("master=bf16", "params=fp32 with master=bf16"),
+        ("params=bf16,master=bf16,grad=fp32", "grad=fp32 with master=bf16"),
+        ("output=bf16", "output=bf16: the loss is always computed in fp32"),
+    ],
+)
+def test_a_bad_field_string_is_refused_with_its_reason(spec, message):
+    with pytest.raises(PrecisionError, match=message):
+        parse_policy(spec)
+
+
+def write(folder, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", POLICIES["fp32"]),
+        ('base = "bf16-mixed"', POLICIES["bf16-mixed"]),
+        ('base = "amp"', POLICIES["fp16-mixed"]),
+        ('base = "params=bf16"', POLICIES["bf16-master"]),
+        ('params = "bf16"\nmaster = "fp32"', POLICIES["bf16-master"]),
+        ('compute = "tf32"', POLICIES["tf32"]),
+        ('base = "fp32"\ncompute = "tf32"', POLICIES["tf32"]),
+        ('base = "tf32"\nreduce = "bf16"', replace(POLICIES["tf32"], reduce_dtype=B16)),
+        ('base = "tf32"\ncompute = "bf16"', POLICIES["bf16-mixed"]),
+        ('base = "fp16-mixed"\nparams = "fp16"', POLICIES["fp16-master"]),
+        ('base = "fp16-mixed"\ncompute = "bf16"', POLICIES["bf16-mixed"]),
+        ('base = "bf16-mixed"\ncompute = "fp16"', POLICIES["fp16-mixed"]),
+        (
+            'base = "fp16-mixed"\ninit_scale = 1024\nmin_scale = 2.0\ngrowth_interval = 100',
+            replace(
+                POLICIES["fp16-mixed"],
+                loss_scale=LossScaleConfig(
+                    kind="dynamic", init_scale=1024.0, min_scale=2.0, growth_interval=100
+                ),
+            ),
+        ),
+        (
+            'compute = "fp16"\nscale = "static"\ninit_scale = 128.0',
+            PrecisionPolicy(
+                compute_dtype=F16, loss_scale=LossScaleConfig(kind="static", init_scale=128.0)
+            ),
+        ),
+        ('base = "fp16-mixed"\nscale = "none"', PrecisionPolicy(compute_dtype=F16)),
+    ],
+)
+def test_a_file_is_a_base_and_what_differs(tmp_path, text, expected):
+    assert parse_policy(write(tmp_path, text)) == expected
+
+
+def test_a_scale_that_was_tuned_for_one_format_is_not_handed_to_another(tmp_path):
+    text = 'base = "compute=fp16,init_scale=1024"\ncompute = "fp16"\nreduce = "bf16"'
+    assert parse_policy(write(tmp_path, text)).loss_scale.init_scale == 1024.0
+    text = 'base = "compute=fp16,init_scale=1024"\ncompute = "bf16"'
+    assert parse_policy(write(tmp_path, text)).loss_scale == LossScaleConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base = ", "cannot be read"),
+        ("base = 3", "base is 3; allowed: the name of a policy"),
+        ('base = ""', "policy"),
+        ('base = "other.toml"', "base is 'other.toml'; allowed: the name of a policy"),
+        ('base = "bf16-mixd"', "did you mean 'bf16-mixed'"),
+        ('colour = "red"', "unknown policy key 'colour'"),
+        ("[loss_scale]\ninit_scale = 8", "unknown policy key 'loss_scale'"),
+        ('params = "half"', "params=half; allowed"),
+        ("params = 16", "params=16; allowed"),
+        ('compute = "fp16"\ngrowth_interval = true', "growth_interval=True; allowed"),
+        ('compute = "fp16"\ninit_scale = true', "init_scale=True; allowed"),
+        ('compute = "fp16"\ninit_scale = inf', "init_scale is inf"),
+        ('compute = "fp16"\ninit_scale = 1000', "init_scale is 1000.0; allowed: powers of two"),
+        ('compute = "fp16"\nscale = true', "scale=True; allowed"),
+        ("init_scale = 8", "init_scale given, but this policy does not scale"),
+        ('base = "bf16-mixed"\nmaster = "bf16"', "params=fp32 with master=bf16"),
+        ('base = "bf16-pure"\nmaster = "fp32"', "grad=bf16 with master=fp32"),
+    ],
+)
+def test_a_bad_file_is_refused_naming_the_file(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(PrecisionError, match=message) as caught:
+        parse_policy(path)
+    assert path in str(caught.value)
+
+
+def test_a_missing_or_unreadable_file_is_refused_naming_the_file(tmp_path):
+    missing = str(tmp_path / "none.toml")
+    with pytest.raises(PrecisionError, match="cannot be read") as caught:
+        parse_policy(missing)
+    assert missing in str(caught.value)
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'base = "\xe9"')
+    with pytest.raises(PrecisionError, match=r"latin\.toml: cannot be read"):
+        parse_policy(str(latin))
+
+
+def test_blanks_around_a_path_do_not_matter(tmp_path):
+    path = write(tmp_path, 'base = "bf16"')
+    assert parse_policy(f" {path} ") == POLICIES["bf16-mixed"]
+
+
+def test_doctests():
+    result = doctest.testmod(halfstep.precision.parse)
+    assert result.attempted >= 3
+    assert result.failed == 0

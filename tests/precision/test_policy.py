@@ -1,0 +1,163 @@
+"""The policies of the design's table, their names, and the combinations that are refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
+from halfstep.precision.policy import dtype_name
+
+F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+# The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale.
+TABLE = {
+    "fp32": (F32, F32, F32, F32, F32, F32, False, "none"),
+    "tf32": (F32, F32, F32, F32, F32, F32, True, "none"),
+    "bf16-mixed": (F32, B16, F32, F32, F32, F32, False, "none"),
+    "fp16-mixed": (F32, F16, F32, F32, F32, F32, False, "dynamic"),
+    "bf16-master": (B16, B16, F32, F32, F32, F32, False, "none"),
+    "fp16-master": (F16, F16, F32, F32, F32, F32, False, "dynamic"),
+    "bf16-pure": (B16, B16, F32, B16, B16, B16, False, "none"),
+    "fp16-pure": (F16, F16, F32, F16, F16, F16, False, "dynamic"),
+}
+FIELDS = ("param", "compute", "output", "grad", "reduce", "master")
+# has_masters, is_pure, casts_per_op
+KINDS = {
+    "fp32": (False, False, False),
+    "tf32": (False, False, False),
+    "bf16-mixed": (False, False, True),
+    "fp16-mixed": (False, False, True),
+    "bf16-master": (True, False, False),
+    "fp16-master": (True, False, False),
+    "bf16-pure": (False, True, False),
+    "fp16-pure": (False, True, False),
+}
+# The design, section 2, in brackets behind the names.
+ALIASES = {
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "bf16": "bf16-mixed",
+    "amp_bf16": "bf16-mixed",
+    "fp16": "fp16-mixed",
+    "16-mixed": "fp16-mixed",
+    "amp": "fp16-mixed",
+    "bf16-true": "bf16-pure",
+}
+# In the design's table and not built yet: asking for one is refused, never answered with another.
+PLANNED = ("bf16-module", "bf16-split", "bf16-sr", "bf16-kahan", "fp8")
+
+
+def test_the_table_is_complete():
+    assert set(POLICIES) - set(PLANNED) == set(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_policy_is_the_table_s_row(name):
+    policy = POLICIES[name]
+    got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
+    assert got == TABLE[name]
+    assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
+    assert (policy.has_masters, policy.is_pure, policy.casts_per_op) == KINDS[name]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_policy_prints_its_name_and_its_name_parses_to_it(name):
+    assert str(POLICIES[name]) == POLICIES[name].name == name
+    assert parse_policy(name) == POLICIES[name]
+    assert parse_policy(POLICIES[name]) is POLICIES[name]
+    assert parse_policy(f"  {name}\n") == POLICIES[name]
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_every_alias_of_the_design_prints_back_canonically(alias, name):
+    assert str(parse_policy(alias)) == name
+
+
+@pytest.mark.parametrize(("alias", "name"), [("amp_fp16", "fp16-mixed"), ("16-true", "fp16-pure")])
+def test_further_aliases(alias, name):
+    assert str(parse_policy(alias)) == name
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_policy_is_refused_until_it_exists(name):
+    if name in POLICIES:
+        pytest.fail(f"{name} exists now: give it a row in TABLE")
+    with pytest.raises(PrecisionError, match=f"unknown precision policy '{name}'"):
+        parse_policy(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
+        ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
+        ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
+        ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
+        ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
+        ({"master_dtype": "fp32"}, "master=fp32; allowed"),
+        ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
+        ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
+        (
+            {"param_dtype": B16, "compute_dtype": F16},
+            "params=bf16 with compute=fp16.*compute=bf16",
+        ),
+        (
+            {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
+            "params=bf16 with master=fp16: the master is fp32 or",
+        ),
+        ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
+        ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
+        (
+            {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
+            "grad=fp32 with master=fp16.*use grad=fp16",
+        ),
+        ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
+        (
+            {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
+            "compute=tf32 .*needs params=fp32",
+        ),
+    ],
+)
+def test_a_combination_that_cannot_run_is_refused_with_its_reason(fields, message):
+    with pytest.raises(PrecisionError, match=message):
+        PrecisionPolicy(**fields)
+
+
+def test_a_policy_is_a_frozen_value():
+    policy = PrecisionPolicy(compute_dtype=B16)
+    assert policy == POLICIES["bf16-mixed"]
+    assert hash(policy) == hash(POLICIES["bf16-mixed"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.compute_dtype = F32  # type: ignore[misc]
+
+
+def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():
+    policy = PrecisionPolicy(
+        compute_dtype=F16,
+        reduce_dtype=B16,
+        loss_scale=LossScaleConfig(kind="dynamic", init_scale=1024.0, hysteresis=2),
+    )
+    assert str(policy) == (
+        "params=fp32,compute=fp16,output=fp32,grad=fp32,reduce=bf16,master=fp32,scale=dynamic,"
+        "init_scale=1024.0,hysteresis=2"
+    )
+    tf32 = PrecisionPolicy(tf32=True, reduce_dtype=B16)
+    assert str(tf32) == (
+        "params=fp32,compute=tf32,output=fp32,grad=fp32,reduce=bf16,master=fp32,scale=none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (F32, "fp32"),
+        (B16, "bf16"),
+        (F16, "fp16"),
+        (torch.float64, "fp64"),
+        (torch.int64, "int64"),
+        (torch.float8_e5m2, "float8_e5m2"),
+    ],
+)
+def test_dtype_names(dtype, name):
+    assert dtype_name(dtype) == name

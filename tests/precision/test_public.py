@@ -1,0 +1,88 @@
+"""The library's front door: names, lazy import, and what importing must not do."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+STUB = Path(halfstep.__file__).with_name("__init__.pyi")
+NAMES = {
+    alias.asname or alias.name: node.module
+    for node in ast.parse(STUB.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
+# The names of the design and of the README's first example; more may come, none may go.
+PROMISED = {
+    "Precision",
+    "StepResult",
+    "PrecisionPolicy",
+    "POLICIES",
+    "LossScaleConfig",
+    "FloatFormat",
+    "parse_policy",
+    "explain",
+    "support",
+    "autocast",
+    "simulated_fp16",
+    "HalfstepError",
+    "PrecisionError",
+    "NonFiniteError",
+    "ConfigError",
+    "DataError",
+    "CheckpointError",
+}
+
+
+def python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_promised_names_are_there():
+    assert set(NAMES) >= PROMISED
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_resolves_to_the_object_of_its_module(name):
+    module = __import__(f"halfstep.{NAMES[name]}", fromlist=[name])
+    assert getattr(halfstep, name) is getattr(module, name)
+    assert name in halfstep.__all__
+    assert name in dir(halfstep)
+
+
+def test_names_that_do_not_exist_are_attribute_errors():
+    with pytest.raises(AttributeError):
+        _ = halfstep.Precison
+
+
+def test_importing_halfstep_imports_no_torch_and_starts_nothing():
+    code = (
+        "import sys, json, threading, halfstep; v = halfstep.__version__; dir(halfstep);"
+        "heavy = [m for m in ('torch', 'numpy', 'transformers', 'tokenizers', 'rich') "
+        "if m in sys.modules];"
+        "print(json.dumps([heavy, threading.active_count(), v]))"
+    )
+    heavy, threads, version = json.loads(python(code))
+    assert heavy == []
+    assert threads == 1
+    assert version == halfstep.__version__
+
+
+def test_errors_can_be_caught_without_waiting_for_torch():
+    code = (
+        "import sys, halfstep; halfstep.PrecisionError; halfstep.NonFiniteError;"
+        "print('torch' in sys.modules)"
+    )
+    assert python(code) == "False"
+
+
+def test_using_a_name_loads_what_it_needs():
+    code = "import halfstep; print(halfstep.parse_policy('bf16'))"
+    assert python(code) == "bf16-mixed"

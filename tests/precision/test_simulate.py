@@ -1,0 +1,445 @@
+"""fp16 products through fp32 kernels: within the bound of rounding theory, and nothing left behind.
+
+Every result is compared with fp64 (bound: half an fp16 gap for the one rounding, plus the fp32
+accumulation of K terms, ``K * 2^-24 * sum |a b|``) and with torch's own fp16 kernel (bound: the two
+sides' bounds added: one gap, and twice the accumulation). See reference/products.py.
+"""
+
+import doctest
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep.precision.simulate
+from halfstep import simulated_fp16
+from reference.products import U16, U32, assert_within
+
+HALF = torch.float16
+
+
+def half(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    """fp16 numbers over several binades."""
+    g = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(-3, 4, shape, generator=g)
+    return (spread * torch.randn(shape, generator=g) * 2.0**exponent).half()
+
+
+class Witness(TorchDispatchMode):
+    """Records, below the simulation, in which dtype each operator reaches torch's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, set[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        flat = [a for a in args if isinstance(a, Tensor)]
+        self.seen.append((str(func), {t.dtype for t in flat if t.is_floating_point()}))
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "dot",
+    "conv",
+    "linear",
+    "matmul",
+    "product",
+)
+
+
+def fp16_products(work: Callable[[], object]) -> list[str]:
+    """The products that still reached a kernel in fp16 inside the simulation."""
+    with Witness() as witness, simulated_fp16():
+        work()
+    assert witness.seen
+    return [
+        name
+        for name, dtypes in witness.seen
+        if HALF in dtypes and any(word in name for word in PRODUCT_NAMES)
+    ]
+
+
+def check(
+    work: Callable[..., Tensor], inputs: list[Tensor], terms: int, what: str, fp16_sums: int = 0
+) -> None:
+    """Forward and all input gradients of a bilinear ``work``, against fp64 and against torch.
+
+    Args:
+        work: Sums of products of its inputs (and of addends), all in the inputs' dtype.
+        inputs: fp16 tensors.
+        terms: No output or gradient element adds up more terms than this (K).
+        what: For messages.
+        fp16_sums: How many partial sums torch's own kernel (not ours) adds up in fp16.
+    """
+
+    def run(tensors: list[Tensor], upstream: Tensor | None) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        output = work(*leaves)
+        grads = torch.autograd.grad(output, leaves, upstream)
+        return [output.detach(), *grads]
+
+    plain = work(*inputs)
+    upstream = half(*plain.shape, seed=99)
+    with simulated_fp16():
+        simulated = run(inputs, upstream)
+    native = run(inputs, upstream)
+    exact = run([t.double() for t in inputs], upstream.double())
+    # The same sums with every term's magnitude: work is made of sums of products, and so are its
+    # derivatives; with non-negative inputs and weights nothing cancels.
+    sums = run([t.double().abs() for t in inputs], upstream.double().abs())
+    for i, (ours, theirs, true, size) in enumerate(
+        zip(simulated, native, exact, sums, strict=True)
+    ):
+        where = f"{what}, {'output' if i == 0 else f'gradient of input {i - 1}'}"
+        assert ours.dtype == theirs.dtype == HALF
+        assert ours.shape == theirs.shape == true.shape
+        slack = terms * U32 * size
+        assert_within(ours, true, slack, 0.5, f"{where} against fp64")
+        # torch's column-to-image kernel rounds each of `fp16_sums` addends and each of their sums
+        theirs_slack = slack + (2 * fp16_sums) * U16 * size
+        assert_within(ours, theirs.double(), slack + theirs_slack, 1.0, f"{where} against torch")
+
+
+# name: work, inputs, terms. A convolution's gradient by its input goes, in torch's own fp16 kernel,
+# through column-to-image, which adds up the kernel's places in fp16.
+FP16_SUMS = {"conv2d": 9, "conv2d strided, grouped": 9, "conv1d": 5, "conv_transpose2d": 9}
+PRODUCTS = {
+    "mm": (torch.mm, [half(7, 33), half(33, 5, seed=1)], 33),
+    "mm transposed": (lambda a, b: torch.mm(a.t(), b.t()), [half(33, 7), half(5, 33, seed=1)], 33),
+    "addmm": (torch.addmm, [half(7, 5), half(7, 33, seed=1), half(33, 5, seed=2)], 34),
+    "addmm alpha beta": (
+        lambda c, a, b: torch.addmm(c, a, b, alpha=0.5, beta=2.0),
+        [half(7, 5), half(7, 33, seed=1), half(33, 5, seed=2)],
+        34,
+    ),
+    "bmm": (torch.bmm, [half(3, 4, 20), half(3, 20, 6, seed=1)], 20),
+    "baddbmm alpha beta": (
+        lambda c, a, b: torch.baddbmm(c, a, b, alpha=2.0, beta=0.25),
+        [half(3, 4, 6), half(3, 4, 20, seed=1), half(3, 20, 6, seed=2)],
+        21,
+    ),
+    "mv": (torch.mv, [half(9, 40), half(40, seed=1)], 40),
+    "addmv": (torch.addmv, [half(9), half(9, 40, seed=1), half(40, seed=2)], 41),
+    "dot": (torch.dot, [half(300), half(300, seed=1)], 300),
+    "linear 2-d": (F.linear, [half(6, 24), half(5, 24, seed=1), half(5, seed=2)], 25),
+    "linear 3-d": (F.linear, [half(2, 6, 24), half(5, 24, seed=1), half(5, seed=2)], 25),
+    "linear without bias": (F.linear, [half(2, 6, 24), half(5, 24, seed=1)], 24),
+    "einsum": (
+        lambda a, b: torch.einsum("bij,kj->bik", a, b),
+        [half(2, 6, 24), half(5, 24, seed=1)],
+        24,
+    ),
+    # 2 images x 6 x 6 places: a weight's gradient adds up 72 terms, a bias's too
+    "conv2d": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1),
+        [half(2, 3, 6, 6), half(4, 3, 3, 3, seed=1), half(4, seed=2)],
+        72,
+    ),
+    "conv2d strided, grouped": (
+        lambda x, w: F.conv2d(x, w, stride=2, groups=2),
+        [half(2, 4, 7, 7), half(6, 2, 3, 3, seed=1)],
+        27,
+    ),
+    "conv1d": (F.conv1d, [half(2, 3, 12), half(4, 3, 5, seed=1)], 20),
+    "conv_transpose2d": (F.conv_transpose2d, [half(2, 3, 5, 5), half(3, 2, 3, 3, seed=1)], 50),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_forward_and_backward(name):
+    work, inputs, terms = PRODUCTS[name]
+    check(work, inputs, terms, name, FP16_SUMS.get(name, 0))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_product_reaches_torch_s_fp16_kernels(name):
+    work, inputs, _ = PRODUCTS[name]
+
+    def both() -> None:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        work(*leaves).sum().backward()
+
+    assert fp16_products(both) == []
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_contexts_run_the_same_arithmetic(name, context):
+    work, inputs, _ = PRODUCTS[name]
+    with simulated_fp16():
+        expected = work(*inputs)
+    with context():
+        assert fp16_products(lambda: work(*inputs)) == []
+        with simulated_fp16():
+            assert torch.equal(work(*inputs), expected)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def additive_mask(rows: int, columns: int) -> Tensor:
+    g = torch.Generator().manual_seed(7)
+    mask = torch.zeros(rows, columns)
+    mask[torch.rand(rows, columns, generator=g) < 0.4] = -math.inf
+    mask[:, 0] = 0.25  # no row is masked completely, and not every bias is 0
+    return mask
+
+
+ATTENTION = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "additive mask": {"attn_mask": additive_mask(12, 12)},
+    "boolean mask": {"attn_mask": additive_mask(12, 12) > -1},
+    "scaled": {"scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_forward_and_backward(name):
+    options = dict(ATTENTION[name])
+    q, k, v = (half(2, 3, 12, 8, seed=s, spread=0.5) for s in range(3))
+    upstream = half(2, 3, 12, 8, seed=4)
+    d = q.shape[-1]
+    scale = options.get("scale", 1 / math.sqrt(d))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        given = dict(options)
+        if given.get("attn_mask") is not None and given["attn_mask"].is_floating_point():
+            given["attn_mask"] = given["attn_mask"].to(dtype)
+        output = F.scaled_dot_product_attention(*leaves, **given)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(dtype))]
+
+    with simulated_fp16():
+        simulated = run(HALF)
+    native = run(HALF)
+    exact = run(torch.float64)
+
+    # fp64 by the definition: P = softmax(S), S = scale Q K' + mask; O = P V.
+    # dV = P' dO; dP = dO V'; D = rowsum(dO * O); dS = P * (dP - D); dQ = scale dS K.
+    Q, K, V, G = (t.double() for t in (q, k, v, upstream))
+    S = scale * Q @ K.mT
+    if options.get("is_causal"):
+        S = S + torch.full((12, 12), -math.inf).triu(1)
+    mask = options.get("attn_mask")
+    if mask is not None:
+        S = S + (mask.double() if mask.is_floating_point() else torch.where(mask, 0.0, -math.inf))
+    P = S.softmax(-1)
+    for mine, torchs in zip((P @ V, P.mT @ G), (exact[0], exact[3]), strict=True):
+        assert torch.allclose(mine, torchs, rtol=1e-12, atol=1e-12)  # fp64, some 100 operations
+
+    # Bounds. A score errs by (d + 3) u32 (|scale| |Q||K|' + |mask|): accumulation, scale and mask;
+    # the largest such error of a row moves each probability by a relative 2 max + (n + 8) u32
+    # (numerator and denominator; exp to 4 ulp; the sum of n = 12 terms).
+    n = S.shape[-1]
+    finite = torch.where(S.isfinite(), S.abs(), 0.0)
+    score = (d + 3) * U32 * (scale * Q.abs() @ K.abs().mT + finite)
+    p_rel = (2 * score.amax(-1, keepdim=True) + (n + 8) * U32) * 1.1
+    dP, D = G @ V.mT, (G * (P @ V)).sum(-1, keepdim=True)
+    dS = P * (dP - D)
+
+    def bounds(rounded: float) -> list[Tensor]:
+        """Errors before the last rounding; ``rounded``: what P and dS lose before they are used."""
+        rel = p_rel + n * U32 + rounded
+        out = (rel * P) @ V.abs()
+        # D is made of the output as it was stored, in fp16: half a gap, and the error above.
+        d_err = (G.abs() * (U16 * (P @ V).abs() + 2.0**-25 + out)).sum(-1, keepdim=True)
+        ds_err = P * (p_rel * (dP - D).abs() + d * U32 * (G.abs() @ V.abs().mT) + d_err * 1.01)
+        ds_err = ds_err + (rounded + n * U32) * dS.abs()
+        tiny = 0.0 if rounded == 0 else n * 2.0**-25  # rounding P or dS among the subnormals
+        return [
+            out + tiny * V.abs().amax(),
+            scale * (ds_err @ K.abs()) + tiny * K.abs().amax(),
+            scale * (ds_err.mT @ Q.abs()) + tiny * Q.abs().amax(),
+            (rel * P).mT @ G.abs() + tiny * G.abs().amax(),
+        ]
+
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    ours_bounds, torchs_bounds = bounds(0.0), bounds(U16)
+    for i, what in enumerate(names):
+        assert simulated[i].dtype == HALF
+        assert_within(simulated[i], exact[i], ours_bounds[i], 0.5, f"{name} {what} against fp64")
+        # torch's own kernel also rounds P and dS to fp16 before the second products
+        both = ours_bounds[i] + torchs_bounds[i]
+        assert_within(simulated[i], native[i].double(), both, 1.0, f"{name} {what} against torch")
+
+
+def test_attention_runs_in_fp32_below_and_keeps_its_log_sum_exp_in_fp32():
+    q = half(1, 2, 5, 8)
+    assert fp16_products(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)) == []
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with simulated_fp16():
+        output, log_sum_exp = op(q, q, q)
+    assert (output.dtype, log_sum_exp.dtype) == (HALF, torch.float32)
+    # (the operator wants [batch, head, row, width]; log-sum-exp is [batch, head, row])
+    expected = (q.double() @ q.double().mT / math.sqrt(8)).logsumexp(-1)
+    # fp32: 8 products per score, 5 terms per sum, |score| < 64: 20 roundings of at most 2^-24 * 64
+    assert (log_sum_exp.double() - expected).abs().max() <= 20 * U32 * 64
+
+
+def test_attention_in_inference_mode_is_simulated_too():
+    q = half(1, 2, 5, 8)
+    with torch.inference_mode():
+        assert fp16_products(lambda: F.scaled_dot_product_attention(q, q, q)) == []
+
+
+# --- the ends of the range ------------------------------------------------------------------------
+
+
+def product(a: list[float], b: list[float]) -> Tensor:
+    with simulated_fp16():
+        return torch.tensor([a]).half() @ torch.tensor([b]).half().T
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    # 65504 + 15.984375 = 65519.984375 is an fp32 number: it rounds down; 65520 is the tie that
+    # rounding to even sends to inf (IEEE 754-2019, 7.4).
+    [(15.984375, 65504.0), (16.0, math.inf), (31.0, math.inf), (-32.0, 65472.0)],
+)
+def test_the_upper_end(tail, expected):
+    for sign in (1.0, -1.0):
+        assert product([65504.0, tail], [sign, sign]).item() == sign * expected
+
+
+def test_partial_sums_may_leave_fp16_because_they_are_fp32():
+    assert product([256.0, 256.0, -256.0], [256.0, 256.0, 256.0]).item() == math.inf
+    assert product([256.0, 256.0, -256.0], [255.0, 256.0, 256.0]).item() == 65280.0
+    assert product([60000.0, 60000.0, -60000.0], [1.0, 1.0, 1.0]).item() == 60000.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (2.0**-14, 2.0**-10, 2.0**-24),
+        (2.0**-14, 2.0**-11, 0.0),  # 2^-25, the tie, goes to the even 0
+        (2.0**-14, 1.5 * 2.0**-11, 2.0**-24),
+        (2.0**-14, 1.5 * 2.0**-10, 2.0**-23),  # the tie between 1 and 2 quanta goes to 2
+        (2.0**-14, 2.0**-12, 0.0),
+        (2.0**-24, 1.0, 2.0**-24),
+        (2.0**-24, 0.5, 0.0),
+        (1.0009765625, 2.0**-24, 2.0**-24),
+    ],
+)
+def test_underflow_is_gradual_down_to_the_smallest_number(a, b, expected):
+    assert product([a], [b]).item() == expected
+    negative = product([-a], [b])
+    assert negative.item() == -expected
+    assert bool(negative.signbit())
+
+
+def test_nan_and_inf_pass_through():
+    assert product([math.inf, 1.0], [1.0, 1.0]).item() == math.inf
+    assert math.isnan(product([math.inf, 1.0], [0.0, 1.0]).item())
+    assert math.isnan(product([math.nan, 1.0], [1.0, 1.0]).item())
+
+
+def test_long_sums_are_accumulated_in_fp32():
+    # In fp16 accumulation 2048 + 1 stays 2048; a tensor core's fp32 does not.
+    ones = torch.ones(4096, dtype=HALF)
+    with simulated_fp16():
+        assert (ones @ ones).item() == 4096.0
+        assert (ones[None] @ ones[:, None]).item() == 4096.0
+
+
+# --- what must not be touched ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_other_dtypes_are_untouched(dtype):
+    a, b = (10 * half(9, 17)).to(dtype), (10 * half(17, 4, seed=1)).to(dtype)
+    outside = a @ b
+    with Witness() as witness, simulated_fp16():
+        inside = a @ b
+    assert inside.dtype == dtype
+    assert torch.equal(inside, outside)
+    assert all(HALF not in dtypes for _, dtypes in witness.seen)
+
+
+def test_operators_that_are_no_products_are_untouched():
+    x = half(5, 8)
+    for work in (torch.softmax, torch.cumsum, torch.sum):
+        outside = work(x, -1)
+        with simulated_fp16():
+            inside = work(x, -1)
+        assert inside.dtype == HALF
+        assert torch.equal(inside, outside)
+
+
+def test_operands_are_not_changed():
+    a, b = half(3, 4), half(4, 5, seed=1)
+    before = a.clone(), b.clone()
+    with simulated_fp16():
+        a @ b
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16, torch.float64])
+def test_operands_of_two_dtypes_are_refused_as_torch_refuses_them(other):
+    # A GPU would stop here; a simulation that goes on hides the bug until then.
+    a, b = half(3, 4), half(4, 5, seed=1).to(other)
+    for left, right in ((a, b), (b.T, a.T)):
+        with pytest.raises(RuntimeError):
+            left @ right
+        with simulated_fp16(), pytest.raises(RuntimeError):
+            left @ right
+
+
+def test_nothing_stays_switched_on():
+    a, b = half(4, 64), half(64, 3, seed=1)
+    before = torch._C._len_torch_dispatch_stack()
+    with simulated_fp16():
+        assert torch._C._len_torch_dispatch_stack() == before + 1
+    assert torch._C._len_torch_dispatch_stack() == before
+    with pytest.raises(KeyError), simulated_fp16():
+        raise KeyError
+    assert torch._C._len_torch_dispatch_stack() == before
+    with pytest.raises(RuntimeError), simulated_fp16():
+        a @ a  # shapes do not fit: raised inside the fp32 kernel
+    assert torch._C._len_torch_dispatch_stack() == before
+    with Witness() as witness:
+        a @ b
+    assert witness.seen == [("aten.mm.default", {HALF})]
+
+
+def test_entering_twice_is_entering_once():
+    a, b = half(4, 64), half(64, 3, seed=1)
+    with simulated_fp16():
+        once = a @ b
+        with simulated_fp16():
+            twice = a @ b
+        after = a @ b
+    assert torch.equal(once, twice)
+    assert torch.equal(once, after)
+
+
+def test_autocast_above_and_autograd_above_work_with_it():
+    x, w = half(6, 12).float(), half(5, 12, seed=1).float().requires_grad_()
+    with simulated_fp16():
+        with torch.autocast("cpu", dtype=HALF):
+            y = F.linear(x, w)
+        y.sum().backward()
+    expected = (x.half().double() @ w.detach().half().double().T).half()
+    assert y.dtype == HALF
+    # one rounding of a sum of 12 products that fp32 holds to 12 u32: at most one neighbour away
+    assert_within(y.detach(), expected.double(), torch.zeros(6, 5).double(), 1.0)
+    assert w.grad.dtype == torch.float32
+    column_sums = x.half().double().sum(0)
+    # gradient: sums of 6 exact products, one rounding to fp16
+    assert_within(w.grad[0], column_sums, 6 * U32 * x.abs().double().sum(0), 0.5)
+
+
+def test_doctests():
+    result = doctest.testmod(halfstep.precision.simulate)
+    assert result.attempted >= 1
+    assert result.failed == 0

@@ -1,0 +1,408 @@
+"""Steps that must not happen: nothing changes, the reason is named, and hopeless runs stop.
+
+The grid of injected infinities follows apex tests/L0/run_amp/test_multiple_models_optimizers_losses
+(each step x each micro-batch x each parameter).
+"""
+
+import contextlib
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep import NonFiniteError, Precision, PrecisionError
+from reference.loss_scale import exponents
+from reference.training import (
+    CPU_POLICIES,
+    DYNAMIC,
+    OPTIMIZERS,
+    UNSCALED,
+    batches,
+    differences,
+    mlp,
+    mse,
+    scaled,
+    snapshot,
+)
+
+INF, NAN = math.inf, math.nan
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+MICRO = 2
+
+
+class Loop:
+    """A training loop with two micro-batches a step, into which a bad gradient can be injected."""
+
+    def __init__(self, spec: str, optimizer: str = "adamw-loop") -> None:
+        self.model = mlp()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.precision = Precision(spec, self.model, self.optimizer)
+
+    @contextlib.contextmanager
+    def bad(self, name: str, value: float):
+        """While open, the last element of this parameter's gradient is ``value``."""
+
+        def spoil(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            gradient.view(-1)[-1] = value
+            return gradient
+
+        handle = self.model.get_parameter(name).register_hook(spoil)
+        yield
+        handle.remove()
+
+    def step(self, data, inject=None, **options):
+        """One step over two micro-batches; ``inject`` is (micro-batch, [(name, value), ...])."""
+        for i, (x, y) in enumerate(data):
+            with self.precision.autocast():
+                loss = mse(self.model(x), y) / MICRO
+            with contextlib.ExitStack() as stack:
+                for name, value in inject[1] if inject and inject[0] == i else ():
+                    stack.enter_context(self.bad(name, value))
+                self.precision.backward(loss)
+        return self.precision.step(**options)
+
+    def state(self):
+        return snapshot(self.model, self.optimizer, self.precision)
+
+
+STEPS = [batches(MICRO, seed=s) for s in range(3)]
+EVERYWHERE = list(itertools.product(range(MICRO), NAMES, (INF, NAN)))
+FIRST_AND_LAST = [(0, "0.weight", -INF), (MICRO - 1, "2.bias", NAN)]
+
+
+def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: float) -> None:
+    """One step with one bad gradient, and everything that must be true of it."""
+    precision = loop.precision
+    before = loop.state()
+    scale = precision.loss_scale.state_dict()
+    total, row = precision.skipped_total, precision.skipped_in_a_row
+    if name in DYNAMIC:
+        result = loop.step(data, (micro, [(parameter, value)]))
+        assert result.applied is False
+        assert result.reason == ("nan_gradients" if math.isnan(value) else "overflow")
+        assert result.nonfinite_parameters == (parameter,)
+        assert (result.loss_scale, result.next_loss_scale) == (1024.0, 512.0)
+        assert (result.skipped_total, result.skipped_in_a_row) == (total + 1, row + 1)
+        assert not math.isfinite(result.grad_norm)
+        assert math.isfinite(result.loss)
+    else:
+        with pytest.raises(NonFiniteError, match="weights are unchanged") as caught:
+            loop.step(data, (micro, [(parameter, value)]))
+        assert caught.value.cause == "gradients"
+        assert caught.value.parameters == (parameter,)
+        assert parameter in str(caught.value)
+    assert differences(before, loop.state()) == []
+    assert all(p.grad is None for group in loop.optimizer.param_groups for p in group["params"])
+    precision.loss_scale.load_state_dict(scale)  # the next one starts from the same scale
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_one_bad_gradient_anywhere_changes_nothing_now_or_later(name, optimizer):
+    spec = scaled(name, init_scale=2**10)
+    loop, clean = Loop(spec, optimizer), Loop(spec, optimizer)
+    grid = EVERYWHERE if optimizer == "adamw-loop" else FIRST_AND_LAST
+    for i, data in enumerate(STEPS):
+        for place in grid:
+            bad_step(loop, name, data, *place)
+        result = loop.step(data)
+        expected = clean.step(data)
+        assert result.applied
+        assert result.skipped_in_a_row == 0
+        assert result.skipped_total == len(grid) * (i + 1)  # counted in every precision
+        assert (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm)
+        assert differences(clean.state(), loop.state()) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_run_with_a_skip_ends_as_the_run_without_it(name, optimizer):
+    # Without putting the scale back: after the skip it is another power of two, so nothing changes.
+    spec = scaled(name, init_scale=2**10)
+    loop, clean = Loop(spec, optimizer), Loop(spec, optimizer)
+    for i, data in enumerate(STEPS):
+        if i == 1:
+            assert not loop.step(data, (0, [("2.weight", INF)])).applied
+        loop.step(data)
+        clean.step(data)
+    assert (loop.precision.loss_scale.value, clean.precision.loss_scale.value) == (512.0, 1024.0)
+    assert differences(clean.state(), loop.state()) == []
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_several_bad_parameters_are_all_named_nan_first(name):
+    loop = Loop(scaled(name))
+    bad = (1, [("0.weight", INF), ("2.weight", NAN), ("2.bias", -INF)])
+    expected = ("2.weight", "0.weight", "2.bias")
+    if name in DYNAMIC:
+        result = loop.step(STEPS[0], bad)
+        assert result.nonfinite_parameters == expected
+        assert result.reason == "overflow"
+    else:
+        with pytest.raises(NonFiniteError, match="NaN and inf in the gradients") as caught:
+            loop.step(STEPS[0], bad)
+        assert caught.value.parameters == expected
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_the_message_says_nan_or_inf(name):
+    for value, word in ((NAN, "NaN"), (INF, "inf")):
+        with pytest.raises(NonFiniteError, match=f"^{word} in the gradients of 0.bias under a fin"):
+            Loop(name).step(STEPS[0], (0, [("0.bias", value)]))
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_random_history_of_overflows_follows_the_oracle_and_loses_nothing(name):
+    picker = random.Random(7)
+    flags = [picker.random() < 0.3 for _ in range(24)]
+    options = {"init_scale": 2**12, "growth_interval": 3, "hysteresis": 2, "max_scale": 2**13}
+    loop = Loop(scaled(name, **options))
+    twin = Loop(scaled(name, **options))
+    expected = exponents(flags, start=12, interval=3, hysteresis=2, ceiling=13)
+    total, row = 0, 0
+    scale = 2.0**12
+    for i, flag in enumerate(flags):
+        data = STEPS[i % 3]
+        inject = (i % 2, [(NAMES[i % 4], (INF, -INF, NAN)[i % 3])]) if flag else None
+        result = loop.step(data, inject)
+        total, row = total + flag, row + 1 if flag else 0
+        assert result.applied is not flag
+        assert (result.skipped_total, result.skipped_in_a_row) == (total, row)
+        assert (result.loss_scale, result.next_loss_scale) == (scale, 2.0 ** expected[i])
+        scale = result.next_loss_scale
+        if not flag:
+            twin.step(data)
+    assert differences(twin.state(), loop.state()) == []
+
+
+# --- clipping meets infinity ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_clipping_one_inf_one_writes_no_nan(name, optimizer):
+    # torch.nn.utils.clip_grad_norm_ on [1, inf, 1] leaves [0, nan, 0].
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    made = OPTIMIZERS[optimizer]([model.weight])
+    precision = Precision(scaled(name), model, made)
+    model.weight.register_hook(lambda g: torch.tensor([1.0, INF, 1.0], dtype=g.dtype))
+    before = snapshot(model, made, precision)
+    with precision.autocast():
+        loss = model.weight.sum()
+    precision.backward(loss)
+    if name in DYNAMIC:
+        result = precision.step(max_norm=1.0)
+        assert (result.applied, result.nonfinite_parameters) == (False, ("weight",))
+    else:
+        with pytest.raises(NonFiniteError):
+            precision.step(max_norm=1.0)
+    assert differences(before, snapshot(model, made, precision)) == []
+    assert model.weight.tolist() == [1.0, 2.0, 3.0]
+
+
+# --- hopeless runs stop ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "times"), [(NAN, 200), (INF, 2), (-INF, 2)])
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_loss_that_is_not_finite_stops_at_once_and_leaves_the_scale_alone(name, value, times):
+    # Acceptance test C of research/users.md: 200 such steps. torch's scaler halves 200 times.
+    loop = Loop(scaled(name, init_scale=2**10))
+    loop.step(STEPS[0])
+    before = loop.state()
+    for attempt in range(times):
+        with loop.precision.autocast():
+            loss = mse(loop.model(STEPS[1][0][0]), STEPS[1][0][1]) * value
+        loop.precision.backward(loss)
+        with pytest.raises(NonFiniteError, match=r"no loss scale can help.*weights are unch") as e:
+            loop.precision.step()
+        assert e.value.cause == "forward"
+        if attempt in (0, times - 1):
+            assert differences(before, loop.state()) == []
+    assert loop.precision.loss_scale.value == (1024.0 if name in DYNAMIC else 1.0)
+    assert loop.step(STEPS[1]).applied
+
+
+def test_one_bad_micro_batch_is_enough():
+    loop = Loop("fp32")
+    for factor in (1.0, NAN, 1.0):
+        x, y = STEPS[0][0]
+        loop.precision.backward(mse(loop.model(x), y) * factor)
+    with pytest.raises(NonFiniteError) as caught:
+        loop.precision.step()
+    assert caught.value.cause == "forward"
+
+
+def test_a_finite_loss_beyond_fp32_only_when_scaled_is_an_overflow_and_no_forward_error():
+    loop = Loop(scaled("fp16-mixed", init_scale=2**16))
+    x, y = STEPS[0][0]
+    with loop.precision.autocast():
+        loss = mse(loop.model(x), y) * 1e35
+    assert loss.isfinite()
+    result = loop.precision.step(loss)
+    assert (result.applied, result.reason is None) == (False, False)
+    assert result.next_loss_scale == 2.0**15
+    assert math.isfinite(result.loss)
+
+
+class NanBackward(torch.autograd.Function):
+    """A custom operator whose forward is right and whose backward has a bug."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * NAN
+
+
+class Buggy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(NanBackward.apply(self.inner(x)))
+
+
+def buggy_step(model, precision):
+    x, y = STEPS[0][0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    precision.backward(loss)
+    return precision.step()
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_nan_gradients_under_a_finite_loss_back_off_and_stop_at_the_floor(name):
+    model = Buggy()
+    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
+    precision = Precision(scaled(name, init_scale=8, min_scale=2), model, optimizer)
+    before = snapshot(model, optimizer, precision)
+    for i, (scale, after) in enumerate([(8.0, 4.0), (4.0, 2.0)]):
+        result = buggy_step(model, precision)
+        assert (result.applied, result.reason) == (False, "nan_gradients")
+        assert (result.loss_scale, result.next_loss_scale) == (scale, after)
+        assert result.nonfinite_parameters == ("inner.weight", "inner.bias")
+        assert result.skipped_in_a_row == i + 1
+    with pytest.raises(NonFiniteError, match=r"NaN .* smallest loss scale 2:.*unchanged") as caught:
+        buggy_step(model, precision)
+    assert caught.value.cause == "loss_scale_floor"
+    assert caught.value.parameters == ("inner.weight", "inner.bias")
+    assert "inner.weight" in str(caught.value)
+    assert precision.loss_scale.value == 2.0
+    assert precision.skipped_total == precision.skipped_in_a_row == 3
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_nan_gradients_without_a_scale_stop_at_once(name):
+    model = Buggy()
+    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
+    precision = Precision(name, model, optimizer)
+    before = snapshot(model, optimizer, precision)
+    with pytest.raises(NonFiniteError, match="no loss scale to lower") as caught:
+        buggy_step(model, precision)
+    assert caught.value.cause == "gradients"
+    assert caught.value.parameters == ("inner.weight", "inner.bias")
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+
+
+def test_hysteresis_delays_the_floor():
+    model = Buggy()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    precision = Precision(scaled("fp16-mixed", init_scale=2, hysteresis=3), model, optimizer)
+    scales = [buggy_step(model, precision).next_loss_scale for _ in range(3)]
+    assert scales == [2.0, 2.0, 1.0]
+    with pytest.raises(NonFiniteError) as caught:
+        buggy_step(model, precision)
+    assert caught.value.cause == "loss_scale_floor"
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("limit", [1, 3])
+def test_the_skip_limit_stops_a_run_that_only_skips(name, limit):
+    model = Buggy()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    spec = scaled(name, init_scale=2**16, max_consecutive_skips=limit)
+    precision = Precision(spec, model, optimizer)
+    for _ in range(limit - 1):
+        assert not buggy_step(model, precision).applied
+    with pytest.raises(NonFiniteError, match=rf"{limit} steps in a row skipped") as caught:
+        buggy_step(model, precision)
+    assert caught.value.cause == "skip_limit"
+    assert caught.value.parameters == ("inner.weight", "inner.bias")
+    assert (precision.skipped_total, precision.skipped_in_a_row) == (limit, limit)
+
+
+def test_the_skip_limit_counts_only_skips_in_a_row():
+    loop = Loop(scaled("fp16-mixed", init_scale=2**16, max_consecutive_skips=3))
+    bad = (0, [("0.bias", INF)])
+    for i in range(4):
+        for _ in range(2):
+            assert not loop.step(STEPS[0], bad).applied
+        assert loop.step(STEPS[0]).skipped_total == 2 * (i + 1)
+
+
+def test_a_static_scale_skips_and_stops_at_the_limit():
+    spec = "compute=fp16,scale=static,init_scale=256,max_consecutive_skips=2"
+    loop = Loop(spec)
+    bad = (0, [("0.bias", INF)])
+    result = loop.step(STEPS[0], bad)
+    assert (result.applied, result.loss_scale, result.next_loss_scale) == (False, 256.0, 256.0)
+    assert loop.step(STEPS[0]).applied
+    loop.step(STEPS[0], bad)
+    with pytest.raises(NonFiniteError) as caught:
+        loop.step(STEPS[0], bad)
+    assert caught.value.cause == "skip_limit"
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_real_fp16_overflow_in_the_backward_is_absorbed(name):
+    # The default scale 2^16 is itself beyond fp16, so d(loss) = 1 overflows: no harm, two skips.
+    loop = Loop(name)
+    for _ in range(4):
+        x, _ = STEPS[0][0]
+        with loop.precision.autocast():
+            loss = loop.model(x).float().sum()
+        result = loop.precision.step(loss)
+    assert result.applied
+    if name in DYNAMIC:
+        assert 1 <= result.skipped_total <= 3
+        assert result.loss_scale == 2.0 ** (16 - result.skipped_total)
+    else:
+        assert result.skipped_total == 0
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_an_lr_scheduler_can_follow_applied_steps_only(name):
+    loop = Loop(scaled(name), "sgd")
+    schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1 + step))
+    rates = []
+    for bad in (None, (0, [("0.bias", INF)]), None):
+        if loop.step(STEPS[0], bad).applied:
+            schedule.step()
+        rates.append(loop.optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.05, 0.1 / 3]
+
+
+def test_an_error_inside_the_optimizer_is_passed_on_and_leaves_no_gradients():
+    loop = Loop("fp32")
+
+    def fail() -> None:
+        raise KeyError("from the optimizer")
+
+    loop.optimizer.step = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="from the optimizer"):
+        loop.step(STEPS[0])
+    assert all(p.grad is None for p in loop.model.parameters())
+    with pytest.raises(PrecisionError, match=r"step\(\) without backward"):
+        loop.precision.step()

@@ -1,0 +1,205 @@
+"""Saving and resuming: every policy continues bit for bit, and nothing is loaded by halves."""
+
+import copy
+import functools
+import io
+import itertools
+
+import pytest
+import torch
+
+from halfstep import Precision, PrecisionError
+from reference.training import (
+    CPU_POLICIES,
+    MASTERS,
+    OPTIMIZERS,
+    STORED,
+    batches,
+    differences,
+    mlp,
+    mse,
+    scaled,
+    snapshot,
+)
+
+OPTIONS = {"init_scale": 2**8, "growth_interval": 2, "hysteresis": 2}
+DATA = batches(7)
+BAD = (2, 3)  # steps whose gradients overflow, where the policy can skip
+
+
+def make(name: str, optimizer: str = "adamw-loop", **options):
+    model = mlp()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return model, made, Precision(scaled(name, **{**OPTIONS, **options}), model, made)
+
+
+def train(parts, steps) -> list:
+    model, _, precision = parts
+    results = []
+    for i in steps:
+        x, y = DATA[i]
+        with precision.autocast():
+            loss = mse(model(x), y)
+        if i in BAD and precision.policy.loss_scale.kind == "dynamic":
+            handle = model[0].weight.register_hook(lambda g: g * float("inf"))
+            precision.backward(loss)
+            handle.remove()
+        else:
+            precision.backward(loss)
+        results.append(precision.step(max_norm=1.0))
+    return results
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # nothing of ours needs unpickling
+
+
+@functools.cache
+def uninterrupted(name: str, optimizer: str):
+    parts = make(name, optimizer)
+    results = train(parts, range(7))
+    return results, snapshot(*parts), copy.deepcopy(parts[2].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cut"),
+    [
+        *itertools.product(["adamw-loop"], [0, 1, 3, 4, 6]),  # 3: between the two overflows
+        *itertools.product(["sgd", "adamw-fused", "stranger"], [3]),
+    ],
+)
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_resumed_run_is_the_uninterrupted_run(name, optimizer, cut):
+    expected, end, state = uninterrupted(name, optimizer)
+    first = make(name, optimizer)
+    results = train(first, range(cut))
+    model, made, precision = first
+    saved = through_a_file(
+        {"m": model.state_dict(), "o": made.state_dict(), "p": precision.state_dict()}
+    )
+    second = make(name, optimizer)
+    if cut:
+        train(second, [6])  # any other state than the fresh one
+    second[0].load_state_dict(saved["m"])
+    second[1].load_state_dict(saved["o"])
+    second[2].load_state_dict(saved["p"])
+    results += train(second, range(cut, 7))
+    assert results == expected
+    assert differences(end, snapshot(*second)) == []
+    assert differences(state, second[2].state_dict()) == []
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_masters_hold_more_than_the_weights_and_come_back_with_their_last_bit(name):
+    model, made, precision = make(name)
+    train((model, made, precision), range(2))
+    saved = through_a_file(precision.state_dict())
+    other = make(name)
+    other[2].load_state_dict(saved)
+    for n, master in precision.named_parameters().items():
+        assert torch.equal(other[2].named_parameters()[n], master)
+        assert not torch.equal(master, master.to(STORED[name]).float())
+        # the weights follow without the model's own checkpoint
+        assert torch.equal(other[0].get_parameter(n), model.get_parameter(n))
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_the_state_holds_all_that_changes(name):
+    model, made, precision = make(name)
+    train((model, made, precision), range(4))
+    state = precision.state_dict()
+    assert set(state) == {"policy", "loss_scale", "skipped_total", "skipped_in_a_row", "masters"}
+    dynamic = name.startswith("fp16")
+    assert state["policy"] == str(precision.policy)
+    assert state["loss_scale"] == (
+        # two clean steps: 512; then two overflows, the first tolerated: 256
+        {"value": 256.0, "good_steps": 0, "tracker": 0} if dynamic else {}
+    )
+    assert (state["skipped_total"], state["skipped_in_a_row"]) == ((2, 2) if dynamic else (0, 0))
+    assert list(state["masters"]) == (
+        ["0.weight", "0.bias", "2.weight", "2.bias"] if name in MASTERS else []
+    )
+    assert all(t.dtype == torch.float32 for t in state["masters"].values())
+    assert not any(t.requires_grad for t in state["masters"].values())
+
+
+def frozen_state(parts):
+    return copy.deepcopy((snapshot(*parts), parts[2].state_dict()))
+
+
+@pytest.mark.parametrize("to", CPU_POLICIES)
+@pytest.mark.parametrize("of", CPU_POLICIES)
+def test_a_state_of_another_policy_is_refused(of, to):
+    if of == to:
+        return
+    saved = make(of)[2].state_dict()
+    parts = make(to)
+    before = frozen_state(parts)
+    with pytest.raises(PrecisionError, match="resume with") as caught:
+        parts[2].load_state_dict(saved)
+    assert str(parts[2].policy) in str(caught.value)
+    assert saved["policy"] in str(caught.value)
+    assert differences(before, frozen_state(parts)) == []
+
+
+def test_a_state_of_other_loss_scale_numbers_is_refused():
+    saved = make("fp16-mixed")[2].state_dict()
+    with pytest.raises(PrecisionError, match="resume with"):
+        make("fp16-mixed", hysteresis=3)[2].load_state_dict(saved)
+
+
+def damage(name: str):
+    """Ways in which a saved state can be wrong: (what, function that does it)."""
+
+    def without(*path):
+        def cut(state):
+            for key in path[:-1]:
+                state = state[key]
+            del state[path[-1]]
+
+        return cut
+
+    ways = {f"no {key}": without(key) for key in make(name)[2].state_dict()}
+    ways["no counter is a number"] = lambda s: s.update(skipped_total="many")
+    if name.startswith("fp16"):
+        ways["no loss_scale.value"] = without("loss_scale", "value")
+        ways["bad loss_scale.value"] = lambda s: s["loss_scale"].update(value=3.0)
+        ways["loss_scale too large"] = lambda s: s["loss_scale"].update(value=2.0**30)
+    else:
+        ways["a loss scale"] = lambda s: s["loss_scale"].update(value=8.0)
+    if name in MASTERS:
+        ways["no 2.bias"] = without("masters", "2.bias")
+        ways["a stranger"] = lambda s: s["masters"].update(other=torch.ones(2))
+        ways["another shape"] = lambda s: s["masters"].update({"2.bias": torch.ones(3)})
+    else:
+        ways["masters"] = lambda s: s["masters"].update({"2.bias": torch.ones(2)})
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    # one policy of each kind of state: nothing, a scale, masters and a scale
+    [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)],
+)
+def test_a_damaged_state_is_refused_as_a_whole(name, what):
+    source = make(name)
+    train(source, range(2))
+    saved = copy.deepcopy(source[2].state_dict())
+    saved["skipped_total"], saved["skipped_in_a_row"] = 5, 3
+    damage(name)[what](saved)
+    parts = make(name)
+    before = frozen_state(parts)
+    with pytest.raises(PrecisionError):
+        parts[2].load_state_dict(saved)
+    assert differences(before, frozen_state(parts)) == []
+
+
+def test_reading_the_state_changes_nothing():
+    parts = make("fp16-master")
+    train(parts, range(1))
+    before = frozen_state(parts)
+    parts[2].state_dict()
+    assert differences(before, frozen_state(parts)) == []

@@ -1,0 +1,581 @@
+"""Precision in a training loop: what a good step does, and what it reports."""
+
+import dataclasses
+import doctest
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep.precision.step
+from halfstep import Precision, PrecisionError, StepResult
+from reference.training import (
+    CPU_POLICIES,
+    DYNAMIC,
+    MASTERS,
+    OPTIMIZERS,
+    PURE,
+    STORED,
+    UNSCALED,
+    batches,
+    differences,
+    mlp,
+    mse,
+    scaled,
+    snapshot,
+)
+
+U32 = 2.0**-24
+
+
+def build(spec: str, optimizer: str = "adamw-loop", model: nn.Module | None = None):
+    model = model or mlp()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return model, made, Precision(spec, model, made)
+
+
+def run(model, precision, data, **options) -> list[StepResult]:
+    results = []
+    for x, y in data:
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)
+        results.append(precision.step(**options))
+    return results
+
+
+def true_step(data) -> tuple[float, float, list[Tensor]]:
+    """Loss, gradient norm and gradients of the mean over micro-batches, in fp64, by torch alone."""
+    model = mlp().double()
+    total = 0.0
+    for x, y in data:
+        loss = (model(x.double()) - y.double()).square().mean() / len(data)
+        loss.backward()
+        total += loss.item()
+    grads = [p.grad for p in model.parameters()]
+    return total, math.sqrt(sum(float(g.square().sum()) for g in grads)), grads
+
+
+# How far a result of this small model (two products, a tanh) may be from fp64: some 20 roundings
+# of the compute format, each half a gap relative to numbers of the result's own size.
+NEAR = {"fp32": 20 * 2.0**-24, "bf16": 20 * 2.0**-9, "fp16": 20 * 2.0**-12}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_the_result_tells_the_truth(name, optimizer):
+    model, _, precision = build(scaled(name, growth_interval=2), optimizer)
+    data = batches(1)
+    loss, norm, _ = true_step(data)
+    before = {n: p.detach().clone() for n, p in precision.named_parameters().items()}
+    first, second = run(model, precision, data * 2)
+    near = NEAR[name[:4]]
+    scale = 256.0 if name in DYNAMIC else 1.0
+    grown = 512.0 if name in DYNAMIC else 1.0
+    assert first.applied is True
+    assert first.reason is None
+    assert first.loss == pytest.approx(loss, rel=near, abs=0)
+    assert first.grad_norm == pytest.approx(norm, rel=near, abs=0)
+    assert (first.loss_scale, first.next_loss_scale) == (scale, scale)
+    assert (second.loss_scale, second.next_loss_scale) == (scale, grown)
+    for result in (first, second):
+        assert (result.skipped_total, result.skipped_in_a_row) == (0, 0)
+        assert result.nonfinite_parameters == ()
+    for n, parameter in precision.named_parameters().items():
+        assert not torch.equal(parameter, before[n])
+    assert second.loss < first.loss
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_step_with_a_loss_is_backward_and_step(name):
+    x, y = batches(1)[0]
+    kept = []
+    for short in (False, True):
+        model, optimizer, precision = build(scaled(name))
+        with precision.autocast():
+            loss = mse(model(x), y)
+        if short:
+            result = precision.step(loss, max_norm=0.5)
+        else:
+            precision.backward(loss)
+            result = precision.step(max_norm=0.5)
+        kept.append((result, snapshot(model, optimizer, precision)))
+    assert kept[0][0] == kept[1][0]
+    assert differences(kept[0][1], kept[1][1]) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fp32_is_torch_s_own_loop_bit_for_bit(optimizer):
+    data = batches(4)
+    model, made, precision = build("fp32", optimizer)
+    run(model, precision, data)
+    plain = mlp()
+    own = OPTIMIZERS[optimizer](plain.parameters())
+    for x, y in data:
+        own.zero_grad()
+        mse(plain(x), y).backward()
+        own.step()
+    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert differences(made.state_dict()["state"], own.state_dict()["state"]) == []
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-loop"])
+def test_bf16_mixed_is_torch_autocast_bit_for_bit(optimizer):
+    data = batches(4)
+    model, made, precision = build("bf16-mixed", optimizer)
+    run(model, precision, data)
+    plain = mlp()
+    own = OPTIMIZERS[optimizer](plain.parameters())
+    for x, y in data:
+        own.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = mse(plain(x), y)
+        loss.backward()
+        own.step()
+    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert differences(made.state_dict()["state"], own.state_dict()["state"]) == []
+
+
+def test_fp16_mixed_is_torch_autocast_with_grad_scaler():
+    # The products differ (simulated here, torch's kernel there) by one fp16 rounding at most, so
+    # weights after 4 steps of SGD with lr 0.1 and |gradient| < 4 agree to 4 * 0.1 * 4 * 2^-9.
+    data = batches(4)
+    model, _, precision = build(scaled("fp16-mixed", init_scale=1024, growth_interval=2), "sgd")
+    results = run(model, precision, data)
+    plain = mlp()
+    own = OPTIMIZERS["sgd"](plain.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for x, y in data:
+        own.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = mse(plain(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(own)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert [r.next_loss_scale for r in results] == scales
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (a - b).abs().max() <= 4 * 0.1 * 4 * 2.0**-9
+
+
+# --- micro-batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_losses_of_micro_batches_add_up_and_gradients_too(name):
+    data = batches(4)
+    loss, norm, grads = true_step(data)
+    model, _, precision = build(scaled(name))
+    for x, y in data:
+        with precision.autocast():
+            part = mse(model(x), y) / len(data)
+        precision.backward(part)
+    held = [
+        p.grad.double() / precision.loss_scale.value for p in precision.named_parameters().values()
+    ]
+    near = NEAR[name[:4]]
+    if name not in PURE:  # whose sums are 16 bit too
+        for got, want in zip(held, grads, strict=True):
+            assert (got - want).abs().max() <= near * want.abs().max()
+    result = precision.step()
+    assert result.loss == pytest.approx(loss, rel=near, abs=0)
+    assert result.grad_norm == pytest.approx(norm, rel=2 * near, abs=0)
+
+
+class Weighted(nn.Module):
+    """loss = sum(c * (x W')): the weight's gradient is the plain sum c' x over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 32])
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-master"])
+def test_k_micro_batches_equal_one_batch_of_k(name, parts):
+    g = torch.Generator().manual_seed(5)
+    low = {"b": torch.bfloat16, "f": torch.float16}[name[0]] if name != "fp32" else torch.float32
+    x = torch.randn(32, 16, generator=g).to(low).float()
+    c = torch.randn(32, 3, generator=g).to(low).float()
+
+    def gradient(count: int) -> Tensor:
+        model = Weighted()
+        precision = Precision(
+            scaled(name, init_scale=1), model, torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        for xs, cs in zip(x.chunk(count), c.chunk(count), strict=True):
+            with precision.autocast():
+                loss = (model(xs).float() * cs).sum()
+            precision.backward(loss)
+        (parameter,) = precision.named_parameters().values()
+        return parameter.grad.double()
+
+    one, many = gradient(1), gradient(parts)
+    exact = c.double().T @ x.double()
+    sums = c.double().abs().T @ x.double().abs()
+    # Bounds: 32 exact products (16-bit operands; fp32: one rounding each) added up in fp32 errs by
+    # at most 33 u32 sum|c x|; each finished micro-batch is rounded once to the compute format.
+    half_gap = 0.0 if name == "fp32" else torch.finfo(low).eps / 2
+    per_part = sum(
+        (cs.double().T @ xs.double()).abs()
+        for xs, cs in zip(x.chunk(parts), c.chunk(parts), strict=True)
+    )
+    slack = 33 * U32 * sums
+    assert ((one - exact).abs() <= slack + half_gap * exact.abs() * 1.01).all()
+    assert ((many - exact).abs() <= slack + half_gap * per_part * 1.01).all()
+    if name == "fp32":
+        assert ((one - many).abs() <= 2 * slack).all()
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_gradients_are_consumed(name):
+    model, _, precision = build(scaled(name))
+    run(model, precision, batches(1))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in precision.named_parameters().values())
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_zero_grad_of_model_and_optimizer_between_steps_does_no_harm(name):
+    outcomes = []
+    for zeroing in (None, "before backward", "after step"):
+        model, optimizer, precision = build(scaled(name))
+        for x, y in batches(3):
+            if zeroing == "before backward":
+                model.zero_grad()
+                optimizer.zero_grad(set_to_none=False)
+            with precision.autocast():
+                loss = mse(model(x), y)
+            precision.backward(loss)
+            assert precision.step().applied
+            if zeroing == "after step":
+                optimizer.zero_grad()
+                model.zero_grad(set_to_none=False)
+        outcomes.append(snapshot(model, optimizer, precision))
+    assert differences(outcomes[0], outcomes[1]) == []
+    assert differences(outcomes[0], outcomes[2]) == []
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_gradients_from_before_precision_was_made_do_not_enter_the_first_step(name):
+    x, y = batches(1)[0]
+    results = []
+    for stale in (False, True):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if stale:
+            (100 * mse(model(x), y)).backward()
+        precision = Precision(scaled(name), model, optimizer)
+        with precision.autocast():
+            loss = mse(model(x), y)
+        results.append(precision.step(loss))
+    assert results[1] == results[0]
+
+
+# --- clipping -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+@pytest.mark.parametrize("max_norm", [1e-3, 0.1, 1e6])
+def test_clipping_scales_the_update_by_the_definition(name, max_norm):
+    data = batches(1)
+    model, _, precision = build(scaled(name), "stranger")
+    seen = []
+    precision.optimizer.step = lambda: seen.extend(  # type: ignore[method-assign]
+        p.grad.clone() for p in precision.named_parameters().values()
+    )
+    (result,) = run(model, precision, data, max_norm=max_norm)
+    _, norm, grads = true_step(data)
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    near = NEAR[name[:4]]
+    for got, want in zip(seen, grads, strict=True):
+        # fp16-pure holds clipped gradients among fp16's subnormals: half a quantum, 2^-25
+        quantum = 2.0**-25 if name == "fp16-pure" else 0.0
+        bound = 3 * near * factor * want.abs().max() + quantum
+        assert (got.double() - factor * want).abs().max() <= bound
+    assert result.grad_norm == pytest.approx(norm, rel=near, abs=0)  # before clipping
+
+
+def test_clipping_in_fp32_equals_torch_s():
+    data = batches(1)
+    model, _, precision = build("fp32", "sgd")
+    run(model, precision, data, max_norm=0.25)
+    plain = mlp()
+    own = OPTIMIZERS["sgd"](plain.parameters())
+    mse(plain(data[0][0]), data[0][1]).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+    own.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        # norms of 58 terms in fp32, then 4 roundings; updates are at most lr * 0.25
+        assert (a - b).abs().max() <= 62 * U32 * 0.1 * 0.25 + U32
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_a_max_norm_that_cannot_be_honoured_is_refused(max_norm):
+    # -1 would turn every update round; NaN would clip nothing in silence.
+    model, optimizer, precision = build("fp32")
+    before = snapshot(model, optimizer, precision)
+    x, y = batches(1)[0]
+    with pytest.raises(ValueError, match="max_norm"):
+        precision.step(mse(model(x), y), max_norm=max_norm)
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+
+
+def test_huge_finite_gradients_are_clipped_and_not_skipped():
+    # 1e30 squared overflows fp32; the gradients are finite, so the step is a good one.
+    for name in ("fp32", "bf16-mixed", "bf16-master"):
+        model = Weighted()
+        precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=1.0))
+        before = precision.named_parameters()["linear.weight"].detach().clone()
+        with precision.autocast():
+            loss = model(torch.full((1, 16), 1e15)).float().sum() * 1e15
+        result = precision.step(loss, max_norm=1.0)
+        assert result.applied
+        # 48 equal elements of 1e30, up to two bf16 roundings
+        assert result.grad_norm == pytest.approx(math.sqrt(48) * 1e30, rel=2.0**-7, abs=0)
+        moved = precision.named_parameters()["linear.weight"].detach() - before
+        # weights below 0.25 round at 2^-26; factor and product at 2^-24 relative
+        assert (moved + 1 / math.sqrt(48)).abs().max() <= 2.0**-22
+
+
+def test_tiny_gradients_are_not_reported_as_zero():
+    # 1e-25 squared underflows fp32. "grad_norm: 0" reads as "converged".
+    model = Weighted()
+    precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=1.0))
+    result = precision.step(model(torch.full((1, 16), 1e-25)).sum())
+    assert result.grad_norm == pytest.approx(math.sqrt(48) * 1e-25, rel=2.0**-20, abs=0)
+
+
+# --- scaling is exact -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_gradients_do_not_depend_on_the_scale_where_fp16_holds_them(name):
+    data = batches(2)
+
+    def gradients(scale: int) -> list[Tensor]:
+        model, _, precision = build(scaled(name, init_scale=scale))
+        kinds = []
+        for p in model.parameters():  # what fp16 held, scaled, on its way out of the backward
+            p.register_hook(lambda g: kinds.append(g.detach().abs().float()))
+        for x, y in data:
+            with precision.autocast():
+                loss = mse(model(x), y)
+            precision.backward(loss)
+        if name != "fp16-pure":  # no underflow and no overflow: else the test would prove nothing
+            values = torch.cat([k.flatten() for k in kinds])
+            assert values[values > 0].min() >= 2.0**-14
+            assert values.max() <= 65504
+        return [p.grad.double() / scale for p in precision.named_parameters().values()]
+
+    for a, b in zip(gradients(2**8), gradients(2**12), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master"])
+def test_scaling_saves_what_fp16_would_flush_to_zero(name):
+    # Gradients of 2^-27 are 0 in fp16; times 2^8 they are not.
+    def weight_gradient(scale: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        precision = Precision(
+            scaled(name, init_scale=scale), model, torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        with precision.autocast():
+            loss = model(torch.ones(1, 1)).float().sum() * 2.0**-27
+        precision.backward(loss)
+        (parameter,) = precision.named_parameters().values()
+        return parameter.grad.item() / scale
+
+    assert weight_gradient(1) == 0.0
+    assert weight_gradient(2**8) == 2.0**-27
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_a_policy_without_scale_does_not_touch_the_loss(name):
+    model, _, precision = build(name)
+    seen = []
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    loss.register_hook(lambda g: seen.append(g.item()))
+    precision.backward(loss)
+    assert seen == [1.0]
+
+
+# --- any model ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: Tensor
+    extra: str = "kept"
+
+
+Named = namedtuple("Named", "logits length")
+SHAPES = {
+    "tensor": (lambda t: t, lambda o: o),
+    "dict": (lambda t: {"logits": t, "n": 3}, lambda o: o["logits"]),
+    "tuple": (lambda t: (t, None), lambda o: o[0]),
+    "list": (lambda t: [t, t * 2], lambda o: o[0]),
+    "namedtuple": (lambda t: Named(t, 3), lambda o: o.logits),
+    "dataclass": (lambda t: Answer(t), lambda o: o.logits),
+    "nested": (lambda t: {"a": [(Answer(t),)]}, lambda o: o["a"][0][0].logits),
+}
+
+
+class Free(nn.Module):
+    """Float and integer inputs, keyword inputs, a mask, and any kind of output."""
+
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+        self.wrap = wrap
+
+    def forward(self, x, ids, *, gain, mask=None):
+        h = self.norm(self.body(x + self.embed(ids)) * gain)
+        if mask is not None:
+            h = h.masked_fill(mask[:, None], 0.0)
+        return self.wrap(self.head(h))
+
+
+def inputs() -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(6, 4, generator=g), torch.tensor([0, 1, 2, 3, 4, 0])
+    return (x, ids), {"gain": torch.tensor(2.0), "mask": torch.tensor([True] + [False] * 5)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_model_of_any_signature_trains(name, shape):
+    wrap, unwrap = SHAPES[shape]
+    model = Free(wrap)
+    _, _, precision = build(scaled(name), "adamw-loop", model)
+    y = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
+    args, kwargs = inputs()
+    losses = []
+    for _ in range(5):
+        with precision.autocast():
+            output = model(*args, **kwargs)
+            assert type(output) is type(wrap(y))
+            loss = mse(unwrap(output), y)
+        result = precision.step(loss)
+        assert result.applied
+        losses.append(result.loss)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_outputs_are_fp32_as_every_policy_promises(name):
+    # output=fp32: "Logits handed to the loss. Always fp32: the loss is an fp32 island."
+    for wrap, unwrap in SHAPES.values():
+        model = Free(wrap)
+        _, _, precision = build(scaled(name), "adamw-loop", model)
+        args, kwargs = inputs()
+        with precision.autocast():
+            assert unwrap(model(*args, **kwargs)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_16_bit_loss_is_scaled_and_reported_in_fp32(name):
+    model, _, precision = build(scaled(name))
+    x, _ = batches(1)[0]
+    with precision.autocast():
+        loss = model(x).square().mean().to(torch.bfloat16)
+    value = loss.item()
+    assert precision.step(loss).loss == value
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_batch_norm_runs_or_is_refused_before_the_first_step(name):
+    # torch's CPU kernel wants weights and running statistics in one dtype; buffers stay fp32.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        precision = Precision(scaled(name), model, optimizer)
+    except PrecisionError:
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        return
+    with precision.autocast():
+        loss = model(torch.randn(2, 1, 5, 5)).square().mean()
+    assert precision.step(loss).applied
+    assert model[1].running_mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    x, y = batches(1)[0]
+    kept = []
+    for recompute in (False, True):
+        model, _, precision = build(scaled(name))
+        with precision.autocast():
+            if recompute:
+                hidden = checkpoint(
+                    lambda t, m=model: m[1](m[0](t)), x.to(STORED[name]), use_reentrant=False
+                )
+            else:
+                hidden = model[1](model[0](x.to(STORED[name])))
+            loss = mse(model[2](hidden), y)
+        precision.backward(loss)
+        kept.append([p.grad.clone() for p in precision.named_parameters().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+# --- an optimizer that changes after Precision was made -------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_a_parameter_unfrozen_later_is_trained(name):
+    # Gradual unfreezing, the usual way to fine-tune: the optimizer holds all parameters already.
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run(model, precision, batches(1))
+    before = model[0].weight.detach().clone()
+    model[0].weight.requires_grad_(True)
+    (result,) = run(model, precision, batches(1))
+    assert result.applied
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_a_parameter_unfrozen_later_has_no_master_and_is_refused_clearly(name):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(PrecisionError, match=r"0\.weight"):
+        run(model, precision, batches(1))
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_group_added_later_is_trained_or_refused(name):
+    model = mlp()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    precision = Precision(scaled(name), model, optimizer)
+    before = model[0].weight.detach().clone()
+    try:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        results = run(model, precision, batches(3))
+    except PrecisionError:
+        return
+    assert results[-1].applied
+    assert not torch.equal(model[0].weight, before)  # else its updates were lost unseen
+
+
+def test_doctests():
+    result = doctest.testmod(halfstep.precision.step)
+    assert result.attempted >= 5
+    assert result.failed == 0

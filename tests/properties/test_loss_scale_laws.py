@@ -1,0 +1,136 @@
+"""The dynamic loss scale against an account that rereads the whole history, and against torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from halfstep import LossScaleConfig
+from halfstep.precision.loss_scale import DynamicLossScale
+from reference.loss_scale import exponents
+
+flags = st.lists(st.sampled_from([False, False, True]), max_size=60)
+
+
+@st.composite
+def configurations(draw):
+    floor = draw(st.integers(0, 6))
+    start = draw(st.integers(floor, 14))
+    return {
+        "start": start,
+        "floor": floor,
+        "ceiling": draw(st.integers(start, 18)),
+        "grow_by": draw(st.integers(1, 4)),
+        "back_off_by": draw(st.integers(1, 4)),
+        "interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.integers(1, 4)),
+    }
+
+
+def make(c: dict[str, int]) -> DynamicLossScale:
+    return DynamicLossScale(
+        LossScaleConfig(
+            kind="dynamic",
+            init_scale=2.0 ** c["start"],
+            min_scale=2.0 ** c["floor"],
+            max_scale=2.0 ** c["ceiling"],
+            growth_factor=2.0 ** c["grow_by"],
+            backoff_factor=2.0 ** -c["back_off_by"],
+            growth_interval=c["interval"],
+            hysteresis=c["hysteresis"],
+        )
+    )
+
+
+def run(scale: DynamicLossScale, history) -> list[float]:
+    values = []
+    for flag in history:
+        scale.update(found_nonfinite=flag)
+        values.append(scale.value)
+    return values
+
+
+@settings(max_examples=400)
+@given(configurations(), flags)
+def test_the_scale_is_what_the_whole_history_says(configuration, history):
+    expected = [2.0**e for e in exponents(history, **configuration)]
+    assert run(make(configuration), history) == expected
+
+
+@settings(max_examples=200)
+@given(configurations(), flags, flags)
+def test_any_state_that_a_run_reaches_can_be_resumed(configuration, before, after):
+    whole, first, second = (make(configuration) for _ in range(3))
+    run(first, before)
+    second.load_state_dict(first.state_dict())
+    run(whole, before)
+    assert run(second, after) == run(whole, after)
+    assert second.state_dict() == whole.state_dict()
+    assert second.at_floor == whole.at_floor
+
+
+@settings(max_examples=200)
+@given(configurations(), flags)
+def test_at_floor_means_that_the_next_overflow_changes_nothing(configuration, history):
+    scale = make(configuration)
+    run(scale, history)
+    value, at_floor = scale.value, scale.at_floor
+    # The definition: at the floor, with no overflow left that would only be tolerated.
+    last_era = exponents([*history, True], **{**configuration, "floor": -1000})[-1]
+    free = exponents(history, **{**configuration, "floor": -1000})
+    backs_off = last_era < (free[-1] if free else configuration["start"])
+    assert at_floor == (value == 2.0 ** configuration["floor"] and backs_off)
+    scale.update(found_nonfinite=True)
+    if at_floor:
+        assert scale.value == value
+
+
+@settings(max_examples=60)
+@given(flags, st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_the_trajectory_is_torch_grad_scaler_s(history, grow_by, back_off_by, interval):
+    options = {
+        "growth_factor": 2.0**grow_by,
+        "backoff_factor": 2.0**-back_off_by,
+        "growth_interval": interval,
+    }
+    # 60 steps of at most x2^3 or x2^-4: with fewer than 15 back-offs or 20 growths in a row fp32
+    # holds every scale; histories that would leave [1, 2^126] are cut there, for torch has no ends.
+    ours = DynamicLossScale(
+        LossScaleConfig(kind="dynamic", init_scale=2.0**63, max_scale=2.0**126, **options)
+    )
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**63, **options)
+    for flag in history:
+        parameter.grad = torch.tensor(float("nan") if flag else 1.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        if not 1.0 <= scaler.get_scale() <= 2.0**126:
+            return
+        ours.update(found_nonfinite=flag)
+        assert ours.value == scaler.get_scale()
+
+
+@given(st.integers(0, 126), st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_unscaling_undoes_scaling_bit_for_bit_where_fp32_holds_the_product(power, loss):
+    scale = DynamicLossScale(
+        LossScaleConfig(kind="dynamic", init_scale=2.0**power, max_scale=2.0**126)
+    )
+    value = torch.tensor(loss, dtype=torch.float32)
+    scaled = scale.scale(value)
+    if abs(loss) * 2.0**power <= torch.finfo(torch.float32).max:
+        assert scaled.item() == loss * 2.0**power
+        assert (scaled * (1.0 / scale.value)).item() == loss
+    else:
+        assert scaled.isinf()
+
+
+@given(st.floats() | st.integers() | st.booleans() | st.text() | st.none())
+def test_init_scale_accepts_powers_of_two_in_range_and_nothing_else(value):
+    allowed = {2.0**e for e in range(25)}
+    good = not isinstance(value, bool | str) and value in allowed
+    if good:
+        assert LossScaleConfig(kind="dynamic", init_scale=value).init_scale == value
+    else:
+        with pytest.raises(ValueError, match="scale"):
+            LossScaleConfig(kind="dynamic", init_scale=value)

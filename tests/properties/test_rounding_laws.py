@@ -1,0 +1,104 @@
+"""Laws of rounding, for the named formats and for any small format that two widths describe."""
+
+import numpy as np
+import torch
+from hypothesis import assume, given, settings, strategies as st
+
+from halfstep.formats import FORMATS, FloatFormat
+from reference import floats
+
+forms = st.sampled_from(sorted(FORMATS))
+numbers = st.floats(allow_nan=False)
+# Near the ranges of the narrow formats too, where Hypothesis would seldom look.
+near = st.builds(
+    lambda m, e: float(np.ldexp(m, e)), st.floats(-2, 2, width=64), st.integers(-30, 18)
+)
+anything = numbers | near
+
+
+def one(form: FloatFormat, x: float) -> float:
+    return form.round_to(torch.tensor([x], dtype=torch.float64)).item()
+
+
+@settings(max_examples=500)
+@given(forms, anything)
+def test_rounding_twice_is_rounding_once(name, x):
+    form = FORMATS[name]
+    once = one(form, x)
+    if not np.isnan(once):
+        assert one(form, once) == once
+
+
+@settings(max_examples=500)
+@given(forms, anything, anything)
+def test_rounding_keeps_order(name, x, y):
+    form = FORMATS[name]
+    low, high = one(form, min(x, y)), one(form, max(x, y))
+    assume(not np.isnan(low) and not np.isnan(high))
+    assert low <= high
+
+
+@settings(max_examples=300)
+@given(forms, anything)
+def test_rounding_is_odd(name, x):
+    form = FORMATS[name]
+    up, down = one(form, x), one(form, -x)
+    assert (np.isnan(up) and np.isnan(down)) or up == -down
+
+
+@settings(max_examples=500)
+@given(forms, anything)
+def test_rounding_errs_by_at_most_half_an_ulp(name, x):
+    form = FORMATS[name]
+    assume(abs(x) <= form.max)
+    # nearest: half the gap in which x lies, and no less than that is promised
+    assert abs(one(form, x) - x) <= form.ulp(x) / 2
+
+
+@settings(max_examples=500)
+@given(forms, anything, st.integers(0, 2**32))
+def test_stochastic_rounding_gives_one_of_the_two_neighbours(name, x, seed):
+    form = FORMATS[name]
+    assume(abs(x) <= form.max)
+    gap = form.ulp(x)
+    down = np.floor(x / gap) * gap  # gaps are powers of two, so both are exact
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.full((8,), x, dtype=torch.float64)
+    got = form.round_to(values, "stochastic", generator).tolist()
+    up = down + gap if down != x else x
+    neighbours = {v if abs(v) <= form.max else float("inf") * np.sign(v) for v in (down, up)}
+    assert set(got) <= neighbours
+
+
+@st.composite
+def small_formats(draw):
+    exponent, mantissa = draw(st.integers(2, 6)), draw(st.integers(1, 6))
+    finite_only = draw(st.booleans())
+    form = FloatFormat("any", exponent, mantissa, None, finite_only)
+    return form, floats.table(exponent, mantissa, finite_only)
+
+
+@settings(max_examples=300)
+@given(small_formats(), st.data())
+def test_any_small_format_rounds_as_its_own_complete_table_says(pair, data):
+    form, values = pair
+    overflow = float("nan") if form.finite_only else float("inf")
+    assert (form.max, form.min_subnormal) == (values[-1], values[1])
+    assert form.min_normal == values[2**form.mantissa_bits]
+    borders = floats.midpoints(values)
+    x = np.array(
+        data.draw(
+            st.lists(
+                st.sampled_from(borders)
+                | st.floats(-1.1 * borders[-1], 1.1 * borders[-1])
+                | st.floats(allow_nan=False),
+                min_size=1,
+                max_size=30,
+            )
+        )
+    )
+    with np.errstate(over="ignore"):
+        x = np.concatenate([x, np.nextafter(x, 0), -np.nextafter(x, np.inf)])
+    expected = floats.nearest(x, values, overflow)
+    got = form.round_to(torch.from_numpy(x)).numpy()
+    assert np.array_equal(got, expected, equal_nan=True)

@@ -1,0 +1,1 @@
+"""Oracles: what the right answer is, from definitions, in NumPy and fp64; nothing of halfstep."""

@@ -1,0 +1,366 @@
+"""FloatFormat against the standards' tables, against decoded bit patterns, and against torch."""
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+
+import halfstep.formats
+from halfstep.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, TF32, FloatFormat
+from reference import floats
+
+# name: bits, exponent bits, mantissa bits, bias, largest finite, smallest normal, smallest
+# positive, gap above 1. Sources: IEEE 754-2019 table 3.5 (binary32, binary16); OCP OFP8 1.0,
+# tables 1 and 2; bfloat16: the upper half of binary32; tf32: binary32's exponent with binary16's
+# mantissa (NVIDIA A100 whitepaper, "TensorFloat-32").
+STANDARD = {
+    "fp32": (32, 8, 23, 127, float.fromhex("0x1.fffffep127"), 2.0**-126, 2.0**-149, 2.0**-23),
+    "tf32": (19, 8, 10, 127, float.fromhex("0x1.ffcp127"), 2.0**-126, 2.0**-136, 2.0**-10),
+    "bf16": (16, 8, 7, 127, float.fromhex("0x1.fep127"), 2.0**-126, 2.0**-133, 2.0**-7),
+    "fp16": (16, 5, 10, 15, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10),
+    "e4m3fn": (8, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 2.0**-3),
+    "e5m2": (8, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2),
+}
+TORCH = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+TABLES = {
+    "bf16": floats.BF16,
+    "fp16": floats.FP16,
+    "e4m3fn": floats.E4M3FN,
+    "e5m2": floats.E5M2,
+    "tf32": floats.table(8, 10),
+}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def fp64(values) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float64))
+
+
+def rounded(form: FloatFormat, values) -> np.ndarray:
+    return form.round_to(fp64(values)).numpy()
+
+
+def overflow(name: str) -> float:
+    return float("nan") if name == "e4m3fn" else float("inf")
+
+
+def same(left: np.ndarray, right: np.ndarray) -> bool:
+    """Equal numbers, equal signs (of zeros too), NaN where NaN."""
+    signs = np.signbit(left) == np.signbit(right)
+    return bool(np.all(np.where(np.isnan(right), np.isnan(left), (left == right) & signs)))
+
+
+def test_formats_are_exactly_the_six_of_the_standards():
+    assert list(FORMATS) == list(STANDARD)
+    assert [FORMATS[n] for n in STANDARD] == [FP32, TF32, BF16, FP16, E4M3FN, E5M2]
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_numbers_equal_the_standard(name):
+    f = FORMATS[name]
+    got = (
+        f.bits,
+        f.exponent_bits,
+        f.mantissa_bits,
+        f.bias,
+        f.max,
+        f.min_normal,
+        f.min_subnormal,
+        f.eps,
+    )
+    assert got == STANDARD[name]
+    assert f.name == name
+    assert f.min_exponent == 1 - f.bias
+    assert f.dtype == TORCH.get(name)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_numbers_equal_torch_finfo(name):
+    f, info = FORMATS[name], torch.finfo(TORCH[name])
+    assert f.max == info.max
+    assert f.min_normal == info.smallest_normal
+    assert f.eps == info.eps
+    assert f.bits == info.bits
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_numbers_equal_the_decoded_bit_patterns(name):
+    f, values = FORMATS[name], TABLES[name]
+    assert f.max == values[-1]
+    assert f.min_subnormal == values[1]
+    assert f.min_normal == values[2**f.mantissa_bits]
+    assert f.eps == values[np.searchsorted(values, 1.0) + 1] - 1.0
+
+
+@pytest.mark.parametrize(("name", "dtype"), NARROW.items())
+def test_the_reference_table_is_every_16_bit_number_that_torch_knows(name, dtype):
+    patterns = torch.arange(len(TABLES[name]), dtype=torch.int32).to(torch.int16)
+    assert np.array_equal(patterns.view(dtype).double().numpy(), TABLES[name])
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_the_reference_table_is_every_8_bit_number_that_torch_knows(name):
+    patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    known = patterns.view(TORCH[name]).double().numpy()
+    finite = known[np.isfinite(known)]
+    values = TABLES[name]
+    assert np.array_equal(finite, np.concatenate([values, -values]))
+    # OFP8: E4M3 has 2 NaN patterns and no inf; E5M2 has 6 NaN patterns and 2 inf.
+    assert np.isnan(known).sum() == {"e4m3fn": 2, "e5m2": 6}[name]
+    assert np.isinf(known).sum() == {"e4m3fn": 0, "e5m2": 2}[name]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_number_of_a_format_rounds_to_itself(name):
+    signed = np.concatenate([TABLES[name], -TABLES[name]])  # with both zeros
+    assert same(rounded(FORMATS[name], signed), signed)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_midpoint_goes_to_even_and_one_fp64_ulp_beside_it_to_the_nearer(name):
+    values = TABLES[name]
+    ties = floats.midpoints(values)
+    assert len(ties) == len(values)
+    grown = np.append(values, overflow(name))
+    index = np.arange(len(values))
+    for sign in (1.0, -1.0):
+        down = rounded(FORMATS[name], sign * np.nextafter(ties, 0.0))
+        up = rounded(FORMATS[name], sign * np.nextafter(ties, np.inf))
+        tie = rounded(FORMATS[name], sign * ties)
+        assert same(down, sign * grown[index])
+        assert same(up, np.copysign(grown[index + 1], sign))
+        assert same(tie, np.copysign(grown[index + index % 2], sign))
+
+
+@pytest.mark.parametrize(("name", "dtype"), NARROW.items())
+def test_the_neighbourhood_of_every_16_bit_number_equals_torch(name, dtype):
+    values = TABLES[name]
+    ties = floats.midpoints(values).astype(np.float32)
+    assert np.array_equal(ties.astype(np.float64), floats.midpoints(values))  # exact in fp32
+    inputs = np.concatenate(
+        [
+            values.astype(np.float32),
+            ties,
+            np.nextafter(ties, np.float32(0.0)),
+            np.nextafter(ties, np.float32(np.inf)),
+        ]
+    )
+    x = torch.from_numpy(np.concatenate([inputs, -inputs]))
+    assert same(FORMATS[name].round_to(x).numpy(), x.to(dtype).double().numpy())
+
+
+def test_fp32_equals_numpy_on_hard_cases():
+    generator = np.random.default_rng(0)
+    powers = 2.0 ** generator.uniform(-152, 129, 20_000) * generator.choice([-1, 1], 20_000)
+    singles = generator.integers(0, 2**31 - 2**23, 20_000, dtype=np.int64).astype(np.uint32)
+    exact = singles.view(np.float32)
+    upper = np.nextafter(exact, np.float32(np.inf)).astype(np.float64)
+    lower = exact.astype(np.float64)
+    ties = lower + (np.minimum(upper, 2.0**128) - lower) / 2
+    x = np.concatenate(
+        [powers, lower, ties, np.nextafter(ties, 0.0), np.nextafter(ties, np.inf), -ties]
+    )
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float32).astype(np.float64)
+    assert same(rounded(FP32, x), expected)
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_8_bit_rounding_equals_torch_inside_the_range(name):
+    # Inside the range only: torch 2.13 saturates e4m3fn beyond it, OFP8 5.2's other mode.
+    values = TABLES[name]
+    ties = floats.midpoints(values)[:-1]
+    dense = np.linspace(-values[-1], values[-1], 20_001)
+    inputs = np.concatenate([values, ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20), dense])
+    x = torch.from_numpy(np.concatenate([inputs, -inputs]).astype(np.float32))
+    assert same(FORMATS[name].round_to(x).numpy(), x.to(TORCH[name]).double().numpy())
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "expected"),
+    [
+        (FP16, 65519.99, 65504.0),
+        (FP16, 65520.0, float("inf")),
+        (FP16, -65519.99, -65504.0),
+        (FP16, -65520.0, float("-inf")),
+        (FP16, 2.0**-25, 0.0),
+        (FP16, np.nextafter(2.0**-25, 1.0), 2.0**-24),
+        (FP16, 3 * 2.0**-25, 2 * 2.0**-24),
+        (FP16, 2049.0, 2048.0),
+        (FP16, 2051.0, 2052.0),
+        (BF16, 257.0, 256.0),
+        (BF16, 259.0, 260.0),
+        (BF16, 1.001, 1.0),
+        (E5M2, 61439.99, 57344.0),
+        (E5M2, 61440.0, float("inf")),
+        (E4M3FN, 464.0, 448.0),
+        (E4M3FN, 464.01, float("nan")),
+        (E4M3FN, float("inf"), float("nan")),
+        (TF32, 1 + 2.0**-11, 1.0),
+        (TF32, 1 + 3 * 2.0**-11, 1 + 2 * 2.0**-10),
+        (FP32, 2.0**-150, 0.0),
+        (FP32, 2.0**24 + 1, 2.0**24),
+        (FP32, 1e300, float("inf")),
+        (FP16, 5e-324, 0.0),
+        (FP16, 1.7e308, float("inf")),
+    ],
+)
+def test_known_roundings(form, value, expected):
+    assert same(rounded(form, [value]), np.array([expected]))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16", "e5m2"])
+def test_specials_pass_through(name, rounding):
+    generator = torch.Generator().manual_seed(0)
+    inf = float("inf")
+    result = FORMATS[name].round_to(fp64([inf, -inf, float("nan")]), rounding, generator)
+    assert result[0] == inf
+    assert result[1] == -inf
+    assert result[2].isnan()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_e4m3fn_has_no_infinity_to_answer_with(rounding):
+    x = fp64([float("inf"), float("-inf"), float("nan"), 1e30, 448.0])
+    result = E4M3FN.round_to(x, rounding, torch.Generator().manual_seed(0))
+    assert result.isnan().tolist() == [True, True, True, True, False]
+
+
+def test_negative_zero_keeps_its_sign_when_rounding_to_nearest():
+    assert same(rounded(FP16, [-0.0, 0.0, -(2.0**-26)]), np.array([-0.0, 0.0, -0.0]))
+
+
+def test_negative_zero_keeps_its_sign_when_rounding_stochastically():
+    # -0.0 is a number of every format, and IEEE 754-2019 6.3 gives a zero result of rounding the
+    # sign of the operand.
+    x = fp64([-0.0] * 8 + [0.0] * 8)
+    result = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(0))
+    assert same(result.numpy(), x.numpy())
+
+
+def test_input_dtype_and_shape():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        result = E5M2.round_to(torch.full((2, 3, 1), 1.1).to(dtype))
+        assert result.dtype == torch.float64
+        assert result.shape == (2, 3, 1)
+        assert (result == 1.0).all()
+    assert FP16.round_to(torch.zeros(0)).shape == (0,)
+
+
+def test_input_is_not_changed():
+    x = fp64([1.0001, 3.3])
+    FP16.round_to(x)
+    FP16.round_to(x, "stochastic", torch.Generator().manual_seed(0))
+    assert x.tolist() == [1.0001, 3.3]
+
+
+def test_an_unknown_rounding_is_refused():
+    with pytest.raises(ValueError, match=r"'up'.*'nearest', 'stochastic'"):
+        FP16.round_to(torch.ones(1), "up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_stochastic_rounding_is_unbiased_over_the_whole_range(name):
+    values = TABLES[name]
+    generator = torch.Generator().manual_seed(1)
+    picker = np.random.default_rng(2)
+    # Four numbers of the subnormal range (the very first gap too), the rest from all patterns.
+    last = 2 ** FORMATS[name].mantissa_bits
+    patterns = np.concatenate(
+        [[0], picker.integers(0, last, 4), picker.integers(0, len(values) - 1, 35)]
+    )
+    low, high = values[patterns], values[patterns + 1]
+    fraction = np.concatenate([[0.5, 0.25, 1 / 64], picker.uniform(0.02, 0.98, 37)])
+    x = (low + fraction * (high - low)) * np.where(np.arange(40) % 2, -1.0, 1.0)
+    draws = 20_000
+    result = FORMATS[name].round_to(fp64(x).expand(draws, -1), "stochastic", generator).numpy()
+    far, near = np.sign(x) * high, np.sign(x) * low
+    assert np.all((result == far) | (result == near))  # only ever one of the two neighbours
+    p = (x - near) / (far - near)
+    share = (result == far).mean(axis=0)
+    # 4 standard deviations of a mean of `draws` coin flips; seeded, so it never flickers.
+    assert np.all(np.abs(share - p) <= 4 * np.sqrt(p * (1 - p) / draws))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_stochastic_rounding_never_moves_a_number_of_the_format(name):
+    signed = np.concatenate([TABLES[name], -TABLES[name][1:]])
+    generator = torch.Generator().manual_seed(3)
+    result = FORMATS[name].round_to(fp64(signed), "stochastic", generator).numpy()
+    assert np.array_equal(result, signed)
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_stochastic_rounding_never_moves_a_number_of_the_format_whatever_is_drawn(
+    name, monkeypatch
+):
+    # torch.rand in fp64 draws k * 2^-53 for k in 0 .. 2^53 - 1; the two ends are the hard draws.
+    x = fp64([1.0, -1.0, 1.75, 2.0**-6, FORMATS[name].max, FORMATS[name].min_subnormal])
+    for draw in (0.0, 1.0 - 2.0**-53):
+        noise = torch.full(x.shape, draw, dtype=torch.float64)
+        monkeypatch.setattr(torch, "rand", lambda *_, noise=noise, **__: noise)
+        assert torch.equal(FORMATS[name].round_to(x, "stochastic"), x)
+
+
+def test_stochastic_rounding_at_the_end_of_the_range_goes_to_max_or_inf():
+    x = fp64([65512.0] * 1000)  # half way from 65504 to the 65536 that does not exist is 65520
+    result = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(4))
+    assert set(result.tolist()) == {65504.0, float("inf")}
+
+
+def test_the_generator_is_the_only_source_of_randomness():
+    x = fp64(np.linspace(0.1, 7.0, 1000))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(5))
+    second = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(5))
+    third = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(6))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_ulp_is_the_distance_to_the_next_number(name):
+    form, values = FORMATS[name], TABLES[name]
+    picks = np.unique(np.linspace(0, len(values) - 2, 3000).astype(int))
+    for i in picks:
+        gap = values[i + 1] - values[i]
+        inside = values[i] + gap / 3
+        assert form.ulp(float(values[i])) == gap
+        assert form.ulp(-float(inside)) == gap
+    assert form.ulp(form.max) == values[-1] - values[-2]
+    assert form.ulp(0.0) == form.ulp(-0.0) == form.min_subnormal
+
+
+def test_ulp_of_fp32_equals_numpy_spacing():
+    for value in (0.0, 1e-45, 1e-39, 1.17e-38, 0.1, 1.0, 1.9999999, 2.0, 1e10, 3.4e38):
+        exact = np.float32(value)
+        assert FP32.ulp(float(exact)) == float(np.spacing(exact))
+
+
+@pytest.mark.parametrize("value", [65504.01, -65505.0, float("inf"), float("-inf"), float("nan")])
+def test_ulp_outside_the_range_is_refused(value):
+    with pytest.raises(ValueError, match="fp16 has no gap"):
+        FP16.ulp(value)
+
+
+def test_formats_are_values():
+    assert FloatFormat("fp16", 5, 10, torch.float16) == FP16
+    assert len({FP16, BF16, FloatFormat("fp16", 5, 10, torch.float16)}) == 2
+    with pytest.raises(AttributeError):
+        FP16.name = "other"  # type: ignore[misc]
+
+
+def test_doctests():
+    result = doctest.testmod(halfstep.formats)
+    assert result.attempted >= 2
+    assert result.failed == 0

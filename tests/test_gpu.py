@@ -1,0 +1,111 @@
+"""What only a GPU can show; skipped, loudly, without one."""
+
+import pytest
+import torch
+
+from halfstep.errors import PrecisionError
+from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.precision.autocast import float32_matmul
+from halfstep.precision.policy import POLICIES
+from halfstep.precision.step import Precision
+from halfstep.training.optimizer import OptimizerConfig, make_optimizer
+from halfstep.training.step import train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: nothing of CUDA was tested"),
+]
+CUDA = torch.device("cuda", 0)
+SHAPE = GPTConfig(n_layer=2, n_head=4, n_embd=128, block_size=64, vocab_size=512)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(512, (8, 65), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def losses(policy, device, steps=20, compiled=False, **optimizer):
+    model = GPT(SHAPE, seed=0).to(device)
+    adamw = make_optimizer(model, OptimizerConfig(**optimizer))
+    precision = Precision(policy, model, adamw)
+    loss_sum = torch.compile(model.loss_sum) if compiled else model.loss_sum
+    results = [
+        train_step(loss_sum, precision, [batch()], learning_rate=1e-3, max_norm=1.0)
+        for _ in range(steps)
+    ]
+    return [result.loss for result in results], results
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_every_policy_learns_as_fp32_does(policy):
+    optimizer = {"eps": 1e-4} if policy == "fp16-pure" else {}
+    ours, results = losses(policy, CUDA, **optimizer)
+    reference, _ = losses("fp32", CUDA, **optimizer)
+    assert all(r.applied or r.reason for r in results)
+    assert ours[-1] < ours[0] - 0.5
+    # 16-bit rounding (2^-9 in bf16) of every operand, over 20 steps of one repeated batch
+    bound = 0.2 if policy.endswith("pure") else 0.03
+    applied = sum(r.applied for r in results)
+    if applied == len(results):
+        assert ours[-1] == pytest.approx(reference[-1], rel=bound)
+
+
+def test_fp32_equals_the_cpu():
+    on_gpu, _ = losses("fp32", CUDA)
+    on_cpu, _ = losses("fp32", torch.device("cpu"))
+    # fp32 sums in another order, grown over 20 updates
+    assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
+
+
+def test_fp32_is_ieee_and_tf32_is_not():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator).to(CUDA) for _ in range(2))
+    exact = a.double() @ b.double()
+    errors = {}
+    for tf32 in (False, True):
+        with float32_matmul(tf32, CUDA):
+            errors[tf32] = float((a @ b - exact).norm() / exact.norm())
+    assert errors[False] < 1e-6  # 2^-24 per product, averaged
+    assert 5e-5 < errors[True] < 1e-3  # 2^-11 per operand
+
+
+def test_simulated_fp16_on_cpu_predicts_the_gpu():
+    on_gpu, _ = losses("fp16-mixed", CUDA)
+    on_cpu, _ = losses("fp16-mixed", torch.device("cpu"))
+    # the same fp16 roundings but for order and attention probabilities
+    assert on_gpu == pytest.approx(on_cpu, rel=5e-3)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_compile_gives_the_same_training(policy):
+    eager, _ = losses(policy, CUDA, steps=5)
+    compiled, _ = losses(policy, CUDA, steps=5, compiled=True)
+    # fused kernels keep fp32 where eager rounds to 16 bits
+    assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_an_injected_overflow_is_skipped_and_told(options):
+    model = torch.nn.Linear(8, 8, device=CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    precision = Precision("fp16-mixed", model, optimizer)
+    x = torch.randn(4, 8, device=CUDA)
+    for poison in (False, True, False):
+        before = [p.detach().clone() for p in model.parameters()]
+        with precision.autocast():
+            loss = model(x).float().square().mean()
+        precision.backward(loss)
+        if poison:
+            model.weight.grad[0, 0] = float("inf")
+        result = precision.step()
+        assert result.applied is not poison
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same) is poison
+
+
+def test_a_gpu_without_bf16_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    model = torch.nn.Linear(2, 2, device=CUDA)
+    with pytest.raises(PrecisionError, match="nearest that can is fp16-mixed"):
+        Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=1.0))
