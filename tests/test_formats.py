@@ -244,6 +244,9 @@ def test_negative_zero_keeps_its_sign_when_rounding_stochastically():
     x = fp64([-0.0] * 8 + [0.0] * 8)
     result = FP16.round_to(x, "stochastic", torch.Generator().manual_seed(0))
     assert same(result.numpy(), x.numpy())
+    tiny = FP16.round_to(fp64([-(2.0**-26)] * 64), "stochastic", torch.Generator().manual_seed(0))
+    assert (tiny == 0).any()
+    assert tiny.signbit().all()
 
 
 def test_input_dtype_and_shape():

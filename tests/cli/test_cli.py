@@ -12,6 +12,7 @@ import pytest
 
 from halfstep.cli.arguments import split_overrides
 from halfstep.cli.main import main
+from halfstep.models.gpt import GPT
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 
 SMALL = [
@@ -98,6 +99,11 @@ def test_generate_evaluate_export_and_back(finished_run, tmp_path):
     # bytes: a nat per token is a nat per byte
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / 0.693147, rel=1e-4)
 
+    other = tmp_path / "other.txt"
+    other.write_text("the lazy dog box over a fox.\n" * 40)
+    elsewhere = halfstep("evaluate", "--run", path, "--json", "--data", other)
+    assert json.loads(elsewhere.stdout)["tokens"] == 40 * 29 - 1  # each byte but the first
+
     target = tmp_path / "hf"
     exported = halfstep("export", "--run", path, "--to", "hf", "--output", target)
     assert exported.returncode == 0, exported.stderr
@@ -182,6 +188,45 @@ def test_bad_data_leaves_no_run_folder(tmp_path, content, word, capsys):
     assert word in stderr
     assert "data" in stderr
     assert not (tmp_path / "r").exists()
+
+
+def test_a_bin_with_ids_beyond_the_vocabulary_is_refused_by_name(tmp_path, capsys):
+    data = tmp_path / "train.bin"
+    data.write_bytes(b"".join((i % 256).to_bytes(2, "little") for i in range(500)) + b"\x00\x40")
+    code = main(["train", *SMALL, "--data", str(data), "--output-dir", str(tmp_path / "r")])
+    stderr = capsys.readouterr().err
+    assert code == 2
+    assert all(word in stderr for word in ("train.bin", "16384", "256"))
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_folder_without_text_is_refused(tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "picture.png").write_bytes(b"\x89PNG")
+    code = main(["train", *SMALL, "--data", str(tmp_path / "d"), "--output-dir", "r"])
+    assert code == 2
+    assert str(tmp_path / "d") in capsys.readouterr().err
+
+
+def test_a_model_that_returns_nan_ends_with_code_3_and_the_last_checkpoint(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    loss_sum, calls = GPT.loss_sum, []
+
+    def broken(self, batch):
+        total, count = loss_sum(self, batch)
+        calls.append(0)
+        return (total * float("nan") if len(calls) == 5 else total), count
+
+    monkeypatch.setattr(GPT, "loss_sum", broken)
+    path = tmp_path / "r"
+    code = main(["train", *SMALL, "--data", str(corpus), "--output-dir", str(path), "--max-steps",
+                 "9", "--save-every", "2", "--eval-every", "0"])  # fmt: skip
+    stderr = capsys.readouterr().err
+    assert code == 3
+    assert "halfstep: error: step 5: the loss is nan" in stderr
+    assert "step-00000004" in stderr
+    assert load_checkpoint(list_checkpoints(path / "checkpoints")[-1]).state["step"] == 4
 
 
 def test_debug_shows_the_traceback(tmp_path):

@@ -186,6 +186,7 @@ def test_validation_counts_every_target_once_and_in_order(tokens, count, block_s
         kept = targets != -100
         assert torch.equal(targets[kept], inputs[kept] + 1)
         assert torch.all(inputs[~kept] == 0)
+        assert kept.any(dim=1).all()  # no window without a target
     assert all(len(inputs) == batch_size for inputs, _ in found[:-1])
     flat = torch.cat([targets.flatten() for _, targets in found])
     assert flat[flat != -100].tolist() == list(range(1, count))

@@ -62,6 +62,7 @@ def test_a_byte_order_mark_is_dropped_only_at_the_start(write):
     assert read(write("a.txt", mark + b"a" + mark)) == ["a\ufeff"]
     assert read(write("a.jsonl", mark + b'{"text": "a"}\n')) == ["a"]
     assert read(write("b.txt", mark)) == []
+    assert read(write("c.txt", "abcd\n\ufeffe"), size=5) == ["abcd\n\ufeffe"]
 
 
 def test_blank_lines_and_empty_texts_of_jsonl_are_no_documents(write):

@@ -104,6 +104,11 @@ def test_a_first_record_that_holds_nearly_everything_stays_in_train(write):
     assert texts([path], 0.1) == ("x" * 5000, "y")
 
 
+def test_the_first_record_of_a_later_file_goes_to_validation(write):
+    paths = [write("a.jsonl", [{"text": "x" * 50}]), write("b.jsonl", [{"text": "y" * 50}] * 2)]
+    assert texts(paths, 0.5) == ("x" * 50, "y" * 100)
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("content", ["éa", "aé", "猫é", "é猫"])
 def test_two_characters_are_enough(write, content, fraction):

@@ -149,6 +149,9 @@ def test_names_are_sorted_into_nan_and_inf():
     found = find_nonfinite(named)
     assert found == NonFinite(nan=("nan", "both"), inf=("plus", "minus"))
     assert found.names == ("nan", "both", "plus", "minus")
+    assert found.reason == "overflow"
+    assert NonFinite(nan=("a",), inf=()).reason == "nan_gradients"
+    assert NonFinite(nan=(), inf=()).reason is None
     assert find_nonfinite([]).names == ()
 
 

@@ -185,6 +185,13 @@ def test_static_scale_never_moves_and_resumes_only_at_the_same_value():
     assert scale.value == 1024.0
 
 
+@pytest.mark.parametrize("damaged", ["1024", None, True])
+def test_a_damaged_state_of_a_static_scale_is_refused(damaged):
+    scale = make_loss_scale(LossScaleConfig(kind="static", init_scale=1.0))
+    with pytest.raises(PrecisionError):
+        scale.load_state_dict({"value": damaged})
+
+
 # --- state ----------------------------------------------------------------------------------------
 
 OPTIONS = {"init_scale": 256.0, "growth_interval": 3, "hysteresis": 2}

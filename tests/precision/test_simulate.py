@@ -5,6 +5,7 @@ accumulation of K terms, ``K * 2^-24 * sum |a b|``) and with torch's own fp16 ke
 sides' bounds added: one gap, and twice the accumulation). See reference/products.py.
 """
 
+import contextlib
 import doctest
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep.precision.simulate
@@ -37,22 +38,15 @@ class Witness(TorchDispatchMode):
         self.seen: list[tuple[str, set[torch.dtype]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        flat = [a for a in args if isinstance(a, Tensor)]
+        flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
+        flat = [t for t in flat if isinstance(t, Tensor)]
         self.seen.append((str(func), {t.dtype for t in flat if t.is_floating_point()}))
         return func(*args, **(kwargs or {}))
 
 
 PRODUCT_NAMES = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "mv",
-    "dot",
-    "conv",
-    "linear",
-    "matmul",
-    "product",
+    *("mm", "mv", "dot", "linear", "conv", "matmul", "einsum", "product_attention"),
+    *("encoder_layer", "multi_head"),
 )
 
 
@@ -181,6 +175,30 @@ def test_evaluation_contexts_run_the_same_arithmetic(name, context):
         assert fp16_products(lambda: work(*inputs)) == []
         with simulated_fp16():
             assert torch.equal(work(*inputs), expected)
+
+
+FURTHER = {
+    "addbmm": lambda: torch.addbmm(half(3, 4), half(2, 3, 5), half(2, 5, 4)),
+    "bilinear": lambda: F.bilinear(half(2, 3), half(2, 4), half(5, 3, 4)),
+    "matmul of 4-d": lambda: half(2, 3, 4, 5) @ half(5, 6),
+    "outer": lambda: torch.outer(half(3), half(4)),
+    "multi_dot": lambda: torch.linalg.multi_dot([half(3, 4), half(4, 5), half(5, 2)]),
+    "lstm": lambda: nn.LSTM(4, 5).half()(half(2, 1, 4)),
+    "encoder layer": lambda: (
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).half().eval()(half(3, 2, 8))
+    ),
+    "attention layer": lambda: (
+        nn.MultiheadAttention(8, 2, batch_first=True).half().eval()(*[half(3, 2, 8)] * 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_every_other_product_is_simulated_too_as_the_module_says(name, context):
+    torch.manual_seed(0)
+    with context():
+        assert fp16_products(FURTHER[name]) == []
 
 
 # --- attention ------------------------------------------------------------------------------------

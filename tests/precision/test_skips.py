@@ -406,3 +406,24 @@ def test_an_error_inside_the_optimizer_is_passed_on_and_leaves_no_gradients():
     assert all(p.grad is None for p in loop.model.parameters())
     with pytest.raises(PrecisionError, match=r"step\(\) without backward"):
         loop.precision.step()
+
+
+@pytest.mark.parametrize("name", ["fp16-master", "fp16-pure"])
+def test_a_weight_that_grew_beyond_fp16_is_named_when_the_run_stops(name):
+    # 60000 + 10000 is no fp16 number: the weight becomes inf, and so does the next loss. To blame
+    # "the forward pass or the data" and to call the weights unchanged would send the user astray.
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(60000.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    precision = Precision(scaled(name, init_scale=1), model, optimizer)
+
+    def two_steps() -> None:
+        for _ in range(2):
+            with precision.autocast():
+                loss = -1e4 * model(torch.ones(1, 1)).float().sum()
+            precision.step(loss)
+
+    with pytest.raises(NonFiniteError) as caught:
+        two_steps()
+    assert "weight" in caught.value.parameters

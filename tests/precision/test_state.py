@@ -164,6 +164,10 @@ def damage(name: str):
 
     ways = {f"no {key}": without(key) for key in make(name)[2].state_dict()}
     ways["no counter is a number"] = lambda s: s.update(skipped_total="many")
+    ways["a counter is negative"] = lambda s: s.update(skipped_in_a_row=-1)
+    ways["an unknown key"] = lambda s: s.update(scaler={})
+    ways["masters are none"] = lambda s: s.update(masters=None)
+    ways["loss_scale is none"] = lambda s: s.update(loss_scale=None)
     if name.startswith("fp16"):
         ways["no loss_scale.value"] = without("loss_scale", "value")
         ways["bad loss_scale.value"] = lambda s: s["loss_scale"].update(value=3.0)
@@ -173,6 +177,11 @@ def damage(name: str):
     if name in MASTERS:
         ways["no 2.bias"] = without("masters", "2.bias")
         ways["a stranger"] = lambda s: s["masters"].update(other=torch.ones(2))
+        ways["no tensor"] = lambda s: s["masters"].update({"2.bias": [0.0, 0.0]})
+        # a checkpoint that somebody made smaller: the last bits of the masters are gone
+        ways["16-bit masters"] = lambda s: s["masters"].update(
+            {n: t.half() for n, t in s["masters"].items()}
+        )
         ways["another shape"] = lambda s: s["masters"].update({"2.bias": torch.ones(3)})
     else:
         ways["masters"] = lambda s: s["masters"].update({"2.bias": torch.ones(2)})

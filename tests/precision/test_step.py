@@ -318,7 +318,7 @@ def test_clipping_in_fp32_equals_torch_s():
         assert (a - b).abs().max() <= 62 * U32 * 0.1 * 0.25 + U32
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+@pytest.mark.parametrize("max_norm", [-1.0, 0.0, math.nan])
 def test_a_max_norm_that_cannot_be_honoured_is_refused(max_norm):
     # -1 would turn every update round; NaN would clip nothing in silence.
     model, optimizer, precision = build("fp32")

@@ -9,7 +9,7 @@ from halfstep.data.progress import no_progress
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from halfstep.precision.policy import POLICIES
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
-from halfstep.training.config import load_config
+from halfstep.training.config import load_config, shipped_configs
 from halfstep.training.loop import require_resumable, resume, train, with_run_folder
 from halfstep.training.run_folder import create_run, load_trained, reopen_run, require_fresh
 from halfstep.training.session import open_session
@@ -223,6 +223,30 @@ def test_nan_gradients_under_a_finite_loss_stop_and_name_parameters(corpus, tmp_
     folder.close()
     assert error.value.cause == "gradients"
     assert len(error.value.parameters) == len(session.precision.named_parameters())
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_configuration_trains_a_few_steps(corpus, tmp_path, name):
+    """With its own settings, but for what decides size and where the data comes from."""
+    own = load_config(name)
+    small = own.model.n_embd <= 128
+    overrides = {
+        "data.train": [str(corpus)],
+        "data.tokenizer": "bytes",
+        "model.block_size": 32,
+        "model.n_layer": own.model.n_layer if small else 2,
+        "model.n_embd": own.model.n_embd if small else 4 * own.model.n_head,
+        "run.batch_size": 2 * own.run.grad_accum,
+        "run.max_steps": 3,
+        "run.eval_batches": 1,
+        "run.device": "cpu",
+        "schedule.warmup_steps": 2,
+    }
+    config = load_config(name, list(overrides.items()))
+    session, folder = start(config, tmp_path / "r")
+    ticks = finish(session, folder)
+    assert [tick.record.applied for tick in ticks] == [True] * 3
+    assert newest(tmp_path / "r").state["step"] == 3
 
 
 def test_golden_losses(corpus, tmp_path):

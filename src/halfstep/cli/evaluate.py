@@ -10,8 +10,7 @@ import math
 from halfstep.cli.console import RunDisplay, write_out
 from halfstep.cli.source import open_source
 from halfstep.data.batches import validation_batches
-from halfstep.data.config import DataConfig
-from halfstep.data.prepare import prepare
+from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
 from halfstep.training.evaluate import evaluate, tokens_per_byte
 
@@ -25,16 +24,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
     with RunDisplay("evaluate") as display:
-        if arguments.data:
-            data = DataConfig(
-                train=tuple(arguments.data), validation=tuple(arguments.data), tokenizer="bytes"
-            )
+        if config is None or arguments.data:
+            cache = config.data.cache_dir if config else ""
+            tokens = prepare_one(tuple(arguments.data), source.tokenizer, cache, display.prepared)
         else:
-            assert config is not None
-            data = config.data
-        folder = f"{arguments.run}/tokenizer" if arguments.run else arguments.model
-        data = dataclasses.replace(data, tokenizer=folder)
-        tokens = prepare(data, progress=display.prepared).validation
+            data = dataclasses.replace(config.data, tokenizer=f"{arguments.run}/tokenizer")
+            tokens = prepare(data, progress=display.prepared).validation
     result = evaluate(
         source.model.loss_sum,
         validation_batches(

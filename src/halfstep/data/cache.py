@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from halfstep.errors import DataError
+from halfstep.files import sync, sync_folder
 
 TEMPORARY_PREFIX = ".tmp-"
 STALE_SECONDS = 24 * 60 * 60
@@ -74,7 +75,7 @@ def fetch(
             remove_stale(root)
             temporary.mkdir()
             build(temporary)
-            _sync_folder(temporary)
+            sync_folder(temporary)
             _publish(temporary, final, damaged=lambda: load(final) is None)
         except OSError as error:
             raise cannot_write(Path(error.filename or final), error) from None
@@ -123,7 +124,7 @@ def _publish(temporary: Path, final: Path, damaged: Callable[[], bool]) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
         else:
-            _sync(final.parent)
+            sync(final.parent)
             return
         if not damaged():
             return
@@ -141,18 +142,3 @@ def _discard(path: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
     else:
         trash.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Forces the files of a folder, then their names, to disk: a rename must not overtake them."""
-    for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

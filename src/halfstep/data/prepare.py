@@ -94,6 +94,27 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedDat
     )
 
 
+def prepare_one(
+    paths: tuple[str, ...],
+    tokenizer: Tokenizer,
+    cache_dir: str = "",
+    progress: Progress = no_progress,
+) -> TokenFile:
+    """Finds or makes the token file of one corpus, all of it, for a tokenizer that exists.
+
+    Args:
+        paths: Files, globs and folders, as ``DataConfig.train``; at least one.
+        tokenizer: What encodes it.
+        cache_dir: As in ``DataConfig``.
+        progress: As for :func:`prepare`.
+
+    Raises:
+        DataError: Input cannot be used, or the cache cannot be written.
+    """
+    part = _whole(find_sources(paths, "--data"), "--data", progress)
+    return _token_file(part, tokenizer, cache_root(cache_dir), progress)
+
+
 def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
     """Lists and hashes the files, and decides which bytes are train and which validation."""
     train = find_sources(config.train, "data.train") if config.train else standard_library()

@@ -54,7 +54,8 @@ def linear_cross_entropy_sum(
         weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
         targets_N: ``(N,)`` int64, each in ``[0, V)`` or equal to ``ignore_index``.
         ignore_index: Tokens with this target add nothing to sum, count or gradients.
-        chunk_bytes: Most bytes of fp32 logits to hold at a time; 16 rows are taken at least.
+        chunk_bytes: Most bytes of one chunk's fp32 logits; 16 rows are taken at least. What is
+            held at a time is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
 
     Returns:
         The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError
+from halfstep.files import sync, sync_folder
 from halfstep.models.gpt import GPT
 from halfstep.models.hf_config import read_config, write_config
 from halfstep.models.hf_files import WEIGHTS, read_tensors
@@ -118,10 +119,9 @@ def save_gpt2(
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # safetensors creates its file for the owner only; give it the permissions of its neighbour.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
-        for path in (temporary / "config.json", temporary / WEIGHTS, temporary):
-            _sync(path)
+        sync_folder(temporary)
         temporary.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
@@ -153,12 +153,3 @@ def _check_surplus(rest: dict[str, tuple[torch.Tensor, Path]], wte_VC: torch.Ten
                 f"{file}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
                 "for both; an untied head cannot be loaded"
             )
-
-
-def _sync(path: Path) -> None:
-    """Returns when the file's content, or the folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.files import sync, sync_folder
 
 FORMAT = 1
 WEIGHTS = "weights.safetensors"
@@ -98,11 +99,9 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
             for name in (WEIGHTS, OPTIMIZER, STATE)
         }
         (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-        for name in (WEIGHTS, OPTIMIZER, STATE, MANIFEST):
-            _sync(temporary / name)
-        _sync(temporary)
+        sync_folder(temporary)
         os.rename(temporary, final)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = list_checkpoints(folder)
@@ -170,14 +169,6 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
