@@ -63,7 +63,7 @@ def main() -> None:
                 loss = loss_of()
             loss.backward()
             times[name].append(time.perf_counter() - begin)
-            losses[name] = float(loss)
+            losses[name] = float(loss.detach())
     print(f"{'variant':<28} {'median ms':>9} {'min ms':>8} {'relative error of the loss':>27}")
     rows = {}
     for name, seconds in times.items():

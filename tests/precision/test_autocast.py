@@ -14,7 +14,8 @@ from halfstep.precision.autocast import (
     float32_matmul,
     require_support,
 )
-from reference.training import CPU_POLICIES, batches, mlp, mse
+from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
+from reference.witness import Witness
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BACKENDS = ("matmul", "conv", "rnn")
@@ -330,3 +331,18 @@ def test_mixed_products_really_run_in_the_compute_dtype():
         with precision.autocast():
             assert model(torch.ones(1, 1)).item() == 1.0
         assert model.weight.item() == 1 + beyond
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_fp16_policies_on_a_cpu_are_simulated_in_forward_and_backward(name):
+    model = ConvNet()
+    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with Witness() as witness, precision.autocast():
+        loss = model(x).float().square().mean()
+    assert witness.seen
+    assert witness.fp16_products() == []
+    with Witness() as witness:
+        precision.backward(loss)
+    assert any("convolution_backward" in op for op, _ in witness.seen)
+    assert witness.fp16_products() == []

@@ -158,6 +158,20 @@ def test_the_border_casts_inputs_and_outputs_and_can_be_removed(name):
     assert module(x.double(), ids, scale=scale)["y"].dtype == torch.float64
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_inputs_of_fp32_weights_arrive_as_they_were_given(name):
+    # Operations are cast one by one: an fp32 island at the front must see all of its input's bits.
+    class Spy(nn.Module):
+        def forward(self, x, *, y):
+            return x.dtype, y.dtype
+
+    module = Spy()
+    cast_at_border(module, POLICIES[name])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.ones(2, dtype=dtype)
+        assert module(x, y=x) == (dtype, dtype)
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_model_can_be_deep_copied_and_the_copy_is_independent(name):
     # For an exponential moving average or an evaluation copy.

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep.precision.simulate
 from halfstep import simulated_fp16
 from reference.products import U16, U32, assert_within
+from reference.witness import Witness, fp16_products
 
 HALF = torch.float16
 
@@ -28,38 +28,6 @@ def half(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     exponent = torch.randint(-3, 4, shape, generator=g)
     return (spread * torch.randn(shape, generator=g) * 2.0**exponent).half()
-
-
-class Witness(TorchDispatchMode):
-    """Records, below the simulation, in which dtype each operator reaches torch's kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, set[torch.dtype]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
-        flat = [t for t in flat if isinstance(t, Tensor)]
-        self.seen.append((str(func), {t.dtype for t in flat if t.is_floating_point()}))
-        return func(*args, **(kwargs or {}))
-
-
-PRODUCT_NAMES = (
-    *("mm", "mv", "dot", "linear", "conv", "matmul", "einsum", "product_attention"),
-    *("encoder_layer", "multi_head"),
-)
-
-
-def fp16_products(work: Callable[[], object]) -> list[str]:
-    """The products that still reached a kernel in fp16 inside the simulation."""
-    with Witness() as witness, simulated_fp16():
-        work()
-    assert witness.seen
-    return [
-        name
-        for name, dtypes in witness.seen
-        if HALF in dtypes and any(word in name for word in PRODUCT_NAMES)
-    ]
 
 
 def check(
@@ -162,7 +130,7 @@ def test_no_product_reaches_torch_s_fp16_kernels(name):
         leaves = [t.clone().requires_grad_() for t in inputs]
         work(*leaves).sum().backward()
 
-    assert fp16_products(both) == []
+    assert fp16_products(both, simulated_fp16) == []
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -172,7 +140,7 @@ def test_evaluation_contexts_run_the_same_arithmetic(name, context):
     with simulated_fp16():
         expected = work(*inputs)
     with context():
-        assert fp16_products(lambda: work(*inputs)) == []
+        assert fp16_products(lambda: work(*inputs), simulated_fp16) == []
         with simulated_fp16():
             assert torch.equal(work(*inputs), expected)
 
@@ -198,7 +166,7 @@ FURTHER = {
 def test_every_other_product_is_simulated_too_as_the_module_says(name, context):
     torch.manual_seed(0)
     with context():
-        assert fp16_products(FURTHER[name]) == []
+        assert fp16_products(FURTHER[name], simulated_fp16) == []
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -293,7 +261,12 @@ def test_attention_forward_and_backward(name):
 
 def test_attention_runs_in_fp32_below_and_keeps_its_log_sum_exp_in_fp32():
     q = half(1, 2, 5, 8)
-    assert fp16_products(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)) == []
+    assert (
+        fp16_products(
+            lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), simulated_fp16
+        )
+        == []
+    )
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with simulated_fp16():
         output, log_sum_exp = op(q, q, q)
@@ -307,7 +280,7 @@ def test_attention_runs_in_fp32_below_and_keeps_its_log_sum_exp_in_fp32():
 def test_attention_in_inference_mode_is_simulated_too():
     q = half(1, 2, 5, 8)
     with torch.inference_mode():
-        assert fp16_products(lambda: F.scaled_dot_product_attention(q, q, q)) == []
+        assert fp16_products(lambda: F.scaled_dot_product_attention(q, q, q), simulated_fp16) == []
 
 
 # --- the ends of the range ------------------------------------------------------------------------

@@ -134,12 +134,13 @@ def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
 
 
 def _own_setting(backend: Any) -> str:
-    """What a backend was set to itself: ``"none"`` where it follows the setting above it."""
+    """What a backend was set to itself: ``"none"`` where it follows the setting above it.
+
+    The setting is cleared on the way: there is no other way to see what lies above it.
+    """
     found: str = backend.fp32_precision
     backend.fp32_precision = "none"
-    inherited = backend.fp32_precision
-    backend.fp32_precision = found
-    return "none" if found == inherited else found
+    return "none" if found == backend.fp32_precision else found
 
 
 @contextlib.contextmanager

@@ -120,7 +120,14 @@ def check_state(
         count = state[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: no count")
-    saved = {name: tensor.shape for name, tensor in state["masters"].items()}
-    if saved != {name: master.shape for name, master in masters.items()}:
-        odd = sorted(set(saved) ^ set(masters)) or ["shapes differ"]
+    for key in ("loss_scale", "masters"):
+        if not isinstance(state[key], Mapping):
+            raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: no table")
+    saved = {name: _kind(tensor) for name, tensor in state["masters"].items()}
+    if saved != {name: _kind(master) for name, master in masters.items()}:
+        odd = sorted(set(saved) ^ set(masters)) or ["shapes or dtypes differ"]
         raise PrecisionError(f"saved master weights are of another model: {', '.join(odd[:5])}")
+
+
+def _kind(value: object) -> object:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)

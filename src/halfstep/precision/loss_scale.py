@@ -167,10 +167,11 @@ class StaticLossScale:
     def load_state_dict(self, state: State) -> None:
         """Accept only the same scale."""
         _check_keys(state, {"value"}, "static loss scale")
-        if state["value"] != self.value:
+        value = state["value"]
+        if not _is_number(value, float) or value != self.value:
             raise PrecisionError(
-                f"static loss scale is {self.value:g}, the saved state has {state['value']:g}; "
-                "resume with the same init_scale"
+                f"static loss scale is {self.value:g}, the saved state has {value!r}; resume with "
+                "the same init_scale"
             )
 
 

@@ -18,8 +18,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.policy import PrecisionPolicy
 
 
 class MasterWeights(Protocol):
@@ -110,3 +112,22 @@ class _GradientMove:
         else:
             self._master.grad.add_(gradient)
         weight.grad = None
+
+
+def make_masters(policy: PrecisionPolicy, model: nn.Module, optimizer: Optimizer) -> MasterWeights:
+    """Cast the model to the policy's weights and give the optimizer what it shall update.
+
+    Args:
+        policy: Says whether there are masters, and the format of the weights.
+        model: Its floating parameters are cast in place to ``param_dtype``.
+        optimizer: Its parameter groups get the masters in the weights' places.
+    """
+    if policy.has_masters:
+        masters = Fp32Masters(model, policy.param_dtype)
+        replacements = masters.replacements()
+        for group in optimizer.param_groups:
+            group["params"] = [replacements.get(p, p) for p in group["params"]]
+        return masters
+    if policy.is_pure:
+        cast_parameters_(model, policy.param_dtype)
+    return NoMasters(model)

@@ -33,6 +33,8 @@ _PRODUCTS = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
+        _aten.addbmm.default,
+        _aten._trilinear.default,
         _aten.mv.default,
         _aten.addmv.default,
         _aten.dot.default,
@@ -40,6 +42,9 @@ _PRODUCTS = frozenset(
         _aten.addr.default,
         _aten.convolution.default,
         _aten.convolution_backward.default,
+        # Fused evaluation paths of torch.nn: whole in fp32, rounded to fp16 at their end.
+        _aten._native_multi_head_attention.default,
+        _aten._transformer_encoder_layer_fwd.default,
     }
 )
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -47,6 +52,8 @@ _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _is_half(value: object) -> bool:
+    if isinstance(value, list | tuple):  # the operands of einsum
+        return any(_is_half(item) for item in value)
     return isinstance(value, Tensor) and value.dtype == torch.float16 and value.device.type == "cpu"
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.autocast import arithmetic, autocast, require_support
-from halfstep.precision.cast import cast_at_border, cast_parameters_
+from halfstep.precision.cast import cast_at_border
 from halfstep.precision.checks import (
     check_max_norm,
     check_parameters,
@@ -42,7 +42,7 @@ from halfstep.precision.gradients import (
     multiply_,
 )
 from halfstep.precision.loss_scale import make_loss_scale
-from halfstep.precision.master_weights import Fp32Masters, NoMasters
+from halfstep.precision.master_weights import make_masters
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.result import StepResult
@@ -94,16 +94,7 @@ class Precision:
         self._loss: Tensor | None = None
         check_parameters(self.policy, model, optimizer)
         optimizer.zero_grad()  # what is left from before was scaled by nobody
-        self.masters: Fp32Masters | NoMasters
-        if self.policy.has_masters:
-            self.masters = Fp32Masters(model, self.policy.param_dtype)
-            replacements = self.masters.replacements()
-            for group in optimizer.param_groups:
-                group["params"] = [replacements.get(p, p) for p in group["params"]]
-        else:
-            if self.policy.is_pure:
-                cast_parameters_(model, self.policy.param_dtype)
-            self.masters = NoMasters(model)
+        self.masters = make_masters(self.policy, model, optimizer)
         cast_at_border(model, self.policy)
         self._model = model
 
@@ -243,10 +234,17 @@ class Precision:
         norm = global_norm(list(gradients.values()))
         loss, scaled_norm = torch.stack([self._loss, norm.to(self._loss.device)]).tolist()
         if not math.isfinite(loss):
+            broken = find_nonfinite(self._model.named_parameters()).names
+            source = (
+                f"the weights {some(broken)} are not finite"
+                if broken
+                else ("the forward pass or the data made it; the weights are unchanged")
+            )
             raise NonFiniteError(
-                f"the loss is {loss} before any gradient: the forward pass or the data made it, no "
-                f"loss scale can help (policy {self.policy}); the weights are unchanged",
+                f"the loss is {loss} before any gradient: {source}; no loss scale can help (policy "
+                f"{self.policy})",
                 cause="forward",
+                parameters=broken,
             )
         return loss, scaled_norm
 
