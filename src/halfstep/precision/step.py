@@ -235,14 +235,12 @@ class Precision:
         loss, scaled_norm = torch.stack([self._loss, norm.to(self._loss.device)]).tolist()
         if not math.isfinite(loss):
             broken = find_nonfinite(self._model.named_parameters()).names
-            source = (
-                f"the weights {some(broken)} are not finite"
-                if broken
-                else ("the forward pass or the data made it; the weights are unchanged")
-            )
+            source, end = "the forward pass or the data made it", "; the weights are unchanged"
+            if broken:
+                source, end = f"the weights {some(broken)} are not finite", ""
             raise NonFiniteError(
-                f"the loss is {loss} before any gradient: {source}; no loss scale can help (policy "
-                f"{self.policy})",
+                f"the loss is {loss} before any gradient: {source}, no loss scale can help (policy "
+                f"{self.policy}){end}",
                 cause="forward",
                 parameters=broken,
             )
