@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.models.gpt_config import GPT_SIZES, GPTConfig
+from halfstep.models.gpt_config import GPTConfig
 
 GOOD = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11)
 
@@ -42,17 +42,3 @@ def test_configs_are_values():
         a.n_layer = 3
     with pytest.raises(TypeError):
         GPTConfig(2, 2, 16, 8, 11)
-
-
-@pytest.mark.parametrize("name", GPT_SIZES)
-def test_every_named_size_is_valid(name):
-    assert GPTConfig.named(name).n_layer == GPT_SIZES[name]["n_layer"]
-
-
-def test_named_sizes_take_overrides_and_suggest_names():
-    config = GPTConfig.named("gpt-tiny", vocab_size=512, dropout=0.1)
-    assert (config.n_embd, config.vocab_size, config.dropout) == (128, 512, 0.1)
-    with pytest.raises(ConfigError, match="Did you mean 'gpt2-medium'"):
-        GPTConfig.named("gpt2-medum")
-    with pytest.raises(ConfigError, match=r"model\.n_heads"):
-        GPTConfig.named("gpt2", n_heads=3)

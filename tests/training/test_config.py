@@ -1,9 +1,11 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.models.gpt import GPT
 from halfstep.training.config import (
     TrainConfig,
     config_to_toml,
@@ -25,6 +27,24 @@ def test_a_shipped_configuration_is_valid_and_round_trips(name, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     assert load_config(str(path)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "count"),
+    [
+        ("gpt-tiny", 1024, 940800),  # with its own tokenizer: about 1 M
+        ("gpt-small-cpu", 8192, 13891584),
+        # those of the published checkpoints
+        ("gpt2", 50257, 124439808),
+        ("gpt2-medium", 50257, 354823168),
+        ("gpt2-large", 50257, 774030080),
+        ("gpt2-xl", 50257, 1557611200),
+    ],
+)
+def test_a_shipped_configuration_has_the_size_it_says(name, vocabulary, count):
+    shape = load_config(name, [("model.vocab_size", vocabulary)]).model
+    with torch.device("meta"):
+        assert GPT(shape).num_parameters() == count
 
 
 @settings(max_examples=30, deadline=None)

@@ -29,9 +29,10 @@ MIN_ROWS = 16
 """Fewest rows of a chunk, so that a giant vocabulary cannot turn the matmul into single dots."""
 
 MAX_ROWS_ON_CPU = 512
-"""Most rows of a chunk on CPU: larger ones are slower. **Source:** table 2 of docs/decisions/0002.
+"""Most rows of a chunk on CPU: larger ones gain little or lose.
 
-Row counts around 512 were the fastest for V = 8192 (16 MiB of logits) and V = 50257 (98 MiB) alike.
+**Source:** table 2 of docs/decisions/0002: 512 is near the fastest for V = 8192 (16 MiB of logits)
+and V = 50257 (98 MiB) alike.
 """
 
 

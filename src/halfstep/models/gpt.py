@@ -13,11 +13,11 @@ from torch import nn
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.cross_entropy import linear_cross_entropy_sum
-from halfstep.models.gpt_config import GPT_SIZES, GPTConfig
+from halfstep.models.gpt_config import GPTConfig
 from halfstep.models.islands import autocast_off, matmul_dtype
 from halfstep.models.layers import Block, Embedding, KeyValueCache, LayerNorm
 
-__all__ = ["GPT", "GPT_SIZES", "GPTConfig"]
+__all__ = ["GPT", "GPTConfig"]
 
 
 class GPT(nn.Module):

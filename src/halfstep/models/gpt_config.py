@@ -1,10 +1,8 @@
-"""The shape of a GPT: one frozen config, and the named sizes as plain data."""
+"""The shape of a GPT as one frozen config; the named sizes are the files of ``configs/``."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from typing import Any
 
 from halfstep.errors import ConfigError
 
@@ -66,45 +64,6 @@ class GPTConfig:
             raise ConfigError(
                 f"model.layer_norm_eps must be in (0, 1), got {self.layer_norm_eps!r}"
             )
-
-    @classmethod
-    def named(cls, name: str, **overrides: Any) -> GPTConfig:
-        """The config of ``GPT_SIZES[name]`` with some fields replaced.
-
-        Example:
-            >>> GPTConfig.named("gpt-tiny", vocab_size=512).n_layer
-            4
-
-        Raises:
-            ConfigError: No such size, or an override that the config refuses.
-        """
-        if name not in GPT_SIZES:
-            near = difflib.get_close_matches(name, GPT_SIZES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"model.size {name!r} is unknown; allowed are {', '.join(GPT_SIZES)}.{hint}"
-            )
-        unknown = sorted(overrides.keys() - cls.__dataclass_fields__.keys())
-        if unknown:
-            raise ConfigError(f"model.{unknown[0]} is not a field of the model")
-        return cls(**{**GPT_SIZES[name], **overrides})
-
-
-GPT_SIZES: dict[str, dict[str, Any]] = {
-    "gpt-tiny": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256),
-    "gpt-small-cpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=8192),
-    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257),
-    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024, vocab_size=50257),
-    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, block_size=1024, vocab_size=50257),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50257),
-}
-"""Sizes by name; ``vocab_size`` is meant to be replaced by the tokenizer's.
-
-gpt-tiny has 0.85 M parameters with 256 tokens and 1.86 M with 8192; gpt-small-cpu 13.9 M.
-
-**Source:** gpt2 to gpt2-xl are table 2 of Radford et al. 2019, "Language Models are Unsupervised
-Multitask Learners", with the head counts of the released models.
-"""
 
 
 def _is_number(value: object) -> bool:

@@ -32,7 +32,7 @@ class NoScales:
 
 
 class Fp16Scales(NoScales):
-    """Powers of two that let both gradient matmuls of a chunk neither overflow nor underflow.
+    """Powers of two that keep both gradient matmuls of a chunk inside the range of fp16.
 
     The caller's loss scale is not known in forward, so each chunk brings scales of its own and
     takes them out again in fp32, which is exact. With E = softmax - onehot and miss_n = 1 - p_nt::
