@@ -17,15 +17,16 @@ say() { printf '%s\n' "setup: $*" >&2; }
   exit 2
 }
 
-stamp="$venv/.installed"
-want="$torch [$extras] $(cat pyproject.toml scripts/setup-venv.sh | cksum)"
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && exit 0
+want="$torch $(cat pyproject.toml scripts/setup-venv.sh | cksum)"
+stamps="$venv/.installed-$extras"
+[ -n "$extras" ] || stamps="$venv/.installed-*" # more extras will do as well
+for stamp in $stamps; do
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && exit 0
+done
 
 # Debian's python3 comes without ensurepip; then the system's pip installs into the environment.
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" 2>/dev/null || {
-  rm -rf "$venv"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv" 2>/dev/null ||
   "$python" -m venv --without-pip "$venv"
-}
 if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 else
@@ -69,4 +70,4 @@ fi
 
 say "installing halfstep${extras:+ with $extras}"
 pip install --quiet --editable ".${extras:+[$extras]}"
-printf '%s' "$want" >"$stamp"
+printf '%s' "$want" >"$venv/.installed-$extras"

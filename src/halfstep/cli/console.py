@@ -26,12 +26,20 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f} MB"
 
 
+class _Console(Console):
+    """A console that falls silent, instead of ending the process, when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from here on; training goes on."""
+        self.quiet = True
+
+
 class RunDisplay:
     """Shows preparation and training on stderr; a context manager."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title = title
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),

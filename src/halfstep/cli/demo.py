@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         command += ["--eval-every", str(steps), "--save-every", "0"]
         command += ["--schedule.warmup_steps", str(min(20, steps))]
         command += ["--output-dir", str(root / precision)]
-        code = subprocess.run(command, check=False).returncode
+        code = _wait(subprocess.Popen(command))
         if code != 0:
             return code
         rows.append(_row(root / precision, precision, time.perf_counter() - begin))
@@ -60,6 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
     write_out(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
               f" --max-steps {steps * 10}")  # fmt: skip
     return 0
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a run, also after Ctrl-C: it has the signal too, and is saving."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _row(folder: Path, precision: str, seconds: float) -> dict[str, Any]:

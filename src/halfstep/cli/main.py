@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HalfstepError as error:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _complain("interrupted before there was anything to save", 130)
+        return _complain("interrupted; what was not saved is lost", 130)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -19,9 +19,10 @@ from halfstep.training.run_folder import (
     reopen_run,
     require_fresh,
     run_config,
+    write_config,
 )
 from halfstep.training.session import Session, open_session
-from halfstep.training.tensorboard import open_sink
+from halfstep.training.tensorboard import MetricsSink, NoSink, open_sink, require_sink
 
 DEFAULT_CONFIG = "gpt-small-cpu"
 INTERRUPTED = 4
@@ -31,10 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, new or resumed; returns 0, or 4 if a signal ended the run early."""
     overrides = _overrides(arguments)
     path, config = _resolve(arguments, overrides)
+    require_sink(config.run.report_to)
     keep_freed_memory()
     title = f"{config.name} {config.precision}"
     with RunDisplay(title, quiet=arguments.quiet) as display:
-        session = open_session(config, display.prepared)
+        session = open_session(config, display.prepared, resuming=arguments.resume)
         support = session.precision.support
         display.say(
             f"{title}: {session.model.num_parameters():,} parameters, "
@@ -44,12 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.resume:
             folder = reopen_run(path)
             origin = resume(session, folder)
+            write_config(path, session.config)
             display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
         else:
             folder = create_run(path, session)
-        sink = open_sink(config.run.report_to, path, session.step + 1)
         last = None
+        sink: MetricsSink = NoSink()
         try:
+            sink = open_sink(config.run.report_to, path, session.step + 1)
             for tick in train(session, folder):
                 display.stepped(tick, config.run.max_steps)
                 sink.write(tick.record)
@@ -85,14 +89,16 @@ def _resolve(
         wanted = load_config(str(path / "config.toml"), overrides)
     else:  # the same command line once more: what only the first start could know is filled in
         wanted = load_config(arguments.config, overrides)
-        follows = not wanted.model.vocab_size or wanted.run.init_from
-        if follows and wanted.run.init_from == saved.run.init_from:
-            shape = (
-                saved.model
-                if wanted.run.init_from
-                else dataclasses.replace(wanted.model, vocab_size=saved.model.vocab_size)
+        shape = wanted.model
+        if wanted.run.init_from and wanted.run.init_from == saved.run.init_from:
+            shape = dataclasses.replace(
+                saved.model,
+                dropout=shape.dropout,
+                activation_checkpointing=shape.activation_checkpointing,
             )
-            wanted = dataclasses.replace(wanted, model=shape)
+        elif not shape.vocab_size:
+            shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
+        wanted = dataclasses.replace(wanted, model=shape)
     require_resumable(saved, wanted)
     return path, wanted
 

@@ -5,7 +5,7 @@ A checkpoint is a folder ``step-00000020``::
     weights.safetensors    what the optimizer updates: parameters, or fp32 masters
     optimizer.safetensors  "NAME/exp_avg" ...; "rng/cpu", "rng/cuda"
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
-    manifest.json          SHA-256 and size of each of the above
+    manifest.json          SHA-256 of each of the above
 
 It is written under a temporary name, every file and folder is synced, then it is renamed: a folder
 with the final name is complete. No file format notices a flipped bit by itself, so loading checks
@@ -94,10 +94,7 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
         safetensors.torch.save_file(_storable(checkpoint.weights), temporary / WEIGHTS)
         safetensors.torch.save_file(_storable(checkpoint.optimizer), temporary / OPTIMIZER)
         (temporary / STATE).write_text(json.dumps({"format": FORMAT, **checkpoint.state}, indent=1))
-        files = {
-            name: {"sha256": _sha256(temporary / name), "bytes": (temporary / name).stat().st_size}
-            for name in (WEIGHTS, OPTIMIZER, STATE)
-        }
+        files = {n: {"sha256": _sha256(temporary / n)} for n in (WEIGHTS, OPTIMIZER, STATE)}
         (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
         sync_folder(temporary)
         os.rename(temporary, final)
@@ -107,11 +104,14 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
         kept = list_checkpoints(folder)
         last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
         raise CheckpointError(
-            f"checkpoint {final} cannot be written: {error}; {last}. Free space or choose another "
-            "--output-dir, then go on with --resume"
+            f"checkpoint {final} cannot be written: {error}; {last}. Free space or move the run's "
+            "folder to another disk, then go on with --resume"
         ) from error
-    for old in list_checkpoints(folder)[:-keep]:  # renamed first: a kill leaves no half of one
-        shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
+    for old in list_checkpoints(folder)[:-keep]:
+        try:  # renamed first: a kill leaves no half of one
+            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
+        except OSError as error:
+            raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
     return final
 
 

@@ -59,7 +59,8 @@ class RunConfig:
     compile: bool = False
     """Run the model through torch.compile."""
     init_from: str = ""
-    """A local Hugging Face GPT-2 folder to start from instead of random weights."""
+    """A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape takes
+    the place of ``model``'s, whose dropout and activation_checkpointing stay."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values outside their range or that contradict each other."""
@@ -94,8 +95,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Raise for contradictions between the parts."""
-        parse_policy(self.precision)
-        if self.block_size > self.model.block_size:
+        # Spelled out, so that a run does not depend on a policy file after it has started.
+        object.__setattr__(self, "precision", str(parse_policy(self.precision)))
+        if self.run.init_from and self.data.tokenizer.startswith("bpe:"):
+            raise ConfigError(
+                f"data.tokenizer={self.data.tokenizer} would give the words of run.init_from="
+                f"{self.run.init_from} other ids than it was trained with; give --tokenizer its "
+                "tokenizer.json or folder"
+            )
+        if not self.run.init_from and self.block_size > self.model.block_size:
             raise ConfigError(
                 f"run.block_size={self.run.block_size} is over model.block_size="
                 f"{self.model.block_size}; shorten the sequences or raise --model.block_size"

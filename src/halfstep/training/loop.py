@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
+from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.precision.result import StepResult
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from halfstep.training.config import TrainConfig
@@ -20,10 +20,11 @@ from halfstep.training.schedule import learning_rate
 from halfstep.training.session import Session
 from halfstep.training.step import train_step
 
-# What a resumed run may change: how long it goes on and what it reports, not what it computes.
+# What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
+# and where prepared data is kept.
 RESUMABLE = frozenset(
-    {"max_steps", "max_seconds", "eval_every", "eval_batches", "save_every", "keep", "output_dir",
-     "report_to"}
+    {"data.cache_dir", "max_steps", "max_seconds", "eval_every", "eval_batches", "save_every",
+     "keep", "output_dir", "report_to"}
 )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ class Tick:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
         checkpoint: The checkpoint written after the step, if any.
-        seconds_left: Estimated seconds to the end of the run, evaluations and saves included.
+        seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name or ``"max_seconds"``.
     """
 
@@ -119,7 +120,12 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                     stopped_by = stopped_by or "max_seconds"
                 last = bool(stopped_by) or session.step == settings.max_steps
                 evaluation = None
-                if _due(session.step, settings.eval_every) or (last and not interrupt.requested):
+                finished = session.step == settings.max_steps
+                if (
+                    _due(session.step, settings.eval_every)
+                    or finished
+                    or (last and not interrupt.requested)
+                ):
                     begin = time.perf_counter()
                     evaluation = session.evaluate()
                     pace.evaluated(time.perf_counter() - begin)
@@ -134,8 +140,6 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                 yield Tick(record, evaluation, checkpoint, pace.seconds_left(), stopped_by)
                 if last:
                     return
-    except OSError as error:
-        raise CheckpointError(f"{folder.metrics}: cannot be written: {error}") from error
     finally:
         metrics.close()
 

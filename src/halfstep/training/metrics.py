@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from halfstep.errors import CheckpointError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -65,28 +67,42 @@ class MetricsFile:
         Args:
             path: The file; made if absent.
             keep_until_step: Records of later steps, and a torn last line, are dropped.
+
+        Raises:
+            CheckpointError: If it cannot be written; so does :meth:`write`.
         """
-        if path.exists():
-            kept = []
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= keep_until_step:
-                        kept.append(line + "\n")
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    continue
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        try:
+            if path.exists():
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text("".join(_kept(path, keep_until_step)), encoding="utf-8")
+                os.replace(temporary, path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
     def write(self, record: Record) -> None:
         """Append one record and hand it to the operating system."""
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
+        try:
+            self._file.write((record.to_json() + "\n").encode())
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _kept(path: Path, last_step: int) -> list[str]:
+    """The whole lines of a metrics file up to a step."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    return kept
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -35,6 +35,9 @@ from halfstep.training.config import (
 from halfstep.training.environment import environment
 from halfstep.training.session import Session
 
+# What a process that was killed while it made the folder may have left there.
+_UNFINISHED = {"run.lock", "tokenizer", "env.json", "config.toml.tmp"}
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -81,7 +84,7 @@ def require_fresh(path: Path) -> None:
             f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
             "another --output-dir"
         )
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - _UNFINISHED):
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
 
 
@@ -95,19 +98,21 @@ def create_run(path: Path, session: Session) -> RunFolder:
     try:
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path, _lock(path))
-        require_nothing_but_lock = {p.name for p in path.iterdir()} - {"run.lock"}
-        if require_nothing_but_lock:
-            raise ConfigError(f"run.output_dir={path} was filled by another process")
+        require_fresh(path)  # another process may have made a run of it in the meantime
         session.data.tokenizer.save(path / "tokenizer")
         report = json.dumps(environment(session.device), indent=1)
         (path / "env.json").write_text(report, encoding="utf-8")
-        # Written last: its presence is what makes the folder a run.
-        temporary = path / "config.toml.tmp"
-        temporary.write_text(config_to_toml(session.config), encoding="utf-8")
-        os.replace(temporary, path / "config.toml")
+        write_config(path, session.config)  # last: its presence makes the folder a run
     except OSError as error:
         raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
     return folder
+
+
+def write_config(path: Path, config: TrainConfig) -> None:
+    """Write a run's configuration, in one piece; a resume does it again with what it changed."""
+    temporary = path / "config.toml.tmp"
+    temporary.write_text(config_to_toml(config), encoding="utf-8")
+    os.replace(temporary, path / "config.toml")
 
 
 def reopen_run(path: Path) -> RunFolder:

@@ -79,7 +79,7 @@ class Session:
             self.data.validation,
             block_size=self.config.block_size,
             batch_size=run.batch_size // run.grad_accum,
-            max_batches=run.eval_batches or None,
+            max_batches=run.eval_batches * run.grad_accum or None,
         )
 
     def evaluate(self) -> Evaluation:
@@ -96,6 +96,9 @@ class Session:
         finally:
             self.model.train()
 
+    def _data_hashes(self) -> list[str]:
+        return [self.data.train.sha256, self.data.validation.sha256]
+
     def checkpoint(self) -> Checkpoint:
         """All that :meth:`restore` needs to go on bit for bit."""
         named = self.precision.named_parameters()
@@ -107,6 +110,7 @@ class Session:
             "precision": precision,
             "config": config_to_table(self.config),
             "tokenizer": self.data.tokenizer.fingerprint,
+            "data": self._data_hashes(),
             "torch": torch.__version__,
         }
         names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
@@ -125,6 +129,11 @@ class Session:
             raise CheckpointError(
                 f"{where}: made with another tokenizer; resume with the same data and --tokenizer"
             )
+        if state.get("data") != self._data_hashes():
+            raise CheckpointError(
+                f"{where}: the training or validation data has changed since; resume with the same "
+                "files, from the same directory if --data is relative"
+            )
         named = self.precision.named_parameters()
         shapes = {name: tensor.shape for name, tensor in named.items()}
         if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
@@ -142,8 +151,13 @@ class Session:
         self.tokens = int(state["tokens"])
 
 
-def open_session(config: TrainConfig, progress: Progress) -> Session:
+def open_session(config: TrainConfig, progress: Progress, *, resuming: bool = False) -> Session:
     """Prepare data and build the model; refuse here whatever cannot be run.
+
+    Args:
+        config: Of a new run, or the resolved one of a run to go on with.
+        progress: Called while data is prepared.
+        resuming: Weights will be restored, so ``run.init_from`` is not read again.
 
     Raises:
         HalfstepError: For data, configuration, precision or model folder that cannot be used. No
@@ -153,8 +167,13 @@ def open_session(config: TrainConfig, progress: Progress) -> Session:
     require_support(parse_policy(config.precision), device)
     data = prepare(config.data, progress=progress)
     torch.manual_seed(config.run.seed)  # dropout; weights and batches have generators of their own
-    model = _make_model(config, data.tokenizer).to(device)
+    model = _make_model(config, data.tokenizer, resuming).to(device)
     config = dataclasses.replace(config, model=model.config)
+    if config.run.block_size > model.config.block_size:
+        raise ConfigError(
+            f"run.block_size={config.run.block_size} is over the {model.config.block_size} "
+            f"positions of run.init_from={config.run.init_from}"
+        )
     optimizer = make_optimizer(model, config.optimizer)
     precision = Precision(config.precision, model, optimizer)
     loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
@@ -170,11 +189,17 @@ def open_session(config: TrainConfig, progress: Progress) -> Session:
     return session
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer) -> GPT:
+def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
     """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
     size = tokenizer.vocab_size
+    if config.run.init_from and resuming:
+        return GPT(config.model, seed=config.run.seed)
     if config.run.init_from:
-        model = load_gpt2(Path(config.run.init_from))
+        model = load_gpt2(
+            Path(config.run.init_from),
+            dropout=config.model.dropout,
+            activation_checkpointing=config.model.activation_checkpointing,
+        )
         if model.config.vocab_size < size:
             raise ConfigError(
                 f"run.init_from={config.run.init_from} has a vocabulary of "

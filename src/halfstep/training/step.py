@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from halfstep.data.batches import IGNORED
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
 Batch = tuple[Tensor, Tensor]
 LossSum = Callable[[Batch], tuple[Tensor, Tensor]]
-
-IGNORED = -100  # the target that F.cross_entropy ignores by default
 
 
 def count_targets(batches: Sequence[Batch]) -> int:

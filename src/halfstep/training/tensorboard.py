@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,13 +37,9 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Open a writer; steps from ``first_step`` on replace those of an earlier process."""
-        try:  # an optional dependency: the extra "tensorboard"
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "run.report_to=tensorboard needs the package tensorboard: pip install "
-                "'halfstep[tensorboard]'"
-            ) from error
+        # An optional dependency, the extra "tensorboard"; require_sink has asked for it.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, record: Record) -> None:
@@ -54,6 +51,19 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def require_sink(report_to: str) -> None:
+    """Refuse a sink whose package is missing, before any work is done.
+
+    Raises:
+        ConfigError: With what to install.
+    """
+    if report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "run.report_to=tensorboard needs the package tensorboard: pip install "
+            "'halfstep[tensorboard]'"
+        )
 
 
 def open_sink(report_to: str, folder: Path, first_step: int) -> MetricsSink:
