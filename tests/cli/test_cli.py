@@ -262,6 +262,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves_with_4(corpus, tmp_path, nu
     assert more.returncode == 0, more.stderr
     steps = [json.loads(x)["step"] for x in (path / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, saved + 4))
+    assert f"max_steps = {saved + 3}" in (path / "config.toml").read_text()
 
 
 def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(corpus, tmp_path):

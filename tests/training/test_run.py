@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from halfstep.data.progress import no_progress
+from halfstep.data.tokenizer import ByteTokenizer
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from halfstep.models.gpt import GPT
+from halfstep.models.hf import save_gpt2
 from halfstep.precision.policy import POLICIES
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import load_config, shipped_configs
@@ -307,6 +310,51 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, tmp_path):
             with pytest.raises((CheckpointError, ValueError)):
                 stranger.restore(newest(tmp_path / "r"), tmp_path)
     require_resumable(config, small_config(corpus, run__max_steps=99, run__keep=1))
+
+
+def test_resume_refuses_data_that_has_changed(corpus, tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text(corpus.read_text())
+    config = small_config(data)
+    session, folder = start(config, tmp_path / "r")
+    finish(session, folder)
+    data.write_text(corpus.read_text() + "one more line\n")
+    later = open_session(with_run_folder(config, tmp_path / "r"), no_progress, resuming=True)
+    with pytest.raises(CheckpointError, match="data has changed"):
+        later.restore(newest(tmp_path / "r"), tmp_path)
+    assert later.step == 0
+
+
+def test_a_folder_left_by_a_killed_start_is_taken_up(corpus, tmp_path):
+    path = tmp_path / "r"
+    (path / "tokenizer").mkdir(parents=True)
+    (path / "env.json").write_text("{")
+    (path / "run.lock").write_text("pid 1")
+    require_fresh(path)
+    session, folder = start(small_config(corpus), path)
+    finish(session, folder)
+    assert newest(path).state["step"] == 8
+
+
+def test_a_run_from_a_model_folder_goes_on_without_it(corpus, tmp_path):
+    source = GPT(small_config(corpus, model__vocab_size=256).model, seed=5)
+    save_gpt2(source, tmp_path / "hf")
+    ByteTokenizer().save(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="other ids than it was trained with"):
+        small_config(corpus, run__init_from=str(tmp_path / "hf"), data__tokenizer="bpe:300")
+    config = small_config(
+        corpus, run__init_from=str(tmp_path / "hf"), data__tokenizer=str(tmp_path / "hf"),
+        model__n_embd=64,
+    )  # fmt: skip
+    session, folder = start(config, tmp_path / "r")
+    assert session.config.model.n_embd == 32  # the folder's
+    for ours, theirs in zip(session.model.parameters(), source.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    finish(session, folder)
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    again = open_session(session.config, no_progress, resuming=True)
+    again.restore(newest(tmp_path / "r"), tmp_path)
+    assert again.step == 8
 
 
 def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):
