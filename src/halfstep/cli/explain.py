@@ -19,13 +19,13 @@ def run(arguments: argparse.Namespace) -> int:
         policies = [parse_policy(text) for text in arguments.policies]
         write_out("\n\n".join(explain(policy, device) for policy in policies))
         return 0
-    write_out(f"{'policy':<12} {'aliases':<26} {'bytes/param':>11}  {'scale':<8} on {device}")
+    write_out(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
     for name, policy in POLICIES.items():
         found = support(policy, device)
         aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         total = sum(bytes_per_parameter(policy).values())
         write_out(
-            f"{name:<12} {aliases:<26} {total:>11g}  {policy.loss_scale.kind:<8} "
+            f"{name:<12} {aliases:<36} {total:>11g}  {policy.loss_scale.kind:<8} "
             f"{found.status}: {found.reason}"
         )
     write_out("\nhalfstep explain POLICY shows one in full. Bytes are with AdamW.")
