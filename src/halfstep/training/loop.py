@@ -118,9 +118,9 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                 stopped_by = interrupt.requested
                 if settings.max_seconds and time.perf_counter() - started > settings.max_seconds:
                     stopped_by = stopped_by or "max_seconds"
-                last = bool(stopped_by) or session.step == settings.max_steps
-                evaluation = None
                 finished = session.step == settings.max_steps
+                last = finished or bool(stopped_by)
+                evaluation = None
                 if (
                     _due(session.step, settings.eval_every)
                     or finished

@@ -24,7 +24,6 @@ from halfstep.data.tokenizer import Tokenizer
 from halfstep.data.tokenizer_files import load_tokenizer
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.models.gpt import GPT
-from halfstep.precision.parse import parse_policy
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import (
     TrainConfig,
@@ -63,8 +62,8 @@ class RunFolder:
 
 def default_run_folder(config: TrainConfig) -> Path:
     """``runs/NAME-PRECISION-TIME`` for a run that was given no folder."""
-    name = parse_policy(config.precision).name
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in f"{config.name}-{name}")
+    name = f"{config.name}-{config.precision}"
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
