@@ -74,6 +74,11 @@ class FloatFormat:
         """Gap between 1 and the next larger number: 2^-mantissa_bits."""
         return 2.0**-self.mantissa_bits
 
+    @property
+    def decimal_digits(self) -> float:
+        """The precision in decimal digits, log10(2^(mantissa_bits + 1)): 7.2 for fp32."""
+        return (self.mantissa_bits + 1) * math.log10(2.0)
+
     def ulp(self, value: float) -> float:
         """The gap between the numbers of this format around ``value``.
 
@@ -94,6 +99,79 @@ class FloatFormat:
             raise ValueError(f"{self.name} has no gap at {value}: allowed is |x| <= {self.max:g}")
         exponent = math.frexp(value)[1] - 1 if value else self.min_exponent
         return 2.0 ** (max(exponent, self.min_exponent) - self.mantissa_bits)
+
+    def bits_of(self, value: float) -> tuple[int, int, int]:
+        """The bit fields of a number of this format, each as a non-negative integer.
+
+        Args:
+            value: A number of this format, an infinity where the format has one, or NaN.
+
+        Returns:
+            ``(sign, exponent, mantissa)`` as stored: the exponent with its bias, the mantissa
+            without the implied leading 1. NaN gives the quiet NaN of its sign, and in a format
+            without infinity the only NaN there is.
+
+        Raises:
+            ValueError: If the format does not hold ``value``; :meth:`round_to` gives one it holds.
+
+        **Source:** IEEE 754-2019, 3.4 and 6.2.1 (the first mantissa bit of a quiet NaN is 1); OFP8
+        1.0, table 1 (the NaN of E4M3 is S.1111.111).
+
+        Example:
+            >>> FP16.bits_of(1.5), FP16.bits_of(-(2.0**-24)), E4M3FN.bits_of(448.0)
+            ((0, 15, 512), (1, 0, 1), (0, 15, 6))
+        """
+        sign = int(math.copysign(1.0, value) < 0)
+        special = int(2**self.exponent_bits) - 1
+        if math.isnan(value):
+            quiet = 2 ** (self.mantissa_bits - 1)
+            return sign, special, int(2 * quiet - 1 if self.finite_only else quiet)
+        if math.isinf(value) and not self.finite_only:
+            return sign, special, 0
+        magnitude = abs(value)
+        if magnitude > self.max or not (magnitude / self.ulp(magnitude)).is_integer():
+            raise ValueError(
+                f"{self.name} does not hold {value!r}; allowed: its own numbers, which round_to "
+                "gives"
+            )
+        if magnitude < self.min_normal:
+            return sign, 0, int(magnitude / self.min_subnormal)
+        fraction, exponent = math.frexp(magnitude)  # magnitude = fraction * 2^exponent, 1/2 <= f
+        mantissa = int((2.0 * fraction - 1.0) / self.eps)
+        return sign, exponent - 1 + self.bias, mantissa
+
+    def neighbours(self, value: float) -> tuple[float, float]:
+        """The largest number of this format below ``value`` and the smallest above it.
+
+        Args:
+            value: Any number, of this format or not.
+
+        Returns:
+            ``(below, above)``, both different from ``value``, but that nothing lies beyond an
+            infinity, whose neighbour there is itself. Above the largest finite value comes inf, or
+            NaN where the format has no infinity. NaN has the neighbours NaN.
+
+        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown), for numbers that need not be of the
+        format.
+
+        Example:
+            >>> FP16.neighbours(2048.0), BF16.neighbours(1.001)
+            ((2047.0, 2050.0), (1.0, 1.0078125))
+        """
+        if math.isnan(value):
+            return math.nan, math.nan
+        return -self._next_above(-value), self._next_above(value)
+
+    def _next_above(self, value: float) -> float:
+        if value >= self.max:
+            return math.nan if self.finite_only else math.inf
+        if value < -self.max:
+            return -self.max
+        gap = self.ulp(value)
+        if -value > self.min_normal and math.frexp(value)[0] == -0.5:
+            gap /= 2.0  # from a power of two towards zero, the numbers lie twice as close
+        above = (math.floor(value / gap) + 1) * gap
+        return math.copysign(above, value) if value < 0 else above  # -0 above the last negative
 
     def round_to(
         self,

@@ -65,6 +65,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_evaluate(commands)
     _add_explain(commands)
+    _add_formats(commands)
     _add_env(commands)
     _add_configs(commands)
     _add_export(commands)
@@ -94,6 +95,16 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str
         else:
             rest.append(word)
     return rest, pairs
+
+
+def shield_negative_value(arguments: Sequence[str]) -> list[str]:
+    """Put ``--`` before the negative VALUE of ``formats``: argparse takes -1e-8 for an option."""
+    words = list(arguments)
+    if words[:1] != ["formats"] or "--" in words:
+        return words
+    values = [word for word in words if word[:1] == "-" and word[1:2] not in ("", "-", "h")]
+    rest = [word for word in words if word not in values]
+    return [*rest, "--", *values] if values else words
 
 
 def _add_train(commands: Any) -> None:
@@ -174,6 +185,23 @@ def _add_explain(commands: Any) -> None:
         "policies", nargs="*", metavar="POLICY", help="names, field strings or files; default: all"
     )
     explain.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+
+
+def _add_formats(commands: Any) -> None:
+    formats = commands.add_parser(
+        "formats",
+        help="the number formats, and what each makes of a number",
+        description="Without VALUE: range and precision of every format. With VALUE: the number "
+        "that each format rounds it to, bit by bit, and what is lost.",
+        epilog="VALUE is read as fp64, and each format rounds that once, to the nearest, ties to "
+        "even.",
+        allow_abbrev=False,
+    )
+    formats.add_argument(
+        "value", nargs="?", metavar="VALUE",
+        help="decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan",
+    )  # fmt: skip
+    formats.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def _add_env(commands: Any) -> None:

@@ -91,6 +91,8 @@ class RunDisplay:
                 f"step {record.step}: skipped ({record.skip_reason}) at loss scale "
                 f"{record.loss_scale:g}"
             )
+        for verdict in tick.verdicts:
+            self.say(f"step {record.step}: {verdict}")
         if tick.evaluation is not None:
             bits = tick.evaluation.bits_per_byte
             suffix = f", {bits:.3f} bits per byte" if bits is not None else ""

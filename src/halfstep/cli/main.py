@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from halfstep import __version__
-from halfstep.cli.arguments import build_parser, split_overrides
+from halfstep.cli.arguments import build_parser, shield_negative_value, split_overrides
 from halfstep.errors import HalfstepError
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser(__version__)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(shield_negative_value(words))
     if overrides and arguments.command != "train":
         parser.error(f"--{overrides[0][0]} is an option of train only")
     arguments.overrides = overrides

@@ -45,9 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.resume:
             folder = reopen_run(path)
+            before = run_config(path).precision
             origin = resume(session, folder)
             write_config(path, session.config)
             display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+            if before != config.precision:
+                display.say(f"the precision changes from {before} to {config.precision}")
         else:
             folder = create_run(path, session)
         last = None
@@ -99,7 +102,7 @@ def _resolve(
         elif not shape.vocab_size:
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
         wanted = dataclasses.replace(wanted, model=shape)
-    require_resumable(saved, wanted)
+    require_resumable(saved, wanted, other_precision="precision" in dict(overrides))
     return path, wanted
 
 

@@ -1,0 +1,184 @@
+"""``halfstep formats``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import torch
+
+from halfstep.cli.console import write_out
+from halfstep.errors import ConfigError
+from halfstep.formats import FORMATS, FloatFormat
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every format's range and precision, or what each format makes of one number."""
+    if arguments.value is None:
+        rows = {name: _describe(form) for name, form in FORMATS.items()}
+        write_out(_json(rows) if arguments.json else _ranges())
+        return 0
+    value = read_value(arguments.value)
+    rounded = {name: round_value(form, value) for name, form in FORMATS.items()}
+    if arguments.json:
+        write_out(_json({"value": value, "hex": value.hex(), "formats": rounded}))
+    else:
+        write_out(_roundings(arguments.value, value, rounded))
+    return 0
+
+
+def read_value(text: str) -> float:
+    """The fp64 number nearest to a decimal or hexadecimal spelling.
+
+    Raises:
+        ConfigError: If it spells no number, or one that fp64 has no number near to.
+    """
+    hexadecimal = "0x" in text.lower()
+    try:
+        value = float.fromhex(text) if hexadecimal else float(text)
+    except OverflowError:
+        value = math.inf
+    except ValueError:
+        raise ConfigError(
+            f"VALUE {text!r} is no number; allowed: decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), "
+            "inf, nan"
+        ) from None
+    digits = text.lower().replace("0x", "").partition("p" if hexadecimal else "e")[0]
+    zeroed = value == 0.0 and bool(digits.strip("+-0._ \t\n"))
+    if zeroed or (math.isinf(value) and "inf" not in text.lower()):
+        raise ConfigError(
+            f"VALUE {text!r} is {value:g} in fp64, from which the formats round; allowed: 0 and "
+            "magnitudes from 2^-1074 (4.9e-324) to 1.797e308"
+        )
+    return value
+
+
+def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
+    """What one format makes of an fp64 number, as plain values under the names of the JSON."""
+    number = float(form.round_to(torch.tensor(value, dtype=torch.float64)))
+    fields = form.bits_of(number)
+    below, above = form.neighbours(number)
+    error = abs(number - value) if math.isfinite(number) else math.nan
+    if math.isnan(value) or (math.isinf(value) and number == value):
+        error = 0.0
+    elif math.isinf(number):
+        error = math.inf
+    widths = (1, form.exponent_bits, form.mantissa_bits)
+    bits = [f"{field:0{width}b}" for field, width in zip(fields, widths, strict=True)]
+    return {
+        "number": number,
+        "sign": bits[0],
+        "exponent": bits[1],
+        "mantissa": bits[2],
+        "hex": f"0x{int(''.join(bits), 2):0{-(-form.bits // 4)}x}",
+        "below": below,
+        "above": above,
+        "absolute_error": error,
+        "relative_error": error if error in (0.0, math.inf) else error / abs(value),
+        "verdict": verdict(form, value, number),
+    }
+
+
+def verdict(form: FloatFormat, value: float, number: float) -> str:
+    """In a word, what rounding ``value`` to ``number`` did."""
+    if math.isnan(number):
+        return "exact" if math.isnan(value) else "overflows to NaN"
+    if math.isinf(number):
+        return "exact" if math.isinf(value) else "overflows to inf"
+    if number == 0.0 and value != 0.0:
+        return "underflows to 0"
+    word = "exact" if number == value else "rounded"
+    return f"{word}, subnormal" if 0.0 < abs(number) < form.min_normal else word
+
+
+def _describe(form: FloatFormat) -> dict[str, Any]:
+    return {
+        "bits": form.bits,
+        "sign_bits": 1,
+        "exponent_bits": form.exponent_bits,
+        "mantissa_bits": form.mantissa_bits,
+        "max": form.max,
+        "min_normal": form.min_normal,
+        "min_subnormal": form.min_subnormal,
+        "eps": form.eps,
+        "decimal_digits": form.decimal_digits,
+        "has_infinity": not form.finite_only,
+    }
+
+
+def _json(value: dict[str, Any]) -> str:
+    """As JSON, which has no inf and no NaN: those become strings."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(entry) for key, entry in item.items()}
+        return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=1, allow_nan=False)
+
+
+def _power(value: float) -> str:
+    """A power of two as ``2^-24``."""
+    return f"2^{math.frexp(value)[1] - 1}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(cells)]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _ranges() -> str:
+    head = ("format", "bits", "s/e/m", "largest", "smallest normal", "smallest positive",
+            "gap at 1", "digits")  # fmt: skip
+    rows = [
+        (
+            form.name,
+            str(form.bits),
+            f"1/{form.exponent_bits}/{form.mantissa_bits}",
+            f"{form.max:.6g}",
+            f"{form.min_normal:.3g} = {_power(form.min_normal)}",
+            f"{form.min_subnormal:.3g} = {_power(form.min_subnormal)}",
+            _power(form.eps),
+            f"{form.decimal_digits:.1f}",
+        )
+        for form in FORMATS.values()
+    ]
+    finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only)
+    return (
+        f"{_table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
+        "s/e/m: bits of sign, exponent, mantissa. digits: decimal, log10(2^(m+1)).\n"
+        f"tf32 is stored in 32 bits. {finite} has no infinity: beyond the largest comes NaN.\n"
+        "halfstep formats VALUE shows what each makes of a number."
+    )
+
+
+def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> str:
+    spelled = str(value)
+    if math.isfinite(value):
+        spelled = str(Decimal(value))
+        if len(spelled) > 60:  # the decimal digits of an fp64 number can be hundreds
+            spelled = f"about {Decimal(value):.25g}"
+        spelled += f" = {value.hex()}"
+    errors = [("format", "number", "error", "relative", "verdict")]
+    bits = [("format", "s|exponent|mantissa", "hex", "below", "above")]
+    for name, row in rounded.items():
+        error, relative = row["absolute_error"], row["relative_error"]
+        errors.append(
+            (name, repr(row["number"]), f"{error:.3g}", f"{relative:.3g}", row["verdict"])
+        )
+        fields = "|".join((row["sign"], row["exponent"], row["mantissa"]))
+        bits.append((name, fields, row["hex"], f"{row['below']:.9g}", f"{row['above']:.9g}"))
+    return (
+        f"{text} is read as fp64: {spelled}\n"
+        "Each format rounds that once, to the nearest, ties to even.\n\n"
+        f"{_table(errors, {1, 2, 3})}\n\n{_table(bits, {3, 4})}"
+    )
