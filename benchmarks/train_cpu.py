@@ -19,6 +19,7 @@ import torch
 
 from common import save, summary
 from halfstep.models.gpt import GPT
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.training.allocator import keep_freed_memory
 from halfstep.training.config import load_config
@@ -40,7 +41,7 @@ def make(config_name: str, vocabulary: int, policy: str = "fp32"):
     overrides = [("model.vocab_size", vocabulary), ("optimizer.eps", eps)]
     config = load_config(config_name, overrides)
     model = GPT(config.model, seed=0)
-    return model, make_optimizer(model, config.optimizer)
+    return model, make_optimizer(model, config.optimizer, parse_policy(policy))
 
 
 def ours(config_name: str, policy: str, vocabulary: int = VOCABULARY):

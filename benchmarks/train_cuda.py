@@ -18,6 +18,7 @@ import torch
 
 from common import save, summary
 from halfstep.models.gpt import GPT
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES
 from halfstep.precision.step import Precision
 from halfstep.training.config import load_config
@@ -48,13 +49,13 @@ def main() -> None:
     tokens = torch.randint(VOCABULARY, (arguments.rows, length + 1), generator=generator)
     batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
 
-    def build():
+    def build(policy: str = "fp32"):
         model = GPT(config.model, seed=0).to(device)
         loss_sum = torch.compile(model.loss_sum) if arguments.compile else model.loss_sum
-        return model, loss_sum, make_optimizer(model, config.optimizer)
+        return model, loss_sum, make_optimizer(model, config.optimizer, parse_policy(policy))
 
     def ours(policy: str):
-        model, loss_sum, optimizer = build()
+        model, loss_sum, optimizer = build(policy)
         precision = Precision(policy, model, optimizer)
 
         def step() -> None:

@@ -6,6 +6,7 @@ import torch
 from halfstep.errors import PrecisionError
 from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.precision.autocast import float32_matmul
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES
 from halfstep.precision.step import Precision
 from halfstep.training.optimizer import OptimizerConfig, make_optimizer
@@ -27,7 +28,7 @@ def batch(seed=0):
 
 def losses(policy, device, steps=20, compiled=False, **optimizer):
     model = GPT(SHAPE, seed=0).to(device)
-    adamw = make_optimizer(model, OptimizerConfig(**optimizer))
+    adamw = make_optimizer(model, OptimizerConfig(**optimizer), parse_policy(policy))
     precision = Precision(policy, model, adamw)
     loss_sum = torch.compile(model.loss_sum) if compiled else model.loss_sum
     results = [

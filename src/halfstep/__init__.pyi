@@ -1,5 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
+from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -9,9 +10,17 @@ from .errors import (
     PrecisionError as PrecisionError,
 )
 from .formats import FloatFormat as FloatFormat
+from .integrations.grad_scaler import GradScaler as GradScaler
 from .precision.autocast import autocast as autocast, support as support
-from .precision.explain import explain as explain
+from .precision.buffers import (
+    CastReport as CastReport,
+    cast_module_ as cast_module_,
+    check_buffers as check_buffers,
+)
+from .precision.checks import lift_eps_ as lift_eps_
+from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.loss_scale import LossScaleConfig as LossScaleConfig
+from .precision.masks import check_mask as check_mask, mask_value as mask_value
 from .precision.parse import parse_policy as parse_policy
 from .precision.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.result import StepResult as StepResult

@@ -34,6 +34,7 @@ ALLOWED = {
     # cli may import training, diagnostics, integrations and errors; and, as training's own values
     # pass through its hands, what training may import.
     "cli": {
+        "formats",
         "errors",
         "precision",
         "models",

@@ -296,9 +296,9 @@ def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(corpus
 
 def test_a_changed_resume_is_refused_by_name(finished_run):
     path, _ = finished_run
-    done = halfstep("train", "--resume", "--output-dir", path, "--precision", "fp32")
+    done = halfstep("train", "--resume", "--output-dir", path, "--seed", "7")
     assert done.returncode == 2
-    assert "cannot change precision='fp32' (the run has 'bf16-mixed')" in done.stderr
+    assert "cannot change seed=7 (the run has 1337)" in done.stderr
 
 
 def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path):

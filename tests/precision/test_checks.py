@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, PrecisionError
+from halfstep import Precision, PrecisionError, lift_eps_
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
@@ -198,6 +198,49 @@ def test_the_optimizer_s_eps_must_exist_in_fp16():
     )
     refused("fp16-pure", model, mixed_groups, "eps=1e-08 is 0 in fp16.*fp16-master")
     Precision("fp16-pure", model, torch.optim.AdamW(model.parameters(), eps=1e-4))
+
+
+def test_the_refusal_of_eps_names_what_lifts_it_and_that_works():
+    model = mlp()
+    adam = torch.optim.AdamW(
+        [
+            {"params": model[0].parameters(), "eps": 1e-3},
+            {"params": model[2].parameters(), "eps": 1e-8},
+        ],
+        lr=0.01,
+    )
+    message = r"eps >= 6.1e-05, as halfstep\.lift_eps_\(optimizer, torch\.float16\) sets it"
+    refused("fp16-pure", model, adam, message)
+    # 2^-14 is the smallest normal number of fp16
+    assert lift_eps_(adam, torch.float16) == [(1, 1e-8, 2.0**-14)]
+    assert [group["eps"] for group in adam.param_groups] == [1e-3, 2.0**-14]
+    assert lift_eps_(adam, torch.float16) == []
+    precision = Precision(scaled("fp16-pure"), model, adam)
+    for x, y in batches(3):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.step(loss)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_lifted_eps_bounds_a_step_whose_second_moment_underflowed():
+    # every fp16 gradient of which (1 - 0.999) g^2 is 0 in fp16; the docstring promises 90
+    g = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    g = g[g.isfinite()]
+    lost = g[(g * g * 1e-3 == 0) & (g.double() ** 2 * 1e-3 < 2.0**-25)]
+    assert (lost.double() / 2.0**-14).max() < 90
+    assert lost.numel() > 1000
+
+
+def test_eps_is_lifted_only_where_a_group_has_one_below():
+    model = mlp()
+    assert lift_eps_(torch.optim.AdamW(model.parameters()), torch.bfloat16) == []
+    assert lift_eps_(torch.optim.SGD(model.parameters(), lr=0.1), torch.float16) == []
+    zero = torch.optim.Adam(model.parameters(), eps=0.0)
+    assert lift_eps_(zero, torch.bfloat16) == [(0, 0.0, 2.0**-126)]
+    factor = torch.optim.Adafactor(model.parameters())  # two of them, one None
+    assert lift_eps_(factor, torch.float16) == []
+    Precision("bf16-pure", model, torch.optim.Adafactor(model.parameters()))
 
 
 def test_eps_is_no_matter_where_moments_are_fp32_or_bf16_holds_it():

@@ -6,24 +6,42 @@ import pytest
 import torch
 
 import halfstep.precision.explain
-from halfstep import POLICIES, Precision, explain
+from halfstep import POLICIES, Precision, explain, parse_policy
 from halfstep.formats import FORMATS
+from halfstep.optim.optimizers import AdamW
 from halfstep.precision.explain import bytes_per_parameter, explain_policy
+from precision.test_policy import WAYS
 from reference.training import CPU_POLICIES, OPTIMIZERS, batches, mlp, mse
 
-# The design, section 2, last column, split by hand: weights, masters, gradients, two moments.
+# The design, section 2, last column, split by hand: weights, masters, remainder, gradients (of one
+# micro-batch), two moments.
 BYTES = {
-    "fp32": (4, 0, 4, 8),
-    "tf32": (4, 0, 4, 8),
-    "bf16-mixed": (4, 0, 4, 8),
-    "fp16-mixed": (4, 0, 4, 8),
-    "bf16-master": (2, 4, 4, 8),
-    "fp16-master": (2, 4, 4, 8),
-    "bf16-pure": (2, 0, 2, 4),
-    "fp16-pure": (2, 0, 2, 4),
+    "fp32": (4, 0, 0, 4, 8),
+    "tf32": (4, 0, 0, 4, 8),
+    "bf16-mixed": (4, 0, 0, 4, 8),
+    "fp16-mixed": (4, 0, 0, 4, 8),
+    "bf16-master": (2, 4, 0, 4, 8),
+    "fp16-master": (2, 4, 0, 4, 8),
+    "bf16-split": (2, 0, 2, 2, 8),
+    "bf16-split24": (2, 0, 1, 2, 8),
+    "bf16-kahan": (2, 0, 2, 2, 4),
+    "bf16-sr": (2, 0, 0, 2, 4),
+    "bf16-pure": (2, 0, 0, 2, 4),
+    "fp16-pure": (2, 0, 0, 2, 4),
 }
-TOTALS = {"fp32": (16, 16), "mixed": (16, 16), "master": (18, 20), "pure": (8, 8)}
-COMPONENTS = ("weights", "masters", "gradients", "moments")
+# "12" of the design's bf16-split is without the 2 bytes of a gradient.
+TOTALS = {
+    "fp32": (16, 16),
+    "mixed": (16, 16),
+    "master": (18, 20),
+    "split": (12 + 2, 12 + 2),
+    "split24": (11 + 2, 11 + 2),
+    "kahan": (8, 10),
+    "sr": (8, 10),
+    "pure": (8, 8),
+}
+COMPONENTS = ("weights", "masters", "remainder", "gradients", "moments")
+OWN = ("bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr")
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -34,10 +52,18 @@ def test_bytes_are_the_design_s(name):
     assert low <= sum(cost.values()) <= high
 
 
-@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_8_bit_moments_have_a_scale_for_128_elements():
+    # "or 8 with 8-bit moments": 2 + 2 + 2 + 2, and two scales of one byte
+    cost = bytes_per_parameter(parse_policy("bf16-split,moments=8bit"))
+    assert tuple(cost.values()) == (2, 0, 2, 2, 2 + 2 / 128)
+
+
+@pytest.mark.parametrize("name", [*CPU_POLICIES, *OWN])
 def test_bytes_are_those_of_the_tensors_of_a_real_run(name):
     model = mlp()
-    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
+    optimizer = (
+        AdamW(model.parameters()) if name in OWN else OPTIMIZERS["adamw-loop"](model.parameters())
+    )
     precision = Precision(name, model, optimizer)
     for i, (x, y) in enumerate(batches(2)):
         with precision.autocast():
@@ -56,7 +82,8 @@ def test_bytes_are_those_of_the_tensors_of_a_real_run(name):
     measured = {
         "weights": size(weights),
         "masters": size(p for p in updated if id(p) not in own),
-        "gradients": size(p.grad for p in held if p.grad is not None),
+        "remainder": size(s["remainder"] for s in optimizer.state.values() if "remainder" in s),
+        "gradients": size(precision.masters.gradients(held).values()),
         "moments": size(
             t for s in optimizer.state.values() for k, t in s.items() if k.startswith("exp_avg")
         ),
@@ -77,6 +104,7 @@ def test_the_rows_name_every_part_with_its_format(name):
     assert rows["grad"][0] == names[policy.grad_dtype]
     assert rows["reduce"][0] == names[policy.reduce_dtype]
     assert rows["master"][0] == names[policy.master_dtype]
+    assert rows["moments"][0] == WAYS.get(name, ("", "fp32"))[1]
     assert rows["scale"][0] == policy.loss_scale.kind
     assert rows["bytes"][0] == str(sum(BYTES[name]))
     for part, size in zip(COMPONENTS, BYTES[name], strict=True):
@@ -84,6 +112,13 @@ def test_the_rows_name_every_part_with_its_format(name):
     assert ("cast copies" in rows["bytes"][1]) == name.endswith("-mixed")
     assert ("small updates are lost" in rows["params"][1]) == name.endswith("-pure")
     assert ("rounded from the masters" in rows["params"][1]) == name.endswith("-master")
+    assert ("upper 16 bits of the master" in rows["params"][1]) == ("split" in name)
+    assert ("what is lost is carried along" in rows["params"][1]) == name.endswith("-kahan")
+    assert ("rounded stochastically" in rows["params"][1]) == name.endswith("-sr")
+    assert ("the optimizer's own copy" in rows["params"][1]) == (
+        policy.param_dtype == torch.float32
+    )
+    assert ("a single one stays in 16 bit" in rows["grad"][1]) == (name in OWN)
     form = FORMATS[rows["compute"][0]]
     assert rows["range"][0] == f"{form.max:.6g} / {form.min_subnormal:.3g}"
 

@@ -55,10 +55,25 @@ def test_an_unknown_name_is_refused_with_all_that_is_allowed(typed):
         (" params = fp16 , master = fp16 ", "fp16-pure"),
         ("params=fp16,master=fp16,grad=fp16,reduce=fp16,output=fp32,scale=dynamic", "fp16-pure"),
         ("compute=fp16,init_scale=65536", "fp16-mixed"),
+        ("params=bf16,update=split", "bf16-split"),
+        ("params=bf16,master=fp32,update=split24", "bf16-split24"),
+        ("params=bf16,update=kahan", "bf16-kahan"),
+        ("params=bf16,update=stochastic,grad=fp32", "bf16-sr"),
+        ("bf16-master,moments=fp32", "bf16-master"),
+        ("bf16-kahan,moments=bf16", "bf16-kahan"),
+        ("bf16-master,update=split", "bf16-split"),
     ],
 )
 def test_a_field_string_fills_in_what_follows(spec, name):
     assert parse_policy(spec) == POLICIES[name]
+
+
+def test_fields_after_a_name_change_that_policy():
+    for text, moments in (("bf16-split,moments=8bit", "8bit"), ("bf16-sr,moments=fp32", "fp32")):
+        assert parse_policy(text) == replace(POLICIES[text.split(",")[0]], moments=moments)
+        assert str(parse_policy(text)) == text
+    assert parse_policy("amp,init_scale=1024").loss_scale.init_scale == 1024.0
+    assert parse_policy("amp , hysteresis=2").loss_scale.hysteresis == 2
 
 
 def test_field_strings_that_are_no_preset():
@@ -89,6 +104,10 @@ def test_field_strings_that_are_no_preset():
         ("compute=half", "compute=half; allowed: fp32, bf16, fp16, tf32"),
         ("params=", "params=; allowed: fp32, bf16, fp16"),
         ("params=fp32=fp32", "params=fp32=fp32; allowed"),
+        ("bf16-spilt,moments=8bit", "unknown precision policy 'bf16-spilt', did you mean 'bf16-sp"),
+        ("bf16-split,bf16-split", "unknown policy key 'bf16-split'|unknown precision policy"),
+        ("bf16-split,moments=4bit", "moments=4bit; allowed: master, fp32, bf16, 8bit"),
+        ("params=fp32,update=split", "update=split with params=fp32"),
         ("compute=fp16,scale=auto", "scale=auto; allowed: none, static, dynamic"),
         ("compute=fp16,init_scale=many", "init_scale=many; allowed: a number"),
         ("compute=fp16,init_scale=3", "init_scale is 3.0; allowed: powers of two"),

@@ -111,7 +111,8 @@ def test_the_state_holds_all_that_changes(name):
     model, made, precision = make(name)
     train((model, made, precision), range(4))
     state = precision.state_dict()
-    assert set(state) == {"policy", "loss_scale", "skipped_total", "skipped_in_a_row", "masters"}
+    counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
+    assert set(state) == {"policy", "loss_scale", *counts, "masters"}
     dynamic = name.startswith("fp16")
     assert state["policy"] == str(precision.policy)
     assert state["loss_scale"] == (
@@ -119,6 +120,7 @@ def test_the_state_holds_all_that_changes(name):
         {"value": 256.0, "good_steps": 0, "tracker": 0} if dynamic else {}
     )
     assert (state["skipped_total"], state["skipped_in_a_row"]) == ((2, 2) if dynamic else (0, 0))
+    assert state["applied_total"] == (2 if dynamic else 4)
     assert list(state["masters"]) == (
         ["0.weight", "0.bias", "2.weight", "2.bias"] if name in MASTERS else []
     )

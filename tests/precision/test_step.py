@@ -289,7 +289,7 @@ def test_clipping_scales_the_update_by_the_definition(name, max_norm):
     data = batches(1)
     model, _, precision = build(scaled(name), "stranger")
     seen = []
-    precision.optimizer.step = lambda: seen.extend(  # type: ignore[method-assign]
+    precision.optimizers[0].step = lambda: seen.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in precision.named_parameters().values()
     )
     (result,) = run(model, precision, data, max_norm=max_norm)

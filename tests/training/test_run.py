@@ -162,7 +162,7 @@ def test_a_skipped_step_changes_nothing_and_holds_the_schedule(corpus, tmp_path)
             # inf - inf on the way can leave NaN alone in the parameters
             assert tick.record.skip_reason in ("overflow", "nan_gradients")
             assert tick.record.learning_rate == pytest.approx(config.optimizer.learning_rate / 2)
-            assert not session.precision.optimizer.state
+            assert not session.precision.optimizers[0].state
             for name, parameter in session.precision.named_parameters().items():
                 assert torch.equal(parameter, before[name])
         else:
@@ -305,11 +305,12 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, tmp_path):
         named = key.removeprefix("run.")
         with pytest.raises(ConfigError, match=f"cannot change {named}="):
             require_resumable(config, other)
-        if key in ("model.n_layer", "data.tokenizer", "precision"):
+        if key in ("model.n_layer", "data.tokenizer"):
             stranger = open_session(with_run_folder(other, tmp_path / "r"), no_progress)
             with pytest.raises((CheckpointError, ValueError)):
                 stranger.restore(newest(tmp_path / "r"), tmp_path)
     require_resumable(config, small_config(corpus, run__max_steps=99, run__keep=1))
+    require_resumable(config, small_config(corpus, precision="fp32"), other_precision=True)
 
 
 def test_resume_refuses_data_that_has_changed(corpus, tmp_path):

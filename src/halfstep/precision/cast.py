@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.precision.autocast import arithmetic, autocast
 from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.rules import Placement, needs_region, parameter_dtypes, place, root_is_fp32
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -30,6 +35,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(*(cast_floating(item, dtype) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(cast_floating(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
     if isinstance(value, dict):  # a copy keeps what a subclass holds besides its items
         result = copy.copy(value)
         for key, item in value.items():
@@ -46,26 +53,45 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def cast_parameters_(module: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype]) -> None:
     """Cast every floating parameter in place: the Parameter objects stay the same.
 
     Buffers keep their dtype: tables and running statistics lose their meaning in 16 bits.
+
+    Args:
+        module: Its parameters are cast.
+        dtype: One for all, or one for each by name: see
+            :func:`halfstep.precision.rules.parameter_dtypes`.
     """
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+            parameter.data = parameter.data.to(wanted)
+
+
+def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Store and compute as a policy and its rules say, in place, without an optimizer.
+
+    For evaluation and generation; training does it by :class:`halfstep.Precision`. Run the model
+    under :func:`around_model`.
+
+    Raises:
+        PrecisionError: As :func:`halfstep.precision.rules.place`; nothing is changed then.
+    """
+    cast_parameters_(model, parameter_dtypes(policy, model))
+    add_regions_(model, policy)
 
 
 class CastInputs:
     """A forward pre-hook: floating inputs of a module with 16-bit weights to the compute dtype."""
 
-    def __init__(self, policy: PrecisionPolicy) -> None:
+    def __init__(self, policy: PrecisionPolicy, dtype: torch.dtype) -> None:
         self.policy = policy
+        self.dtype = dtype
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the arguments to call the module with."""
-        dtype = self.policy.compute_dtype
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
 class CastOutputs:
@@ -82,12 +108,135 @@ class CastOutputs:
 def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
     """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
 
+    Modules that the policy's rules place otherwise than what calls them get a :class:`Region`.
+
     Returns:
-        The hooks' handles; ``remove()`` undoes each.
+        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`.
     """
     handles = []
+    add_regions_(module, policy)
     if policy.param_dtype != torch.float32:
-        handles.append(module.register_forward_pre_hook(CastInputs(policy), with_kwargs=True))
+        dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
+        hook = CastInputs(policy, dtype)
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     if policy.compute_dtype != torch.float32:
         handles.append(module.register_forward_hook(CastOutputs(policy)))
     return handles
+
+
+class Region:
+    """The forward of a module that rules place in another format than what is around it.
+
+    In fp32: floating inputs are cast to fp32, autocast is off, and floating outputs are cast to
+    what the surroundings compute in. Under a 16-bit policy that is the compute dtype, as its
+    operations take no two dtypes. Under ``*-mixed`` outputs stay fp32: autocast casts operands of
+    products itself, and sums, as of a residual stream, keep their bits; CUDA's autocast does the
+    same after an operation of its fp32 list. Nothing here asks which operation or device it is, so
+    dtypes are the same on CPU and CUDA.
+
+    Back in the policy's own format, inside of an fp32 module: inputs are cast to the compute dtype
+    or autocast is on again, and outputs are cast to fp32.
+
+    It stands as ``forward`` in the module's own attributes. Unlike a pair of hooks it cannot be
+    left by an interrupt with autocast in the wrong state, holds no state between calls (recursion,
+    threads, recomputation), and is traced, copied and pickled with its module; parameters, buffers
+    and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, placement: Placement) -> None:
+        compute, stored_low = policy.compute_dtype, policy.param_dtype != torch.float32
+        low = compute if stored_low else None
+        self.module = placement.module
+        self.replaced = placement.module.__dict__.get("forward")
+        self.inputs = torch.float32 if placement.fp32 else low
+        self.outputs = torch.float32 if placement.around_fp32 else low
+        self.autocast = None if placement.fp32 or not policy.casts_per_op else compute
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward in its format."""
+        if self.inputs is not None:
+            args, kwargs = cast_floating(args, self.inputs), cast_floating(kwargs, self.inputs)
+        with self._context(_device_type(self.module, args, kwargs)):
+            if self.replaced is not None:
+                output = self.replaced(*args, **kwargs)
+            else:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+        return output if self.outputs is None else cast_floating(output, self.outputs)
+
+    def _context(self, device_type: str) -> AbstractContextManager[object]:
+        if not torch.amp.is_autocast_available(device_type):
+            return nullcontext()
+        if self.autocast is not None:
+            return torch.autocast(device_type, dtype=self.autocast)
+        if torch.is_autocast_enabled(device_type):
+            return torch.autocast(device_type, enabled=False)
+        return nullcontext()
+
+
+@contextmanager
+def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The context for a model's forward and loss: :func:`autocast`, as the rules change it.
+
+    Where a rule keeps the model itself in fp32, operation-wise casts are off outside of its
+    submodules too. And ``torch.compile`` must trace the backward without autocast: it would
+    take the one around the whole graph, and round in the backward of fp32 modules.
+    """
+    with ExitStack() as stack:
+        if policy.rules and policy.casts_per_op:
+            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+        outermost = arithmetic if root_is_fp32(policy, model) else autocast
+        stack.enter_context(outermost(policy, device))
+        yield
+
+
+def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Where a module computes: with its parameters, or where its arguments are."""
+    for tensor in module.parameters():
+        return tensor.device.type
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook that does nothing, for torch to see that a module's call matters.
+
+    ``TransformerEncoderLayer`` in evaluation else hands the weights of its submodules to one fused
+    kernel and calls none of them.
+    """
+
+
+def add_regions_(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Make every module compute as the policy's rules say; earlier rules' regions go.
+
+    Raises:
+        PrecisionError: As :func:`halfstep.precision.rules.place`; nothing is changed then.
+    """
+    placements = place(policy, model) if policy.rules else []
+    remove_regions_(model)
+    if policy.compute_dtype == torch.float32:
+        return
+    for placement in placements:
+        module = placement.module
+        if needs_region(placement) and not isinstance(module.__dict__.get("forward"), Region):
+            module.forward = Region(policy, placement)
+            module.register_forward_pre_hook(keep_fused_paths_off)
+
+
+def remove_regions_(model: nn.Module) -> None:
+    """Give every module its own forward back."""
+    for module in model.modules():
+        region = module.__dict__.get("forward")
+        if isinstance(region, Region):
+            del module.forward
+            if region.replaced is not None:
+                module.forward = region.replaced
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is keep_fused_paths_off:
+                    del module._forward_pre_hooks[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.buffers import check_buffers
 from halfstep.precision.cast import CastInputs
-from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.rules import kept_parameters, place
 
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
@@ -30,16 +32,21 @@ def one_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def check_parameters(policy: PrecisionPolicy, model: nn.Module, optimizer: Optimizer) -> None:
+def check_parameters(
+    policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
     """Refuse, before anything is changed, what would fail or lie later."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, CastInputs) and hook.policy.has_masters:
+        if isinstance(hook, CastInputs) and not hook.policy.is_pure:
             raise PrecisionError(
                 f"the model is under a Precision of policy {hook.policy} already, which holds its "
                 "fp32 masters; keep that one, or make the model anew"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    owned = [p for group in groups for p in group["params"]]
+    if len(set(owned)) < len(owned):
+        raise PrecisionError("a parameter stands in two optimizers; give each to one")
     strangers = [i for i, p in enumerate(owned) if p not in names]
     if strangers:
         raise PrecisionError(
@@ -47,7 +54,9 @@ def check_parameters(policy: PrecisionPolicy, model: nn.Module, optimizer: Optim
             f"(first: number {strangers[0]}); make it from this model's parameters, after the "
             "model is on its device"
         )
-    if policy.param_dtype != torch.float32 and optimizer.state:
+    check_buffers(model)
+    kept = kept_parameters(policy, model)
+    if policy.param_dtype != torch.float32 and any(o.state for o in optimizers):
         raise PrecisionError(
             f"the optimizer has stepped already; make Precision({str(policy)!r}, ...) before its "
             "first step, or load its state afterwards"
@@ -59,20 +68,110 @@ def check_parameters(policy: PrecisionPolicy, model: nn.Module, optimizer: Optim
             raise PrecisionError(
                 f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
                 f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
-                f"convert them with model.float() ({sum(p.numel() for p in low) * 4} bytes), or "
-                "use a *-master policy"
+                f"convert them with model.float(), or by upcast_trainable=True the trainable ones "
+                f"alone ({_upcast_bytes(low)} bytes more), or use a *-master policy"
+            )
+        frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
+        if frozen:
+            raise PrecisionError(
+                f"rules of policy {policy} keep {some(frozen)} in fp32, which 16 bits hold now; "
+                "convert their modules with .float() first"
             )
     else:
-        _check_cast(policy, model)
+        _check_cast(policy, model, kept)
     if policy.is_pure:
-        for group in optimizer.param_groups:
+        for group in groups:
             eps = group.get("eps")
+            if not isinstance(eps, int | float) or all(names[p] in kept for p in group["params"]):
+                continue
             if eps and not torch.tensor(eps, dtype=policy.master_dtype).item():
+                form = dtype_name(policy.master_dtype)
                 raise PrecisionError(
-                    f"the optimizer's eps={eps:g} is 0 in {dtype_name(policy.master_dtype)}, so it "
-                    "would divide by 0; use eps >= 1e-4, or policy "
-                    f"{dtype_name(policy.param_dtype)}-master"
+                    f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
+                    f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, as "
+                    f"halfstep.lift_eps_(optimizer, {policy.master_dtype}) sets it, or policy "
+                    f"{form}-master"
                 )
+
+
+def lift_eps_(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[int, float, float]]:
+    """Raise each group's ``eps`` to the smallest that is safe in a dtype, if it is below.
+
+    That is the smallest normal number, 2^-14 in fp16. Where Adam's second moment has underflowed
+    to 0, ``eps`` alone is the denominator. Smaller numbers are subnormal: they keep fewer bits,
+    some devices flush them to 0, and the first moment divided by them can be beyond the format. In
+    fp16 (1 - 0.999) g^2 underflows for ``|g| < sqrt(1000 * 2^-25) = 0.0055``, so with 2^-14 the
+    quotient stays below 90; with 1e-8, which is 0 there, it is infinite.
+
+    Args:
+        optimizer: Its groups' ``eps`` are changed in place.
+        dtype: What the optimizer's moments are in: torch.float16 with policy ``fp16-pure``.
+
+    Returns:
+        For each group that was changed its number, the old ``eps`` and the new one.
+    """
+    safe = torch.finfo(dtype).tiny
+    lifted = []
+    for number, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        if isinstance(eps, int | float) and eps < safe:
+            group["eps"] = safe
+            lifted.append((number, float(eps), safe))
+    return lifted
+
+
+def upcast_trainable_(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are.
+
+    Returns:
+        The bytes that this adds.
+
+    Raises:
+        PrecisionError: If an optimizer holds state in the old dtype already.
+    """
+    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    low = [p for p in low if p.element_size() < 4]
+    if low and any(optimizer.state for optimizer in optimizers):
+        raise PrecisionError("the optimizer has stepped already; upcast before its first step")
+    added = _upcast_bytes(low)
+    for parameter in low:
+        parameter.data, parameter.grad = parameter.data.float(), None
+    return added
+
+
+def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * (4 - p.element_size()) for p in parameters)
+
+
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that cannot be back-propagated."""
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise PrecisionError(
+            f"backward() got a loss of shape {tuple(loss.shape)} that "
+            f"{'requires' if loss.requires_grad else 'does not require'} a gradient; allowed: "
+            "a scalar computed from trainable parameters. Were they frozen or detached?"
+        )
+
+
+def no_backward() -> PrecisionError:
+    """The error for a step that no backward came before."""
+    return PrecisionError(
+        "step() without backward(): call precision.backward(loss) instead of loss.backward(), so "
+        "that the loss is scaled and checked"
+    )
+
+
+def no_gradients(late: tuple[str, ...]) -> PrecisionError:
+    """The error for a step without gradients, or with parameters that came too late (names)."""
+    if late:
+        return PrecisionError(
+            f"{some(late)} came to the optimizer or became trainable after Precision was made, and "
+            "has no fp32 master there; make Precision after that"
+        )
+    return PrecisionError(
+        "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the "
+        "loss, or were replaced after the optimizer was made"
+    )
 
 
 def check_max_norm(max_norm: float | None) -> None:
@@ -82,11 +181,11 @@ def check_max_norm(max_norm: float | None) -> None:
 
 
 @torch.no_grad()
-def _check_cast(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse weights and modules that 16-bit parameters would break."""
+def _check_cast(policy: PrecisionPolicy, model: nn.Module, kept: set[str]) -> None:
+    """Refuse weights and modules that 16-bit parameters would break; ``kept`` stay in fp32."""
     dtype = policy.param_dtype
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and name not in kept:
             lost = parameter.to(dtype).isinf() & parameter.isfinite()
             if bool(lost.any()):
                 worst = float(parameter.abs().max())
@@ -94,40 +193,68 @@ def _check_cast(policy: PrecisionPolicy, model: nn.Module) -> None:
                     f"{name} holds {worst:g}, which {dtype_name(dtype)} cannot (largest "
                     f"{torch.finfo(dtype).max:g}); use a *-mixed policy"
                 )
-    for name, module in model.named_modules():
+    for placement in place(policy, model):
+        name, module = placement.name, placement.module
+        if placement.fp32:
+            continue
         if isinstance(module, _NormBase) and module.running_mean is not None:
             raise PrecisionError(
                 f"{name or 'the model'} is a {type(module).__name__} with running statistics in "
-                f"fp32, whose kernels take no {dtype_name(dtype)} weights; use a *-mixed policy"
+                f"fp32, whose kernels take no {dtype_name(dtype)} weights; use a *-mixed policy, "
+                f"or the rule keep_fp32=type:{type(module).__name__}"
             )
 
 
 def check_state(
-    state: Mapping[str, Any], policy: PrecisionPolicy, masters: Mapping[str, Tensor]
-) -> None:
-    """Refuse a saved precision state that is of another policy or model, or damaged."""
-    expected = {"policy", "loss_scale", "skipped_total", "skipped_in_a_row", "masters"}
+    state: Mapping[str, Any],
+    policy: PrecisionPolicy,
+    parameters: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
+) -> dict[str, Tensor]:
+    """Refuse a saved precision state that is of another policy or model, or damaged.
+
+    Args:
+        state: What was saved.
+        policy: What this run uses.
+        parameters: What the optimizer updates, by name.
+        weights: The saved model's weights, which allow another policy's state; or None.
+
+    Returns:
+        The masters to take, by name; none where the model's own weights are they.
+    """
+    counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
+    expected = {"policy", "loss_scale", *counts, "masters"}
     if set(state) != expected:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(state)}, expected {sorted(expected)}"
         )
-    if state["policy"] != str(policy):
+    if state["policy"] != str(policy) and weights is None:
         raise PrecisionError(
             f"the saved precision state is of policy {state['policy']!r}, this run uses "
-            f"{str(policy)!r}; resume with --precision {state['policy']}"
+            f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
+            "model's weights= to change over"
         )
-    for key in ("skipped_total", "skipped_in_a_row"):
+    for key in sorted(counts):
         count = state[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: no count")
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
             raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: no table")
-    saved = {name: _kind(tensor) for name, tensor in state["masters"].items()}
-    if saved != {name: _kind(master) for name, master in masters.items()}:
-        odd = sorted(set(saved) ^ set(masters)) or ["shapes or dtypes differ"]
+    masters = dict(state["masters"])
+    dtypes = {torch.float32}
+    if weights is not None and not masters:
+        masters = {name: weight for name, weight in weights.items() if name in parameters}
+        dtypes = set(DTYPES.values())
+    elif not masters and not policy.keeps_more_than_weights:
+        return {}
+    saved = {name: _shape(tensor, dtypes) for name, tensor in masters.items()}
+    if saved != {name: parameter.shape for name, parameter in parameters.items()}:
+        odd = sorted(set(saved) ^ set(parameters)) or ["shapes or dtypes differ"]
         raise PrecisionError(f"saved master weights are of another model: {', '.join(odd[:5])}")
+    return masters
 
 
-def _kind(value: object) -> object:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+def _shape(value: object, dtypes: set[torch.dtype]) -> object:
+    """What a saved master is known by: its shape, or something that equals no shape."""
+    return value.shape if isinstance(value, Tensor) and value.dtype in dtypes else type(value)

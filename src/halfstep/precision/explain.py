@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from halfstep.formats import FORMATS
 from halfstep.precision.autocast import support
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.rules import kept_parameters, place
+
+_WEIGHTS = {
+    "split": "the upper 16 bits of the master, rounded to nearest",
+    "split24": "the upper 16 bits of the master, rounded to nearest",
+    "kahan": "16 bit, rounded to nearest; what is lost is carried along in bf16",
+    "stochastic": "16 bit, rounded stochastically: updates are right on average",
+}
+_MASTER = "what the optimizer updates"
+_MASTERS = {
+    "split": "what the optimizer updates: weight and 16-bit remainder together, exact",
+    "split24": "its upper 24 bits: weight and 8-bit remainder, the last bit right on average",
+}
+_MOMENT = "the optimizer's running averages"
+_MOMENTS = {
+    "bf16": "the optimizer's running averages, rounded stochastically",
+    "8bit": "block-wise: 128 elements share a window of exponents; rounded stochastically",
+}
 
 
 def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> str:
@@ -29,19 +48,86 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
 
 
-def bytes_per_parameter(policy: PrecisionPolicy) -> dict[str, float]:
+def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
+    """Where a policy puts each module of a model, as a table of text; nothing is changed.
+
+    A row for each module that holds parameters itself or that a rule names: its name and class, the
+    dtype its parameters are stored in, what it computes in, the rule that decided, and the bytes
+    that training holds for its parameters with AdamW (weights alone where they are frozen). A
+    parameter of several modules is counted with the first.
+
+    Args:
+        policy: A policy, its name, field string or ``.toml`` file.
+        model: Any module, on any device.
+
+    Raises:
+        PrecisionError: If a rule matches nothing, or rules contradict each other.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> print(explain_model("bf16-master,keep_fp32=type:LayerNorm", model))
+        module  class      params  compute  rule            bytes
+        0       Linear     bf16    bf16     -                 360
+        1       LayerNorm  fp32    fp32     type:LayerNorm    128
+        total                                                 488
+    """
+    value = parse_policy(policy)
+    kept = kept_parameters(value, model)
+    low = sum(bytes_per_parameter(value).values())
+    high = sum(bytes_per_parameter(value, kept=True).values())
+    names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
+    rows = [("module", "class", "params", "compute", "rule", "bytes")]
+    counted: set[int] = set()
+    total = 0.0
+    for placement in place(value, model):
+        own = [p for p in placement.module._parameters.values() if p is not None]
+        own = [p for p in own if id(p) in names]
+        if not own and not placement.direct:
+            continue
+        size = 0.0
+        for parameter in own:
+            stored = 4 if names[id(parameter)] in kept else value.param_dtype.itemsize
+            each = high if names[id(parameter)] in kept else low
+            if id(parameter) not in counted:
+                size += parameter.numel() * (each if parameter.requires_grad else stored)
+            counted.add(id(parameter))
+        total += size
+        params = dtype_name(torch.float32 if placement.fp32 else value.param_dtype) if own else "-"
+        own_format = "tf32" if value.tf32 else dtype_name(value.compute_dtype)
+        compute = "fp32" if placement.fp32 and not value.tf32 else own_format
+        rule = placement.rule or "-"
+        kind = type(placement.module).__name__
+        rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
+    rows.append(("total", "", "", "", "", f"{total:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])]) for row in rows
+    )
+
+
+def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
+    Args:
+        policy: The policy.
+        kept: Of a parameter that a rule keeps in fp32 instead.
+
     Returns:
-        Component to bytes: weights, masters (0 where the weights are the masters), gradients and
-        the two AdamW moments, which take the dtype of what the optimizer updates.
+        Component to bytes: weights, masters (0 where the weights are the masters), remainder (what
+        the optimizer keeps of a 16-bit weight), gradients (of one micro-batch; with several they
+        add up in ``grad_dtype``) and the two AdamW moments with their block scales.
     """
-    master = policy.master_dtype.itemsize
+    moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
+    if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
+        wide = moments if policy.needs_own_optimizer else 4
+        parts = {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
+        return dict(parts)
     return {
         "weights": policy.param_dtype.itemsize,
-        "masters": master if policy.has_masters else 0,
-        "gradients": policy.grad_dtype.itemsize,
-        "moments": 2 * master,
+        "masters": 4 if policy.has_masters else 0,
+        "remainder": {"split": 2, "split24": 1, "kahan": 2}.get(policy.update, 0),
+        "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" else 2,
+        "moments": 2 * moments,
     }
 
 
@@ -50,15 +136,17 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     p, c = policy.param_dtype, policy.compute_dtype
     low = min(c.itemsize, p.itemsize) < 4
     matmul = f"operands {'rounded to tf32' if policy.tf32 else 'in ' + dtype_name(c)}"
-    weights = (
-        "16 bit, rounded from the masters after every step"
-        if policy.has_masters
-        else (
-            "16 bit, rounded to nearest: small updates are lost"
-            if policy.is_pure
-            else "the optimizer's own copy"
+    weights = _WEIGHTS.get(policy.update, "")
+    if policy.update == "nearest":
+        weights = (
+            "16 bit, rounded from the masters after every step"
+            if policy.has_masters
+            else (
+                "16 bit, rounded to nearest: small updates are lost"
+                if policy.is_pure
+                else "the optimizer's own copy"
+            )
         )
-    )
     if policy.casts_per_op:
         weights += f"; cast to {dtype_name(c)} operation by operation"
     scale = policy.loss_scale
@@ -78,7 +166,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         if (policy.casts_per_op)
         else ""
     )
-    total = " + ".join(f"{value:g} {key}" for key, value in cost.items() if value)
+    total = " + ".join(f"{value:.4g} {key}" for key, value in cost.items() if value)
     return [
         ("params", dtype_name(p), weights),
         (
@@ -87,16 +175,27 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
             f"matrix products: {matmul}" + (", fp32 accumulation" if low else ""),
         ),
         ("output", dtype_name(policy.output_dtype), "logits, softmax and loss are fp32 islands"),
-        ("grad", dtype_name(policy.grad_dtype), "micro-batches add up in this format"),
+        (
+            "grad",
+            dtype_name(policy.grad_dtype),
+            "micro-batches add up in this format"
+            + ("" if policy.update == "nearest" else "; a single one stays in 16 bit"),
+        ),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
-        ("master", dtype_name(policy.master_dtype), "what the optimizer updates"),
+        ("master", dtype_name(policy.master_dtype), _MASTERS.get(policy.update, _MASTER)),
+        (
+            "moments",
+            policy.moment_format,
+            _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", _MOMENT),
+        ),
         ("scale", scale.kind, scale_text),
-        ("bytes", f"{sum(cost.values()):g}", f"per parameter with AdamW: {total}{extra}"),
+        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}{extra}"),
         (
             "range",
             _range(policy),
             "largest finite and smallest positive number of the compute format",
         ),
+        *(("rule", form, f"modules {pattern}") for pattern, form in policy.rules),
     ]
 
 

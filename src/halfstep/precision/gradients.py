@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from halfstep.precision.result import Reason
+
+# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
+_SQUARES_FIT = 1e-15
+# Elements that are widened at a time: 4 MiB of fp32.
+_PIECE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,17 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(_values(gradients), 2, dtype=torch.float32)
+    values = _values(gradients)
+    # torch's CPU norm of 16 bits in fp32 is 14 times slower than one of a widened copy.
+    narrow = [v for v in values if v.element_size() == 2 and v.device.type == "cpu"]
+    norms = [
+        torch.linalg.vector_norm(part.float())
+        for value in narrow
+        for part in torch.split(value.reshape(-1), _PIECE)
+    ]
+    if len(narrow) < len(values):
+        wide = [v for v in values if v.element_size() != 2 or v.device.type != "cpu"]
+        norms.extend(torch._foreach_norm(wide, 2, dtype=torch.float32))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
@@ -78,6 +94,29 @@ def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
         if not value.isfinite().all():
             (nan if value.isnan().any() else inf).append(name)
     return NonFinite(tuple(nan), tuple(inf))
+
+
+def examine(
+    norm: float, names: Callable[[], Iterable[str]], gradients: Sequence[Tensor]
+) -> tuple[float, NonFinite]:
+    """Look closer where :func:`global_norm` cannot be taken at its word.
+
+    Args:
+        norm: From :func:`global_norm`, on the host.
+        names: Gives the gradients' names; asked only if needed.
+        gradients: As for :func:`global_norm`.
+
+    Returns:
+        The norm, in fp64 where squares left the range of fp32, and what is not finite.
+    """
+    if _SQUARES_FIT < norm < math.inf:
+        return norm, NonFinite((), ())
+    found = NonFinite((), ())
+    if not math.isfinite(norm):
+        found = find_nonfinite(zip(names(), gradients, strict=True))
+    if not found.names:
+        norm = float(exact_global_norm(gradients))
+    return norm, found
 
 
 def multiply_(gradients: Sequence[Tensor], factor: float) -> None:

@@ -52,6 +52,9 @@ class LossScaleConfig:
     """``"none"``, ``"static"`` (``init_scale`` throughout) or ``"dynamic"``."""
     init_scale: float = 2.0**16
     """The first scale, a power of two."""
+    calibrate: bool = False
+    """Written ``init_scale=auto``: start instead at the largest scale up to ``max_scale`` whose
+    gradients of the first micro-batch are finite, found by back-propagating it a few times."""
     growth_factor: float = 2.0
     """What the scale is multiplied by after ``growth_interval`` good steps in a row."""
     backoff_factor: float = 0.5
@@ -92,6 +95,8 @@ class LossScaleConfig:
         changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         if self.kind == "none" and changed:
             raise PrecisionError(f"{', '.join(changed)} given, but the loss is not scaled")
+        if self.calibrate and self.kind != "dynamic":
+            raise PrecisionError("init_scale=auto needs scale=dynamic: a calibrated scale may move")
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise PrecisionError(
                 f"growth_factor > 1 > backoff_factor is required, got {self.growth_factor:g} and "
@@ -113,6 +118,9 @@ class LossScale(Protocol):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the present scale, same shape; call ``backward`` on it."""
 
+    def start_at(self, value: float) -> None:
+        """Take a calibrated scale before the first step."""
+
     def update(self, found_nonfinite: bool) -> None:
         """Adapt after a step; ``found_nonfinite`` tells whether it had to be skipped."""
 
@@ -132,6 +140,9 @@ class NoLossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss itself."""
         return loss
+
+    def start_at(self, value: float) -> None:
+        """Do nothing: there is no scale to start."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Do nothing: there is no scale to adapt."""
@@ -156,6 +167,9 @@ class StaticLossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the constant scale, in fp32 where the loss is of lower precision."""
         return loss.float() * self.value
+
+    def start_at(self, value: float) -> None:
+        """Do nothing: the scale is constant."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Do nothing: the scale is constant."""
@@ -198,6 +212,10 @@ class DynamicLossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the present scale, in fp32 where the loss is of lower precision."""
         return loss.float() * self.value
+
+    def start_at(self, value: float) -> None:
+        """Start at this power of two between floor and ceiling."""
+        self.value = value
 
     def update(self, found_nonfinite: bool) -> None:
         """Back off, hold or grow."""
@@ -260,4 +278,6 @@ def _check_keys(state: State, expected: set[str], what: str) -> None:
         )
 
 
-LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig) if field.name != "kind")
+LOSS_SCALE_FIELDS = tuple(
+    field.name for field in fields(LossScaleConfig) if field.name not in ("kind", "calibrate")
+)

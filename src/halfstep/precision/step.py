@@ -15,7 +15,7 @@ moments and step counters bit-identical.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,32 +23,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.autocast import arithmetic, autocast, require_support
-from halfstep.precision.cast import cast_at_border
+from halfstep.errors import NonFiniteError
+from halfstep.precision.after_step import AfterStep, OnSkip
+from halfstep.precision.autocast import arithmetic, require_support
+from halfstep.precision.calibrate import calibrated
+from halfstep.precision.cast import around_model, cast_at_border
 from halfstep.precision.checks import (
+    check_loss,
     check_max_norm,
     check_parameters,
     check_state,
+    no_backward,
+    no_gradients,
     one_device,
-    some,
+    upcast_trainable_,
 )
-from halfstep.precision.gradients import (
-    NonFinite,
-    clip_factor,
-    exact_global_norm,
-    find_nonfinite,
-    global_norm,
-    multiply_,
-)
+from halfstep.precision.ema import EMA
+from halfstep.precision.gradients import NonFinite, clip_factor, examine, global_norm
 from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import make_masters
+from halfstep.precision.nonfinite import Guard, OnNonFinite, broken_loss, incurable
+from halfstep.precision.optimizer_masters import require_own_optimizer
 from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
-
-# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
-_SQUARES_FIT = 1e-15
 
 
 class Precision:
@@ -68,17 +66,35 @@ class Precision:
     """
 
     def __init__(
-        self, policy: str | PrecisionPolicy, model: nn.Module, optimizer: Optimizer
+        self,
+        policy: str | PrecisionPolicy,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        on_nonfinite: str = "stop",
+        schedulers: Sequence[Any] = (),
+        on_skip: OnSkip = "hold",
+        ema: EMA | None = None,
+        upcast_trainable: bool = False,
     ) -> None:
         """Check the policy against the device, and cast and copy weights where it says so.
 
         Args:
             policy: A policy, its name, field string or ``.toml`` file.
-            model: On its final device. With a ``*-master`` or ``*-pure`` policy its floating
-                parameters are cast in place, and ``model(...)`` casts floating inputs to the
-                compute dtype and floating outputs to fp32.
-            optimizer: Any optimizer over the model's parameters that has not stepped yet. With a
-                ``*-master`` policy its parameter groups get the fp32 masters instead.
+            model: On its final device. With 16-bit weights its floating parameters are cast in
+                place, and ``model(...)`` casts floating inputs to the compute dtype and floating
+                outputs to fp32.
+            optimizer: One, or several that step together, over the model's parameters, none
+                stepped yet. Any will do; ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low
+                ``moments`` need those of :mod:`halfstep.optim`. With a ``*-master`` policy the
+                parameter groups get the fp32 masters instead.
+            on_nonfinite: What to do where no loss scale can help: ``"stop"``, ``"skip:K"`` (leave
+                up to K steps in a row out) or ``"rollback:N"`` (go back up to N steps, once).
+            schedulers: Learning-rate schedulers, stepped here after every step.
+            on_skip: Whether they ``"hold"`` still on a skipped step or ``"advance"``.
+            ema: Moved here after applied steps, towards the exact masters.
+            upcast_trainable: With fp32 weights in the policy: convert trainable 16-bit parameters
+                to fp32 in place instead of refusing them. Frozen ones stay as they are.
 
         Raises:
             PrecisionError: If policy, device, model and optimizer do not go together; nothing has
@@ -88,19 +104,26 @@ class Precision:
         self.device = one_device(model)
         self.support = require_support(self.policy, self.device)
         self.loss_scale = make_loss_scale(self.policy.loss_scale)
-        self.optimizer = optimizer
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        self.applied_total = 0
         self.skipped_total = 0
         self.skipped_in_a_row = 0
+        self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
-        check_parameters(self.policy, model, optimizer)
-        optimizer.zero_grad()  # what is left from before was scaled by nobody
-        self.masters = make_masters(self.policy, model, optimizer)
+        self._guard = Guard(OnNonFinite.parse(on_nonfinite), model, self.optimizers)
+        self._after = AfterStep(schedulers, on_skip, ema)
+        if upcast_trainable and self.policy.param_dtype == torch.float32:
+            upcast_trainable_(model, self.optimizers)
+        check_parameters(self.policy, model, self.optimizers)
+        require_own_optimizer(self.policy, self.optimizers)
+        self.masters = make_masters(self.policy, model, self.optimizers)
+        self.masters.clear()  # what is left from before was scaled by nobody
         cast_at_border(model, self.policy)
         self._model = model
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context for the forward and the loss; harmless to enter for any policy."""
-        return autocast(self.policy, self.device)
+        return around_model(self.policy, self._model, self.device)
 
     def backward(self, loss: Tensor) -> None:
         """Scale the loss and back-propagate; call once per micro-batch.
@@ -112,13 +135,11 @@ class Precision:
         Raises:
             PrecisionError: If the loss is no scalar or has no gradient.
         """
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise PrecisionError(
-                f"backward() got a loss of shape {tuple(loss.shape)} that "
-                f"{'requires' if loss.requires_grad else 'does not require'} a gradient; allowed: "
-                "a scalar computed from trainable parameters. Were they frozen or detached?"
-            )
+        check_loss(loss)
         with arithmetic(self.policy, self.device):
+            if self._uncalibrated and bool(loss.isfinite()):
+                self._uncalibrated = False
+                self.loss_scale.start_at(calibrated(loss.reshape(()), self.policy.loss_scale))
             self.loss_scale.scale(loss.reshape(())).backward()  # type: ignore[no-untyped-call]
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
@@ -136,9 +157,10 @@ class Precision:
             What happened; reading it costs no further host synchronisation.
 
         Raises:
-            NonFiniteError: If going on cannot help: the loss itself is not finite; gradients are
-                not and there is no scale to lower; the scale is at its floor; or too many steps in
-                a row were skipped. Weights and optimizer state are as before the step.
+            NonFiniteError: If going on cannot help and ``on_nonfinite`` does not say otherwise: the
+                loss itself is not finite; gradients are not and there is no scale to lower; the
+                scale is at its floor; or too many steps in a row were skipped. Weights and
+                optimizer state are as before the step.
             PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
             ValueError: If ``max_norm`` is not above 0.
         """
@@ -146,149 +168,129 @@ class Precision:
         if loss is not None:
             self.backward(loss)
         gradients = self._gradients()
+        assert self._loss is not None
         scale = self.loss_scale.value
         try:
-            loss_value, scaled_norm = self._read(gradients)
-            found = NonFinite((), ())
-            if not math.isfinite(scaled_norm):
-                found = find_nonfinite(zip(self._names(gradients), gradients.values(), strict=True))
-            if not found.names and not _SQUARES_FIT < scaled_norm < math.inf:
-                scaled_norm = float(exact_global_norm(list(gradients.values())))
+            norms = global_norm(list(gradients.values())).to(self._loss.device)
+            loss_value, scaled_norm = torch.stack([self._loss, norms]).tolist()  # the one sync
+            if not math.isfinite(loss_value):
+                return self._skip(loss_value, scaled_norm, None)
+            scaled_norm, found = examine(
+                scaled_norm, lambda: self._names(gradients), list(gradients.values())
+            )
             if found.names:
                 return self._skip(loss_value, scaled_norm, found)
             norm = scaled_norm / scale
-            multiply_(list(gradients.values()), clip_factor(norm, max_norm) / scale)
-            self.optimizer.step()
-            self.masters.push_()
+            self.masters.update_(self.optimizers, gradients, clip_factor(norm, max_norm) / scale)
         finally:
             self._loss = None
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            self.masters.clear()
+        calibrating = self._calibrating
         self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
-        return self._result(loss_value, norm, scale, NonFinite((), ()))
+        self.applied_total += 1
+        self._guard.applied(self.applied_total)
+        self._after(True, self.masters.items())
+        return self._result(
+            applied=True, loss=loss_value, grad_norm=norm, loss_scale=scale, calibrating=calibrating
+        )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by the model's names: masters, or the parameters."""
-        return dict(self.masters.named_parameters())
+        return self.masters.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the model's and the optimizer's own state."""
-        masters = self.named_parameters() if self.policy.has_masters else {}
         return {
             "policy": str(self.policy),
             "loss_scale": self.loss_scale.state_dict(),
+            "applied_total": self.applied_total,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "masters": {name: master.detach() for name, master in masters.items()},
+            "masters": dict(self.masters.items()) if self.policy.keeps_more_than_weights else {},
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Continue exactly where :meth:`state_dict` was taken.
+
+        Args:
+            state: From :meth:`state_dict`.
+            weights: The model's saved weights, by name. With them another policy's state is taken
+                too: its exact masters become this policy's weights, and a loss scale of another
+                kind starts anew.
 
         Raises:
             PrecisionError: If it is damaged, or of another policy or model; nothing is changed.
         """
-        masters = self.named_parameters() if self.policy.has_masters else {}
-        check_state(state, self.policy, masters)
-        self.loss_scale.load_state_dict(state["loss_scale"])
+        masters = check_state(state, self.policy, self.named_parameters(), weights)
+        if weights is None or set(state["loss_scale"]) == set(self.loss_scale.state_dict()):
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        self._uncalibrated = False
+        self.applied_total = state["applied_total"]
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        for name, master in masters.items():
-            master.copy_(state["masters"][name])
-        self.masters.push_()
+        if masters:
+            self.masters.load_(masters)
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Parameter to gradient, for all that the optimizer is about to update."""
         if self._loss is None:
-            raise PrecisionError(
-                "step() without backward(): call precision.backward(loss) instead of "
-                "loss.backward(), so that the loss is scaled and checked"
-            )
-        owned = [p for group in self.optimizer.param_groups for p in group["params"]]
+            raise no_backward()
+        owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         late = [p for p in owned if p.requires_grad and not self.masters.covers(p)]
-        gradients = {p: p.grad for p in owned if p.grad is not None}
+        gradients = self.masters.gradients(owned)
         if late or not gradients:
             self._loss = None
-            if late:
-                raise PrecisionError(
-                    f"{some(self._names(late))} came to the optimizer or became trainable after "
-                    "Precision was made, and has no fp32 master there; make Precision after that"
-                )
-            raise PrecisionError(
-                "step(): no parameter of the optimizer got a gradient: they are frozen, unused in "
-                "the loss, or were replaced after the optimizer was made"
-            )
+            raise no_gradients(self._names(late))
         return gradients
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         names = {p: name for name, p in self._model.named_parameters()}
-        names |= {p: name for name, p in self.masters.named_parameters()}
+        names |= {p: name for name, p in self.named_parameters().items()}
         return tuple(names.get(p, "a tensor that is not the model's") for p in parameters)
 
-    def _read(self, gradients: dict[nn.Parameter, Tensor]) -> tuple[float, float]:
-        """Loss and scaled norm on the host: the one synchronisation of a step."""
-        assert self._loss is not None
-        norm = global_norm(list(gradients.values()))
-        loss, scaled_norm = torch.stack([self._loss, norm.to(self._loss.device)]).tolist()
-        if not math.isfinite(loss):
-            broken = find_nonfinite(self._model.named_parameters()).names
-            source, end = "the forward pass or the data made it", "; the weights are unchanged"
-            if broken:
-                source, end = f"the weights {some(broken)} are not finite", ""
-            raise NonFiniteError(
-                f"the loss is {loss} before any gradient: {source}, no loss scale can help (policy "
-                f"{self.policy}){end}",
-                cause="forward",
-                parameters=broken,
-            )
-        return loss, scaled_norm
+    def _skip(self, loss: float, norm: float, found: NonFinite | None) -> StepResult:
+        """Back off, go on or go back, or stop where nothing of that can help.
 
-    def _skip(self, loss: float, norm: float, found: NonFinite) -> StepResult:
-        """Back off and report, or stop where a smaller scale cannot help."""
-        scale = self.loss_scale.value
-        kind = self.policy.loss_scale.kind
+        Args:
+            loss: Of the step.
+            norm: Scaled, as read.
+            found: The gradients concerned, or None if the loss itself is not finite.
+        """
+        scale, calibrating = self.loss_scale.value, self._calibrating
         self.skipped_total += 1
         self.skipped_in_a_row += 1
-        limit = self.policy.loss_scale.max_consecutive_skips
-        what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
-        where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
-        same = "the weights are unchanged"
-        if kind == "none":
-            raise NonFiniteError(
-                f"{where}, and policy {self.policy} has no loss scale to lower: a bug in a "
-                f"backward pass, or values beyond {dtype_name(self.policy.compute_dtype)}; {same}",
-                cause="gradients",
-                parameters=found.names,
-            )
-        if self.loss_scale.at_floor:
-            raise NonFiniteError(
-                f"{where} at the smallest loss scale {scale:g}: no smaller scale can help, so this "
-                f"is no overflow by scaling but a bug or values beyond the format; {same}",
-                cause="loss_scale_floor",
-                parameters=found.names,
-            )
-        if self.skipped_in_a_row >= limit:
-            raise NonFiniteError(
-                f"{where}: {self.skipped_in_a_row} steps in a row skipped, the limit "
-                f"(max_consecutive_skips), at loss scale {scale:g}; {same}",
-                cause="skip_limit",
-                parameters=found.names,
-            )
-        self.loss_scale.update(found_nonfinite=True)
-        return self._result(loss, norm, scale, found)
-
-    def _result(self, loss: float, norm: float, scale: float, found: NonFinite) -> StepResult:
-        return StepResult(
-            applied=not found.names,
-            reason=found.reason,
+        error: NonFiniteError | None
+        if found is None:
+            error = broken_loss(self.policy, loss, self._model)
+        else:
+            error = incurable(self.policy, self.loss_scale, found, loss, self.skipped_in_a_row)
+        rolled_back = error is not None and self._guard.answer(error, self.skipped_in_a_row)
+        if found is not None:
+            self.loss_scale.update(found_nonfinite=True)
+        self._after(False, ())
+        return self._result(
+            applied=False,
+            reason="nonfinite_loss" if found is None else found.reason,
             loss=loss,
             grad_norm=norm,
             loss_scale=scale,
+            calibrating=calibrating,
+            rolled_back=rolled_back,
+            nonfinite_parameters=() if found is None else found.names,
+        )
+
+    @property
+    def _calibrating(self) -> bool:
+        return self.policy.loss_scale.kind == "dynamic" and self.applied_total == 0
+
+    def _result(self, **outcome: Any) -> StepResult:
+        return StepResult(
             next_loss_scale=self.loss_scale.value,
             skipped_total=self.skipped_total,
             skipped_in_a_row=self.skipped_in_a_row,
-            nonfinite_parameters=found.names,
+            **outcome,
         )

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.files import sync, sync_folder
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.state import REMAINDER, in_dtype
 
 FORMAT = 1
 WEIGHTS = "weights.safetensors"
@@ -182,30 +185,38 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as ``"NAME/KEY"`` to tensor."""
+    """The optimizer's state as ``"NAME/KEY"`` to tensor, without what the weights hold already."""
     return {
         f"{names[parameter]}/{key}": value
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
+        if key != REMAINDER
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
 ) -> None:
     """Put :func:`optimizer_tensors` back, each on its parameter's device.
 
-    ``Optimizer.load_state_dict`` would cast moments to the parameter's dtype; this keeps bits.
+    Moments of another format are converted; ``Optimizer.load_state_dict`` would cast all of them to
+    the parameter's dtype, this keeps bits.
     """
     parameters = {name: parameter for parameter, name in names.items()}
-    optimizer.state.clear()
+    saved: dict[nn.Parameter, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         parameter = parameters[name]
         # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
-        optimizer.state[parameter][key] = tensor.to(parameter.device)
+        saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
+    optimizer.state.clear()
+    for parameter, state in saved.items():
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            optimizer.state[parameter] = optimizer.convert(parameter, state)
+        else:
+            optimizer.state[parameter] = in_dtype(state, parameter.dtype)
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

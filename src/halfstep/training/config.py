@@ -46,6 +46,8 @@ class RunConfig:
     """Evaluate every this many steps and at the end; 0: at the end only."""
     eval_batches: int = 16
     """Validation batches per evaluation, spread over the file; 0: all of it."""
+    lost_update_every: int = 50
+    """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
     save_every: int = 100
     """Save a checkpoint every this many steps and at the end; 0: at the end only."""
     keep: int = 2
@@ -67,7 +69,10 @@ class RunConfig:
         for name in ("max_steps", "batch_size", "grad_accum", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= 1")
-        for name in ("max_seconds", "block_size", "eval_every", "eval_batches", "save_every"):
+        for name in (
+            "max_seconds", "block_size", "eval_every", "eval_batches", "save_every",
+            "lost_update_every",
+        ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
         if not 0 <= self.seed < 2**63:

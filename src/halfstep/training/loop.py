@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from halfstep.diagnostics.group_report import LOUD, GroupReport
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.precision.result import StepResult
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -23,8 +27,8 @@ from halfstep.training.step import train_step
 # What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
 # and where prepared data is kept.
 RESUMABLE = frozenset(
-    {"data.cache_dir", "max_steps", "max_seconds", "eval_every", "eval_batches", "save_every",
-     "keep", "output_dir", "report_to"}
+    {"data.cache_dir", "max_steps", "max_seconds", "eval_every", "eval_batches",
+     "lost_update_every", "save_every", "keep", "output_dir", "report_to"}
 )  # fmt: skip
 
 
@@ -38,6 +42,7 @@ class Tick:
         checkpoint: The checkpoint written after the step, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name or ``"max_seconds"``.
+        verdicts: Of the lost-update meter on groups that lose much, once a group and process.
     """
 
     record: Record
@@ -45,6 +50,7 @@ class Tick:
     checkpoint: Path | None
     seconds_left: float
     stopped_by: str
+    verdicts: tuple[str, ...] = ()
 
 
 def resume(session: Session, folder: RunFolder) -> Path | None:
@@ -60,14 +66,23 @@ def resume(session: Session, folder: RunFolder) -> Path | None:
     return found[-1]
 
 
-def require_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:
+def require_resumable(
+    saved: TrainConfig, wanted: TrainConfig, *, other_precision: bool = False
+) -> None:
     """Refuse to resume with a configuration that computes something else.
+
+    Args:
+        saved: Of the run.
+        wanted: To go on with.
+        other_precision: Another precision was asked for by name; a checkpoint's exact masters
+            allow it.
 
     Raises:
         ConfigError: Naming every key that differs and may not.
     """
     a, b = _flat(saved), _flat(wanted)
-    changed = [key for key in a if a[key] != b[key] and key not in RESUMABLE]
+    allowed = RESUMABLE | ({"precision"} if other_precision else set())
+    changed = [key for key in a if a[key] != b[key] and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
@@ -88,7 +103,7 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
     metrics = MetricsFile(folder.metrics, keep_until_step=session.step)
     started = time.perf_counter()
     try:
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, closing(_Losses(session)) as losses:
             while session.step < settings.max_steps:
                 begin = time.perf_counter()
                 lr = learning_rate(
@@ -129,7 +144,8 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                     begin = time.perf_counter()
                     evaluation = session.evaluate()
                     pace.evaluated(time.perf_counter() - begin)
-                record = _record(session, result, lr, seconds, pace, evaluation)
+                lost = losses.measured() if result.applied else ()
+                record = _record(session, result, lr, seconds, pace, evaluation, lost)
                 metrics.write(record)  # before the checkpoint, so that no resume misses the line
                 checkpoint = None
                 if _due(session.step, settings.save_every) or last:
@@ -137,11 +153,37 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                         folder.checkpoints, session.step, session.checkpoint(), settings.keep
                     )
                 pace.stepped(seconds)
-                yield Tick(record, evaluation, checkpoint, pace.seconds_left(), stopped_by)
+                left, verdicts = pace.seconds_left(), losses.verdicts(lost)
+                yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
                 if last:
                     return
     finally:
         metrics.close()
+
+
+class _Losses:
+    """The lost-update meter, and which of its verdicts have been told."""
+
+    def __init__(self, session: Session) -> None:
+        run = session.config.run
+        self._meter = LostUpdateMeter(
+            session.precision, every=run.lost_update_every, seed=run.seed, start=session.applied
+        )
+        self._told: set[str] = set()
+
+    def measured(self) -> Sequence[GroupReport]:
+        """The reports of the step just applied; none if it was not measured."""
+        return self._meter.report() if self._meter.fresh else ()
+
+    def verdicts(self, reports: Sequence[GroupReport]) -> tuple[str, ...]:
+        """Of groups that lose much, each group's once."""
+        loud = [r for r in reports if r.lost > LOUD and r.group not in self._told]
+        self._told |= {report.group for report in loud}
+        return tuple(f"{report.group}: {report.verdict}" for report in loud)
+
+    def close(self) -> None:
+        """Unhook."""
+        self._meter.close()
 
 
 class _Pace:
@@ -191,6 +233,7 @@ def _record(
     seconds: float,
     pace: _Pace,
     evaluation: Evaluation | None,
+    lost: Sequence[GroupReport],
 ) -> Record:
     run = session.config.run
     rate = pace.flops_per_step / seconds
@@ -203,6 +246,9 @@ def _record(
         grad_norm=result.grad_norm,
         loss_scale=result.loss_scale,
         skip_reason=result.reason,
+        lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
+        frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
+        or None,
         skipped_total=result.skipped_total,
         tokens=session.tokens,
         tokens_per_second=run.batch_size * session.config.block_size / seconds,

@@ -35,6 +35,12 @@ class Record:
     """Scale that the gradients carried."""
     skip_reason: str | None = None
     """Why the step was skipped."""
+    lost_updates: dict[str, float] | None = None
+    """On steps that the lost-update meter measured: parameter group to its share of updates that
+    left the stored weight as it was for good."""
+    frozen_below: dict[str, float] | None = None
+    """On the same steps: parameter group to the learning rate below which half of its updates would
+    be lost."""
     skipped_total: int | None = None
     """Skipped steps so far."""
     tokens: int | None = None

@@ -1,4 +1,4 @@
-"""AdamW with decay and no-decay groups."""
+"""AdamW with decay and no-decay groups, in the form that the policy needs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError
+from halfstep.optim.optimizers import AdamW
+from halfstep.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +43,30 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name}={getattr(self, name)}; allowed: >= 0")
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, fused: one pass over memory per tensor.
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, policy: PrecisionPolicy, *, seed: int = 0
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters: one pass over memory per step.
 
     Tensors of two or more dimensions (matrices, embeddings) decay; vectors (norms, biases) do not.
+
+    Args:
+        model: Its parameters may still be fp32.
+        config: The numbers.
+        policy: halfstep's own AdamW is taken where only that keeps weights and moments as the
+            policy says, torch's fused one elsewhere.
+        seed: Of stochastic rounding, where the policy rounds so.
 
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    every = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [group for group in every if group["params"]]
+    lr, betas, eps = config.learning_rate, (config.beta1, config.beta2), config.eps
+    if policy.needs_own_optimizer:
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

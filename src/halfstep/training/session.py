@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep.data.batches import batch, validation_batches
 from halfstep.data.prepare import PreparedData, prepare
@@ -113,13 +112,17 @@ class Session:
             "data": self._data_hashes(),
             "torch": torch.__version__,
         }
-        names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
-        optimizer = optimizer_tensors(self.precision.optimizer, names)
-        return Checkpoint(dict(named), optimizer | rng_tensors(self.device), state)
+        names = {parameter: name for name, parameter in named.items()}
+        (used,) = self.precision.optimizers
+        optimizer = optimizer_tensors(used, names) | rng_tensors(self.device)
+        return Checkpoint(dict(self.precision.masters.items()), optimizer, state)
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
-        """Go on from a checkpoint of a run with the same model, tokenizer and precision.
+        """Go on from a checkpoint of a run with the same model and data, in any precision.
+
+        With another policy than the checkpoint's, its exact fp32 masters become this policy's
+        weights and the moments are converted to this policy's format.
 
         Raises:
             CheckpointError: If it belongs to another run; nothing is changed then.
@@ -139,13 +142,12 @@ class Session:
         if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
             odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
             raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
-        masters = checkpoint.weights if self.precision.policy.has_masters else {}
-        self.precision.load_state_dict({**state["precision"], "masters": masters})
-        for name, parameter in named.items():
-            parameter.copy_(checkpoint.weights[name])
-        names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in named.items()}
         moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
-        load_optimizer_tensors(self.precision.optimizer, names, moments)
+        (used,) = self.precision.optimizers
+        load_optimizer_tensors(used, names, moments)
+        saved = {**state["precision"], "masters": {}}
+        self.precision.load_state_dict(saved, weights=checkpoint.weights)
         load_rng_tensors(self.device, checkpoint.optimizer)
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
@@ -174,8 +176,9 @@ def open_session(config: TrainConfig, progress: Progress, *, resuming: bool = Fa
             f"run.block_size={config.run.block_size} is over the {model.config.block_size} "
             f"positions of run.init_from={config.run.init_from}"
         )
-    optimizer = make_optimizer(model, config.optimizer)
-    precision = Precision(config.precision, model, optimizer)
+    policy = parse_policy(config.precision)
+    optimizer = make_optimizer(model, config.optimizer, policy, seed=config.run.seed)
+    precision = Precision(policy, model, optimizer)
     loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
     session = Session(config, device, data, model.train(), precision, loss_sum)
     for part, first in (

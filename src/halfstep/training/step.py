@@ -49,8 +49,9 @@ def train_step(
             total, _ = loss_sum(to_device(batch, precision.device))
             loss = total / n
         precision.backward(loss)
-    for group in precision.optimizer.param_groups:
-        group["lr"] = learning_rate
+    for optimizer in precision.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
     return precision.step(max_norm=max_norm)
 
 

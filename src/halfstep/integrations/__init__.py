@@ -1,0 +1,1 @@
+"""halfstep inside other training stacks: the drop-in for ``torch.amp.GradScaler``."""

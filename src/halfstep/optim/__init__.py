@@ -1,0 +1,1 @@
+"""Optimizers over low-precision weights and moments."""

@@ -1,0 +1,36 @@
+"""Which kernel takes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from halfstep.optim import cuda
+from halfstep.optim.kernel import Plan, Task, run_torch
+from halfstep.optim.native import native_kernel
+
+
+def run(tasks: Sequence[Task], plan: Plan) -> None:
+    """Take the step with the fastest kernel that is there; all of them give the same bits."""
+    kind = tasks[0].weight.device.type
+    if kind == "cpu":
+        kernel = native_kernel()
+        if not isinstance(kernel, str):
+            kernel.run(tasks, plan)
+            return
+    elif kind == "cuda" and not isinstance(cuda.triton_kernels(), str):
+        cuda.run(tasks, plan)
+        return
+    run_torch(tasks, plan)
+
+
+def kernel_name(device: torch.device) -> str:
+    """What :func:`run` would use on a device, and why, for people to read."""
+    found: object = "no kernel for this device"
+    name = ""
+    if device.type == "cpu":
+        found, name = native_kernel(), "compiled for this CPU"
+    elif device.type == "cuda":
+        found, name = cuda.triton_kernels(), "Triton, one launch for all tensors"
+    return f"torch operations ({found})" if isinstance(found, str) else name

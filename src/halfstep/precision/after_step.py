@@ -1,0 +1,41 @@
+"""What moves with the steps: learning-rate schedules, and the average of the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.ema import EMA
+
+OnSkip = Literal["hold", "advance"]
+
+
+class AfterStep:
+    """Schedules hold still on a skipped step or advance, as chosen; the average holds still."""
+
+    def __init__(self, schedulers: Sequence[Any], on_skip: OnSkip, ema: EMA | None) -> None:
+        if on_skip not in get_args(OnSkip):
+            raise PrecisionError(f"on_skip={on_skip!r}; allowed: {', '.join(get_args(OnSkip))}")
+        self._schedulers = schedulers
+        self._on_skip = on_skip
+        self._ema = ema
+
+    def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Move what moves.
+
+        Args:
+            applied: Whether the weights were updated.
+            weights: Name and exact value; read only if there is an average to move.
+        """
+        if applied and self._ema is not None:
+            self._ema.update_(weights)
+        if applied or self._on_skip == "advance":
+            with warnings.catch_warnings():
+                # torch takes a schedule that moves on a skipped step for a wrong order of calls.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                for scheduler in self._schedulers:
+                    scheduler.step()

@@ -1,0 +1,121 @@
+"""An exponential moving average of the weights that also moves in low precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.rounding import random_bits, round_stochastic
+
+
+class EMA:
+    """average <- decay * average + (1 - decay) * weight, after every applied step.
+
+    At decay 0.9999 one update moves the average by 1e-4 of its distance to the weight: rounded to
+    nearest in bf16 it never moves at all. The average is therefore fp32, or bf16 with stochastic
+    rounding, and it is taken of the exact masters where the model's weights are 16 bit.
+
+    **Source:** Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> ema = EMA(model, decay=0.9)
+        >>> ema.update_(model.named_parameters())
+        >>> with ema.applied_to(model):
+        ...     _ = model(torch.ones(1, 2))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        """Start the average at the model's trainable weights.
+
+        Args:
+            model: Best given before its weights are cast to 16 bit.
+            decay: Above 0 and below 1.
+            dtype: torch.float32, or torch.bfloat16 at half the memory.
+            seed: Of stochastic rounding.
+
+        Raises:
+            PrecisionError: For a decay or dtype that is not allowed.
+        """
+        if not 0 < decay < 1:
+            raise PrecisionError(f"decay={decay}; allowed: 0 < decay < 1")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise PrecisionError(f"dtype={dtype}; an average is kept in fp32 or bf16")
+        self.decay = decay
+        self.seed = seed
+        self.updates = 0
+        self.averages = {
+            name: parameter.detach().to(dtype, copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+
+    @torch.no_grad()
+    def update_(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Move every average towards its weight; call after applied steps only.
+
+        Args:
+            weights: Name and value, of any floating dtype; names that are not averaged are passed
+                over.
+        """
+        self.updates += 1
+        seen = 0
+        for name, weight in weights:
+            average = self.averages.get(name)
+            if average is None:
+                continue
+            value = average.float().lerp_(weight.detach().float(), 1 - self.decay)
+            if average.dtype == torch.bfloat16:
+                bits = random_bits(
+                    self.seed, self.updates, value.shape, stream=seen, device=value.device
+                )
+                value = round_stochastic(value.contiguous(), bits)
+            average.copy_(value)
+            seen += 1
+
+    @contextlib.contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model has the averages, in its own dtypes; afterwards its own weights."""
+        named = {n: p for n, p in model.named_parameters() if n in self.averages}
+        with torch.no_grad():
+            own = {name: parameter.detach().clone() for name, parameter in named.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(self.averages[name])
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(own[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages and the number of updates; decay and seed belong to the configuration."""
+        return {"updates": self.updates, "averages": dict(self.averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            PrecisionError: If it is of another model; nothing is changed then.
+        """
+        saved = state["averages"]
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.averages.items()}:
+            odd = sorted(set(saved) ^ set(self.averages)) or ["shapes differ"]
+            raise PrecisionError(f"the saved average is of another model: {', '.join(odd[:5])}")
+        for name, average in self.averages.items():
+            average.copy_(saved[name])
+        self.updates = int(state["updates"])

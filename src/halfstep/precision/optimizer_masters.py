@@ -1,0 +1,146 @@
+"""Masters that an optimizer keeps beside 16-bit weights, and steps that need no second pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.gradients import multiply_
+from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.rules import parameter_dtypes
+
+Gradients = Mapping[nn.Parameter, Tensor]
+
+
+@runtime_checkable
+class KeepsMasters(Protocol):
+    """An optimizer that keeps what a 16-bit weight cannot hold: those of ``halfstep.optim``."""
+
+    def set_precision(self, update: Any, moments: Any) -> None:
+        """Take the ways of keeping weights and moments."""
+
+    def step(
+        self, closure: None = None, *, gradients: Gradients | None = None, multiplier: float = 1.0
+    ) -> Any:
+        """Take a step with these gradients times a number."""
+
+    def read_master(self, parameter: nn.Parameter) -> Tensor:
+        """The fp32 numbers that a parameter stands for."""
+
+    def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set them."""
+
+
+class OptimizerMasters:
+    """16-bit weights; one of halfstep's optimizers keeps what they cannot hold."""
+
+    @torch.no_grad()
+    def __init__(
+        self, model: nn.Module, policy: PrecisionPolicy, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Cast the model's floating parameters and give the optimizers their exact values.
+
+        Args:
+            model: Its Parameter objects stay the same objects; only their storage changes.
+            policy: One with ``needs_own_optimizer``.
+            optimizers: All of ``halfstep.optim``.
+        """
+        self._owner: dict[nn.Parameter, KeepsMasters] = {}
+        for optimizer in optimizers:
+            assert isinstance(optimizer, KeepsMasters), "checked before anything is changed"
+            for group in optimizer.param_groups:
+                self._owner |= dict.fromkeys(group["params"], optimizer)
+        named = ((n, p) for n, p in model.named_parameters() if p in self._owner)
+        self._named = {n: p for n, p in named if p.requires_grad}
+        exact = {name: p.detach().float() for name, p in self._named.items()}
+        cast_parameters_(model, parameter_dtypes(policy, model))
+        self._buffers = {p: _Buffer() for p in self._named.values()}
+        for parameter, buffer in self._buffers.items():
+            parameter.grad = None
+            parameter.register_post_accumulate_grad_hook(buffer)  # type: ignore[no-untyped-call]
+        self.load_(exact)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's own trainable parameters."""
+        return dict(self._named)
+
+    def covers(self, parameter: nn.Parameter) -> bool:
+        """Whether it was trainable and the optimizer's when this was made."""
+        return parameter in self._buffers
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """16 bit after one micro-batch, which loses nothing; fp32 after several."""
+        held = {p: self._buffers[p].gradient for p in parameters if p in self._buffers}
+        return {p: gradient for p, gradient in held.items() if gradient is not None}
+
+    def clear(self) -> None:
+        """Drop every buffer."""
+        for parameter, buffer in self._buffers.items():
+            parameter.grad = None
+            buffer.gradient = None
+
+    def update_(self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
+        """Step: unscaling, clipping, update and rounding in one pass over memory."""
+        step_optimizers(optimizers, gradients, factor)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """What weight and remainder stand for, in fp32."""
+        return ((name, self._owner[p].read_master(p)) for name, p in self._named.items())
+
+    @torch.no_grad()
+    def load_(self, values: Mapping[str, Tensor]) -> None:
+        """Store the values; what a weight cannot hold goes where its optimizer keeps it."""
+        for name, parameter in self._named.items():
+            self._owner[parameter].write_master_(parameter, values[name])
+
+
+class _Buffer:
+    """A finished gradient as it came, and fp32 as soon as a second one is added."""
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def __call__(self, weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        if self.gradient is None or gradient is None:
+            self.gradient = gradient if self.gradient is None else self.gradient
+        else:
+            self.gradient = self.gradient.float().add_(gradient)
+
+
+def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
+    """Step with the gradients times a number; only halfstep's optimizers leave them unchanged."""
+    own = [optimizer for optimizer in optimizers if isinstance(optimizer, KeepsMasters)]
+    if len(own) < len(optimizers):
+        others = [o for o in optimizers if not isinstance(o, KeepsMasters)]
+        theirs = {p for o in others for group in o.param_groups for p in group["params"]}
+        multiply_([gradient for p, gradient in gradients.items() if p in theirs], factor)
+    for optimizer in optimizers:
+        if isinstance(optimizer, KeepsMasters):
+            optimizer.step(gradients=gradients, multiplier=factor)
+        else:
+            optimizer.step()
+
+
+def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that cannot keep weights or moments as the policy says.
+
+    Raises:
+        PrecisionError: Naming the optimizer, the policy and the nearest that works.
+    """
+    if not policy.needs_own_optimizer:
+        return
+    for optimizer in optimizers:
+        if not isinstance(optimizer, KeepsMasters):
+            nearest = "bf16-master" if policy.update != "nearest" else f"{policy}".split(",")[0]
+            raise PrecisionError(
+                f"policy {policy} needs an optimizer that keeps update={policy.update} and "
+                f"moments={policy.moment_format}: halfstep.optim's AdamW, SGD or Lion; "
+                f"{type(optimizer).__name__} does not. The nearest policy for it is {nearest}"
+            )

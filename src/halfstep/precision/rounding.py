@@ -1,0 +1,208 @@
+"""Rounding that loses nothing, or nothing on average: split masters, stochastic, Kahan.
+
+Split masters. The bf16 weight is the upper half of an fp32 master rounded to nearest; what is left
+is the signed distance from the weight to the master, which 16 bits always hold::
+
+    b = bits of the fp32 master, a 32-bit integer
+    weight    = (b + 0x8000) >> 16          the upper half, rounded (ties away from zero)
+    remainder = int16(b)                    the lower half, read as a signed number
+    b         = (weight << 16) + remainder  modulo 2^32: exact for every number and infinity
+
+Finite masters above the largest bf16 have an infinite weight, as rounding to nearest demands, and a
+negative remainder, which keeps the master. NaN becomes the quiet NaN of its sign.
+
+With 24 bits the remainder is 8 bits wide and the lowest byte of the master is rounded away. Rounded
+to nearest, updates below 2^-17 of the weight would stall there; a random byte added before the cut
+makes the rounding right on average.
+
+The random bits are a pure function of (seed, step, stream, index), so a resume, a replay and two
+ranks draw the same ones.
+
+**Source:** the signed 16-bit remainder as in NVIDIA Apex and TransformerEngine
+(``store_param_remainders``); stochastic rounding: Gupta et al., "Deep Learning with Limited
+Numerical Precision", ICML 2015, section 3; Kahan, "Further remarks on reducing truncation errors",
+CACM 8(1), 1965; the integer hash is ``lowbias32`` of Wellons' hash-prospector (public domain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_ABS = 0x7FFFFFFF
+_INF = 0x7F800000
+_QUIET = 0x7FC00000
+
+
+def _mix(x: int) -> int:
+    """A bijection of 32-bit integers whose output bits each depend on every input bit."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & _MASK
+    x ^= x >> 15
+    x = x * 0x846CA68B & _MASK
+    return x ^ x >> 16
+
+
+def random_key(seed: int, step: int, stream: int) -> int:
+    """The 32-bit key of one tensor's random bits in one step."""
+    return _mix(_mix(_mix(seed & _MASK) ^ step & _MASK) ^ stream & _MASK)
+
+
+def random_bits(
+    seed: int,
+    step: int,
+    shape: int | Sequence[int],
+    *,
+    stream: int = 0,
+    start: int = 0,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """32 random bits per element, a pure function of seed, step, stream and element number.
+
+    Args:
+        seed: Any integer; the low 32 bits count.
+        step: The optimizer step.
+        shape: Number of elements, or the shape.
+        stream: Tells tensors of one step apart.
+        start: Number of the first element: a slice of a tensor draws the tensor's own bits.
+        device: Where the result lives; the bits are the same on every device.
+
+    Returns:
+        int32, of ``shape``.
+    """
+    size = torch.Size([shape] if isinstance(shape, int) else shape)
+    x = torch.arange(start, start + size.numel(), device=device) ^ random_key(seed, step, stream)
+    x = x & _MASK  # int64 holds 32-bit products only if both factors are cut: see _times
+    x = x ^ x >> 16
+    x = _times(x, 0x7FEB352D)
+    x = x ^ x >> 15
+    x = _times(x, 0x846CA68B)
+    x = x ^ x >> 16
+    return _int32(x).reshape(size)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """The product modulo 2^32 in int64, which wraps around harmlessly at 2^64."""
+    return x * factor & _MASK
+
+
+def _int32(x: Tensor) -> Tensor:
+    """Numbers below 2^32 in int64 as the int32 of the same bits."""
+    return (x - ((x & 0x80000000) << 1)).to(torch.int32)
+
+
+def _canonical_bits(master: Tensor) -> Tensor:
+    """The bits of fp32 numbers in int32, with every NaN made the quiet one of its sign."""
+    bits = master.view(torch.int32)
+    return torch.where((bits & _ABS) > _INF, bits & ~_ABS | _QUIET, bits)
+
+
+def _bf16_of(high: Tensor) -> Tensor:
+    """The bf16 numbers whose bits are the low 16 of ``high``."""
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into the nearest bf16 and the signed 16-bit remainder.
+
+    Args:
+        master: fp32, any shape, contiguous.
+
+    Returns:
+        bf16 and int16 of the same shape, from which :func:`join` gives back the exact bits.
+
+    Example:
+        >>> weight, remainder = split(torch.tensor([1.001]))
+        >>> weight.item(), join(weight, remainder).item() == torch.tensor(1.001).item()
+        (1.0, True)
+    """
+    bits = _canonical_bits(master)
+    low = bits << 16 >> 16  # the lower half with its sign
+    return _bf16_of((bits - low) >> 16), low.to(torch.int16)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a bf16 weight and its int16 remainder; the inverse of :func:`split`."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Split fp32 into bf16 and an 8-bit remainder; the lowest byte is rounded stochastically.
+
+    Args:
+        master: fp32, any shape, contiguous.
+        bits: int32 random bits of the same shape; the low 8 are used.
+
+    Returns:
+        bf16 and int8. :func:`join24` gives a number of 15 stored mantissa bits whose mean over the
+        random bits is the master.
+    """
+    b = _canonical_bits(master)
+    magnitude = b & _ABS
+    rounded = (magnitude + (bits & 0xFF)) & ~0xFF
+    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x100), magnitude)
+    cut = (b & ~_ABS | rounded) >> 8  # 24 bits with the sign
+    low = cut << 24 >> 24
+    return _bf16_of((cut - low) >> 8), low.to(torch.int8)
+
+
+def join24(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The 24-bit master, as fp32, of a bf16 weight and its int8 remainder."""
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + (remainder.to(torch.int32) << 8)
+    return bits.view(torch.float32)
+
+
+def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 to bf16, up with a probability equal to the fraction cut off.
+
+    Args:
+        values: fp32, any shape, contiguous.
+        bits: int32 random bits of the same shape; the low 16 are used.
+
+    Returns:
+        bf16: numbers that bf16 holds stay; others have the right mean, up to the largest finite
+        bf16, which finite values never exceed. Infinities stay; NaN stays NaN.
+    """
+    b = _canonical_bits(values)
+    magnitude = b & _ABS
+    rounded = (magnitude + (bits & 0xFFFF)) & ~0xFFFF
+    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x10000), magnitude)
+    return _bf16_of((b & ~_ABS | rounded) >> 16)
+
+
+def kahan_split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Round fp32 to the nearest bf16 and keep what that loses, rounded to bf16 as well.
+
+    Returns:
+        bf16 weight and bf16 residual of the same shape: 16 mantissa bits together, so updates below
+        2^-17 of the weight are still lost. A weight that is not finite has the residual 0.
+        Splitting what :func:`kahan_join` gives changes no bit.
+    """
+    weight = master.to(torch.bfloat16)
+    lost = torch.where(weight.isfinite(), master - weight.float(), 0.0).to(torch.bfloat16)
+    held = kahan_join(weight, lost)  # the residual may have been rounded up to the half way
+    weight = held.to(torch.bfloat16)
+    return weight, torch.where(weight.isfinite(), held - weight.float(), 0.0).to(torch.bfloat16)
+
+
+def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
+    """The fp32 sum of a bf16 weight and its residual."""
+    return weight.float() + residual.float()
+
+
+def kahan_add(weight: Tensor, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+    """Add an fp32 update to a bf16 weight and carry what rounding loses to the next addition.
+
+    Args:
+        weight: bf16, any shape.
+        residual: bf16, same shape: what earlier additions lost; 0 at the start.
+        update: fp32, same shape.
+
+    Returns:
+        The new weight and the new residual, both bf16.
+    """
+    return kahan_split(kahan_join(weight, residual) + update)

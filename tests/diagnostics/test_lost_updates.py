@@ -1,0 +1,468 @@
+"""The lost-update meter against NumPy, against real training, and around other people's loops."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.precision.step import Precision
+
+ALL = 10**7  # samples: every element is looked at
+WAYS = [{"fused": True}, {"foreach": True}, {"foreach": False, "fused": False}]
+
+
+def bf16(values):
+    """NumPy fp64 rounded to the nearest bf16, ties to even, by bits."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+class Gain(nn.Module):
+    """512 gains at 1.0, as of a norm, whose gradients are of both signs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512))
+
+    def forward(self, x):
+        return (self.weight * x).float().square().mean()
+
+
+def measured(optimizer, gradients, **options):
+    meter = LostUpdateMeter(optimizer, every=1, samples=ALL, **options)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient.to(parameter.dtype)
+    optimizer.step()
+    meter.close()
+    return meter.report()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["fused", "foreach", "loop"])
+@pytest.mark.parametrize(("lr", "share"), [(1e-3, 0.0), (1e-4, 0.12), (3e-5, 0.70), (1e-6, 0.98)])
+def test_first_step_of_bf16_adamw(lr, share, way):
+    generator = np.random.default_rng(0)
+    w = bf16(generator.normal(0, 0.02, 40_000))
+    g = bf16(generator.normal(0, 1, 40_000))
+    # Kingma and Ba, algorithm 1, at t = 1: m / (1 - beta1) = g, v / (1 - beta2) = g^2.
+    moved = bf16(w.astype(np.float64) - lr * g / (np.abs(g) + 1e-8))
+    expected = np.mean(moved == w)
+
+    weight = nn.Parameter(torch.tensor(w).bfloat16())
+    optimizer = torch.optim.AdamW([weight], lr=lr, weight_decay=0.0, **way)
+    (report,) = measured(optimizer, {weight: torch.tensor(g)})
+    # Moments rounded to bf16 make an update up to 2^-8 larger or smaller than in the oracle, which
+    # counts for elements that close to half a gap.
+    assert report.lost == pytest.approx(expected, abs=0.01)
+    # The table of the design gives whole percents, of another draw.
+    assert report.lost == pytest.approx(share, abs=0.015)
+    assert report.lost == report.unmoved == report.weight_unchanged
+    assert report.zero == 0
+    assert report.elements == report.sampled == 40_000
+
+
+def test_pure_bf16_gains_stand_still_and_the_meter_says_so():
+    torch.manual_seed(0)
+    model = Gain().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    meter = LostUpdateMeter(optimizer)
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(torch.randn(8, 512, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+    assert int((model.weight != 1).sum()) == 0
+    (report,) = meter.report()
+    assert report.step == 200
+    assert report.lost == 1.0
+    assert report.stuck == ("tensor 0 of shape (512,)",)
+    assert report.verdict.startswith(
+        "100 % of updates are lost at lr 0.001: use bf16-split, bf16-kahan, bf16-sr or bf16-master;"
+        " below lr 0.00"
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["bf16-master", "bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"]
+)
+def test_other_ways_move(policy):
+    torch.manual_seed(0)
+    model = Gain()
+    kind = torch.optim.AdamW if policy == "bf16-master" else AdamW
+    optimizer = kind(model.parameters(), lr=1e-3, weight_decay=0.0)
+    precision = Precision(policy, model, optimizer)
+    meter = LostUpdateMeter(precision)
+    for _ in range(200):
+        precision.step(model(torch.randn(8, 512)))
+    assert int((model.weight != 1).sum()) >= 500
+    (report,) = meter.report()
+    assert report.lost == 0
+    assert report.stuck == ()
+    assert report.frozen_below < 1e-5
+    if policy == "bf16-sr":  # most single updates leave the weight, and that is no loss
+        assert report.unmoved > 0.5
+        assert report.verdict.startswith("moves on average;")
+    elif policy != "bf16-split24":
+        assert report.verdict == "none lost"
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_training_below_the_freezing_rate_moves_nothing_and_above_everything(sign):
+    def train(lr, steps):
+        gain = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW([gain], lr=lr, weight_decay=0.0, fused=True)
+        meter = LostUpdateMeter(optimizer, every=1)
+        for _ in range(steps):
+            gain.grad = torch.full_like(gain, sign)
+            optimizer.step()
+        return gain.detach(), meter.report()[0]
+
+    _, report = train(1e-4, 1)
+    # Towards 0 the gap at 1 is 2^-8, away from it 2^-7; the first step of Adam is lr.
+    assert report.frozen_below == pytest.approx(2**-9 if sign > 0 else 2**-8, rel=1e-6)
+    assert report.wholly_frozen_below == report.frozen_below
+    below, report = train(0.98 * report.frozen_below, 50)
+    assert torch.equal(below, torch.ones_like(below))
+    assert report.lost == 1
+    above, report = train(1.02 * report.frozen_below, 1)
+    assert bool((above != 1).all())
+    assert report.lost == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        (torch.optim.SGD, {}, torch.bfloat16),
+        (torch.optim.SGD, {}, torch.float16),
+        (torch.optim.SGD, {}, torch.float32),
+        (torch.optim.AdamW, {"weight_decay": 0.5, "fused": True}, torch.bfloat16),
+        (SGD, {"update": "nearest"}, torch.bfloat16),
+        (SGD, {"update": "kahan"}, torch.bfloat16),
+        (SGD, {"update": "split"}, torch.bfloat16),
+        (SGD, {"update": "stochastic"}, torch.bfloat16),
+    ],
+)
+def test_freezing_rates_of_many_elements_come_true(kind, options, dtype):
+    torch.manual_seed(0)
+    start = torch.randn(20_000).to(dtype)
+    gradient = torch.randn(20_000).to(dtype)
+
+    def lost(lr):
+        weight = nn.Parameter(start.clone())
+        (report,) = measured(kind([weight], lr=lr, **options), {weight: gradient})
+        return report
+
+    found = lost(1e-4 if dtype != torch.float32 else 1e-8)
+    for rate, share in ((found.frozen_below, 0.5), (found.wholly_frozen_below, 0.99)):
+        # At the rate itself, half a gap is a tie; 1 % is far from it and moves few elements.
+        assert lost(0.99 * rate).lost >= share > lost(1.01 * rate).lost - 0.01
+        assert lost(1.5 * rate).lost < share
+
+
+def test_a_kahan_residual_freezes_at_its_own_gap():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(20_000).bfloat16())
+    optimizer = AdamW([weight], lr=1e-3, weight_decay=0.0, update="kahan")
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+
+    def lost(lr):
+        copied = copy.deepcopy(optimizer)
+        copied.param_groups[0]["lr"] = lr
+        (parameter,) = copied.param_groups[0]["params"]
+        torch.manual_seed(1)
+        return measured(copied, {parameter: torch.randn(20_000)})[0]
+
+    found = lost(1e-4)
+    assert found.stored == "bf16 kahan"
+    assert 1e-8 < found.frozen_below < 1e-5  # bf16's own is 1e-3, fp32's 1e-8
+    for rate, share in ((found.frozen_below, 0.5), (found.wholly_frozen_below, 0.99)):
+        assert lost(0.9 * rate).lost >= share - 0.01 > lost(1.2 * rate).lost - 0.01
+
+
+def test_the_loss_scale_and_the_clip_factor_are_taken_out():
+    def rate(step, kind, **options):
+        weight = nn.Parameter(torch.ones(100))
+        optimizer = kind([weight], lr=1e-3, **options)
+        meter = LostUpdateMeter(optimizer, every=1)
+        step(weight, optimizer)
+        return meter.report()[0].frozen_below
+
+    def plain(weight, optimizer):
+        (weight * 0.25).sum().backward()
+        optimizer.step()
+
+    def scaled(weight, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((weight * 0.25).sum()).backward()
+        scaler.step(optimizer)
+
+    def multiplied(weight, optimizer):
+        gradients = {weight: torch.full((100,), 16.0)}
+        optimizer.step(gradients=gradients, multiplier=0.25 / 16)
+
+    sgd = torch.optim.SGD
+    expected = 2**-25 / 0.25  # half the gap below 1 over the gradient
+    assert rate(plain, sgd) == pytest.approx(expected)
+    assert rate(scaled, sgd, fused=True) == pytest.approx(expected)
+    assert rate(scaled, sgd, fused=False) == pytest.approx(expected)
+    assert rate(scaled, SGD) == pytest.approx(expected)
+    assert rate(multiplied, SGD) == pytest.approx(expected)
+
+
+def test_groups_have_names_and_their_own_shares():
+    still = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    moving = nn.Parameter(torch.full((500,), 1e-3, dtype=torch.bfloat16))
+    named = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [still], "weight_decay": 0.0},
+            {"params": [moving], "weight_decay": 0.1, "lr": 1e-2},
+            {"params": [named], "name": "gains"},
+            {"params": [nn.Parameter(torch.ones(8))], "name": "idle"},
+        ],
+        lr=1e-3,
+    )
+    ones = {p: torch.ones_like(p) for p in (still, moving, named)}
+    reports = {r.group: r for r in measured(optimizer, ones)}
+    assert list(reports) == ["group 0 (weight decay 0)", "group 1 (weight decay 0.1)", "gains"]
+    assert [r.lost for r in reports.values()] == [1.0, 0.0, 0.0]
+    assert [r.learning_rate for r in reports.values()] == [1e-3, 1e-2, 1e-3]
+    assert [r.stored for r in reports.values()] == ["bf16", "bf16", "fp32"]
+
+
+def test_several_optimizers_and_equal_names():
+    a, b, c = (nn.Parameter(torch.ones(8)) for _ in range(3))
+    first = torch.optim.SGD([{"params": [a], "name": "x"}, {"params": [b], "name": "x"}], lr=1.0)
+    second = torch.optim.SGD([("c.weight", c)], lr=1.0)
+    meter = LostUpdateMeter([first, second], every=1)
+    for p in (a, b, c):
+        p.grad = torch.ones_like(p)
+    first.step()
+    second.step()
+    names = [report.group for report in meter.report()]
+    assert names == [
+        "optimizer 0 x", "optimizer 0 x (group 1)", "optimizer 1 group 0 (weight decay 0)",
+    ]  # fmt: skip
+
+
+def test_zero_gradients_are_no_updates():
+    rows = nn.Parameter(torch.ones(10, 100, dtype=torch.bfloat16))
+    gradient = torch.zeros(10, 100)
+    gradient[:4] = 1e-3
+    (report,) = measured(torch.optim.SGD([rows], lr=1.0), {rows: gradient})
+    assert report.zero == pytest.approx(0.6)
+    assert report.lost == 1.0  # of the 400 updates; 1e-3 is below half the gap at 1
+    assert report.weight_unchanged == 1.0
+    (report,) = measured(torch.optim.SGD([rows], lr=1.0), {rows: torch.zeros(10, 100)})
+    assert (report.zero, report.lost) == (1.0, 0.0)
+    assert report.verdict == "no update: every intended update is zero"
+
+
+def test_a_small_stuck_tensor_is_seen_in_a_large_group_and_does_not_distort_it():
+    large = nn.Parameter(torch.full((1000, 1000), 1e-3, dtype=torch.bfloat16))
+    gain = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([("layer.weight", large), ("norm.weight", gain)], lr=1e-3)
+    meter = LostUpdateMeter(optimizer, every=1)
+    for p in (large, gain):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    (report,) = meter.report()
+    assert report.sampled < 4200
+    assert report.lost == pytest.approx(100 / 1_000_100, rel=1e-9)
+    assert report.stuck == ("norm.weight",)
+    assert "1 of 2 tensors do not move: norm.weight" in report.verdict
+
+
+def test_a_sample_is_close_to_the_whole():
+    torch.manual_seed(0)
+    start, gradient = torch.randn(100_000).bfloat16(), torch.randn(100_000)
+    lost = []
+    for samples in (4096, ALL):
+        weight = nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([weight], lr=1e-3)
+        meter = LostUpdateMeter(optimizer, every=1, samples=samples)
+        weight.grad = gradient.bfloat16()
+        optimizer.step()
+        lost.append(meter.report()[0].lost)
+    # Binomial: 4 standard deviations of a share of 4096 are at most 4 * 0.5 / 64.
+    assert lost[0] == pytest.approx(lost[1], abs=0.032)
+    assert lost[0] != lost[1]
+
+
+def test_masters_are_measured_and_the_visible_weight_beside():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    precision = Precision("bf16-master", model, optimizer)
+    meter = LostUpdateMeter(precision, every=1, samples=ALL)
+    before = copy.deepcopy([*model.parameters()])
+    precision.step(model(torch.randn(8, 64)).square().mean())
+    pairs = zip(before, model.parameters(), strict=True)
+    same = torch.cat([(a == b).flatten() for a, b in pairs])
+    (report,) = meter.report()
+    assert report.stored == "fp32"
+    assert report.lost == report.unmoved == 0
+    assert report.weight_unchanged == pytest.approx(float(same.double().mean()), abs=1e-12)
+    assert 0.3 < report.weight_unchanged < 1
+
+
+def test_a_skipped_step_is_not_counted():
+    model = Gain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    precision = Precision("fp16-mixed", model, optimizer)
+    meter = LostUpdateMeter(precision, every=2)
+    applied = []
+    for x in (1.0, 1e32, 1.0, 1.0, 1.0):  # the second one overflows
+        loss = (model.weight * torch.full((512,), x)).sum() / 512
+        applied.append(precision.step(loss * 1e6 if x > 1 else loss).applied)
+    assert applied == [True, False, True, True, True]
+    assert [r.step for r in meter.report()] == [4]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_grad_scaler_loop(fused):
+    weight = nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=fused, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    meter = LostUpdateMeter(optimizer, every=1, samples=ALL)
+
+    def step(x):
+        optimizer.zero_grad()
+        scaler.scale((weight * x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(torch.ones(100))
+    (first,) = meter.report()
+    assert first.lost == 0
+    # The scale is divided out: Adam's first step is lr whatever the scale, and so is the rate.
+    assert first.frozen_below == pytest.approx(2**-25, rel=1e-3)
+    step(torch.full((100,), float("inf")))  # a fused optimizer is called all the same
+    assert meter.report() == (first,)
+    step(torch.ones(100))
+    (third,) = meter.report()
+    assert third.step == (3 if fused else 2)
+
+
+def test_measuring_changes_nothing():
+    def train(every):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 1)
+        )
+        own = AdamW(model[0].parameters(), lr=1e-3, update="split", moments="8bit")
+        stock = torch.optim.AdamW([*model[1].parameters(), *model[3].parameters()], lr=1e-3)
+        model.bfloat16()
+        meter = LostUpdateMeter([own, stock], every=every)
+        for _ in range(12):
+            model(torch.randn(8, 16, dtype=torch.bfloat16)).square().mean().backward()
+            for optimizer in (own, stock):
+                optimizer.step()
+                optimizer.zero_grad()
+            meter.report()
+        states = [*own.state_dict()["state"].values(), *stock.state_dict()["state"].values()]
+        return [*model.parameters()], states, torch.get_rng_state()
+
+    for a, b in zip(train(0), train(1), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_closing_removes_the_hooks():
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    meter = LostUpdateMeter(optimizer, every=1)
+    assert meter.report() == ()
+    assert str(meter) == "no step has been measured yet"
+    weight.grad = torch.ones(8)
+    optimizer.step()
+    meter.close()
+    meter.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    optimizer.step()
+    assert [r.step for r in meter.report()] == [1]
+    assert str(meter).endswith("none lost")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_reads_nothing_from_the_device(kind, monkeypatch):
+    weights = [nn.Parameter(torch.randn(40, 30)), nn.Parameter(torch.ones(30))]
+    optimizer = kind(weights, lr=1e-3, fused=True)
+    meter = LostUpdateMeter(optimizer, every=1)
+
+    def forbidden(*args):
+        raise AssertionError("the host waited for a tensor")
+
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__"):
+            patch.setattr(torch.Tensor, name, forbidden)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+    assert [r.step for r in meter.report()] == [3]
+
+
+def test_every_counts_from_where_a_run_was_resumed():
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    meter = LostUpdateMeter(optimizer, every=10, start=18)
+    weight.grad = torch.ones(8)
+    seen = []
+    for _ in range(15):
+        optimizer.step()
+        seen += [r.step for r in meter.report()] if meter.fresh else []
+    assert seen == [20, 30]
+
+
+def test_parameters_may_be_replaced_and_added():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(100))], lr=1.0)
+    meter = LostUpdateMeter(optimizer, every=1)
+    for size in (100, 7):
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(size))]
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(size)
+        optimizer.step()
+        assert [report.elements for report in meter.report()] == [size]
+    more = nn.Parameter(torch.ones(5))
+    more.grad = torch.ones(5)
+    optimizer.add_param_group({"params": [more]})
+    optimizer.step()
+    assert [report.elements for report in meter.report()] == [7, 5]
+
+
+def test_learning_rate_in_a_tensor_and_of_zero():
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([weight], lr=torch.tensor(1e-3), fused=True, weight_decay=0.0)
+    (report,) = measured(optimizer, {weight: torch.ones(8)})
+    assert report.learning_rate == pytest.approx(1e-3)
+    assert report.lost == 1
+    (report,) = measured(torch.optim.SGD([weight], lr=0.0), {weight: torch.ones(8)})
+    assert report.zero == 1
+    assert math.isnan(report.frozen_below)
+
+
+@pytest.mark.parametrize("options", [{"every": -1}, {"samples": 0}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match="allowed: every >= 0, samples >= 1"):
+        LostUpdateMeter(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "advice"),
+    [
+        (torch.bfloat16, {}, ": use bf16-split, bf16-kahan, bf16-sr or bf16-master;"),
+        (torch.bfloat16, {"update": "kahan"}, ": use bf16-split or bf16-master;"),
+        (torch.float16, {}, ": use fp16-master;"),
+        (torch.float32, {}, ";"),
+    ],
+)
+def test_a_verdict_names_what_helps(dtype, options, advice):
+    weight = nn.Parameter(torch.ones(100, dtype=dtype))
+    kind = SGD if options else torch.optim.SGD
+    (report,) = measured(kind([weight], lr=1e-9, **options), {weight: torch.ones(100)})
+    assert report.verdict.startswith(f"100 % of updates are lost at lr 1e-09{advice} below lr ")

@@ -1,0 +1,243 @@
+"""halfstep.GradScaler's account of a step, and its copies."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep import GradScaler
+from halfstep.integrations import recording_scaler, step_record
+from integrations.scaler_side import Plain, TakesScaler
+
+INF, NAN = math.inf, math.nan
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "third party": Plain,
+    "takes the scaler": TakesScaler,
+}
+
+
+class Two(nn.Module):
+    """Two parameters whose gradients are what ``forward`` is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = nn.Parameter(torch.ones(2))
+
+    def forward(self, first=(1.0, 2.0), second=(3.0, 4.0)):
+        return (self.first * torch.tensor(first)).sum() + (self.second * torch.tensor(second)).sum()
+
+
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def machine(request, monkeypatch):
+    """The second one keeps every number as a tensor, as if reading it made the host wait."""
+    if request.param != "cpu":
+        for module in (step_record, recording_scaler):
+            monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the deprecated contract, as torch's
+        yield
+
+
+def made(kind="sgd", **options):
+    model = Two()
+    options = {"init_scale": 8.0, "growth_interval": 2, "names": model.named_parameters()} | options
+    return model, OPTIMIZERS[kind](model.parameters()), GradScaler("cpu", **options)
+
+
+def step(model, optimizer, scaler, first=(1.0, 2.0), second=(3.0, 4.0), unscale=False):
+    optimizer.zero_grad()
+    scaler.scale(model(first, second)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "takes the scaler"])
+def test_every_optimizers_steps_are_told(kind, unscale, machine):
+    model, optimizer, scaler = made(kind)
+    assert scaler.last_step is None
+    assert scaler.calibrating
+
+    weights = [p.detach().clone() for p in model.parameters()]
+    told = step(model, optimizer, scaler, second=(INF, 1.0), unscale=unscale)
+    assert (told.applied, told.reason, told.loss_scale, told.next_loss_scale) == (
+        False, "overflow", 8.0, 4.0)  # fmt: skip
+    assert told.nonfinite_parameters == ("second",)
+    assert (told.skipped_total, told.skipped_in_a_row, told.loss) == (1, 1, INF)
+    assert scaler.calibrating
+
+    told = step(model, optimizer, scaler, first=(NAN, 1.0), unscale=unscale)
+    assert (told.applied, told.reason, told.nonfinite_parameters) == (
+        False, "nan_gradients", ("first",))  # fmt: skip
+    assert (told.skipped_total, told.skipped_in_a_row, told.next_loss_scale) == (2, 2, 2.0)
+    assert math.isnan(told.loss)
+    assert all(map(torch.equal, weights, model.parameters()))
+
+    told = step(model, optimizer, scaler, unscale=unscale)
+    assert (told.applied, told.reason, told.nonfinite_parameters) == (True, None, ())
+    assert (told.skipped_total, told.skipped_in_a_row, told.loss) == (2, 0, 10.0)
+    assert math.isnan(told.grad_norm)
+    assert not scaler.calibrating
+    assert not any(map(torch.equal, weights, model.parameters()))
+
+    assert step(model, optimizer, scaler, unscale=unscale).next_loss_scale == 4.0
+    told = step(model, optimizer, scaler, first=(1.0, -INF), second=(1.0, NAN), unscale=unscale)
+    assert (told.reason, told.nonfinite_parameters) == ("overflow", ("second", "first"))
+    assert (told.skipped_total, told.skipped_in_a_row) == (3, 1)
+    assert not scaler.calibrating
+
+
+def test_the_deprecated_contract_is_told_too(machine):
+    model, optimizer, scaler = made("takes the scaler")
+    assert step(model, optimizer, scaler, first=(INF, 1.0)).reason == "overflow"
+    assert step(model, optimizer, scaler).applied
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_an_infinity_beside_a_nan_is_an_overflow(kind, machine):
+    assert step(*made(kind), first=(INF, NAN)).reason == "overflow"
+
+
+def test_before_update_the_next_scale_is_the_present_one(machine):
+    model, optimizer, scaler = made("fused")
+    scaler.scale(model((INF, 1.0))).backward()
+    scaler.step(optimizer)
+    before = scaler.last_step
+    assert (before.next_loss_scale, before.skipped_total, before.skipped_in_a_row) == (8.0, 1, 1)
+    scaler.update()
+    after = scaler.last_step
+    assert (after.next_loss_scale, after.skipped_total, after.skipped_in_a_row) == (4.0, 1, 1)
+    assert scaler.last_step == after
+
+
+@pytest.mark.parametrize("kind", ["fused", "sgd"])
+@pytest.mark.parametrize("how", ["cleared", "next loss scaled"])
+def test_what_is_known_when_the_gradients_are_gone(kind, how, machine):
+    model, optimizer, scaler = made(kind)
+    scaler.scale(model((NAN, 1.0))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if how == "cleared":
+        optimizer.zero_grad()
+    else:
+        scaler.scale(model((INF, 1.0), (INF, 1.0))).backward()
+    told = scaler.last_step
+    assert not told.applied
+    # Marked at once where the host knows the flag; with a fused optimizer on a GPU it does not.
+    known = machine == "cpu" or kind == "sgd"
+    assert told.nonfinite_parameters == (("first",) if known else ())
+    assert told.reason == ("nan_gradients" if known else "overflow")
+
+
+def test_names_are_of_this_round(machine):
+    model, optimizer, scaler = made("fused")
+    step(model, optimizer, scaler, first=(INF, 1.0), unscale=True)
+    told = step(model, optimizer, scaler, second=(NAN, 1.0))
+    assert (told.reason, told.nonfinite_parameters) == ("nan_gradients", ("second",))
+
+
+def test_with_accumulation_the_loss_is_the_last_one():
+    model, optimizer, scaler = made()
+    scaler.scale(model()).backward()
+    scaler.scale(model((2.0, 2.0))).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step.loss == 11.0
+    scaler.update()
+    scaler.scale([model()])[0].backward()
+    scaler.step(optimizer)
+    assert math.isnan(scaler.last_step.loss)
+
+
+def test_several_optimizers_are_told_one_by_one_and_counted_by_round(machine):
+    model = Two()
+    scaler = GradScaler("cpu", init_scale=8.0, names=model.named_parameters())
+    one, two = torch.optim.SGD([model.first], lr=0.1), torch.optim.SGD([model.second], lr=0.1)
+    for count in (1, 2):
+        scaler.scale(model((INF, 1.0))).backward()
+        scaler.step(one)
+        told = scaler.last_step
+        assert (told.applied, told.skipped_total, told.skipped_in_a_row) == (False, count, count)
+        scaler.step(two)
+        told = scaler.last_step
+        assert (told.applied, told.skipped_total, told.skipped_in_a_row) == (True, count, 0)
+        scaler.update()
+        assert scaler.last_step.next_loss_scale == 8.0 / 2**count
+        one.zero_grad()
+        two.zero_grad()
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a value goes from a tensor to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "third party"])
+@pytest.mark.parametrize("gradient", [1.0, INF])
+def test_nothing_is_read_that_torch_does_not_read(kind, gradient, monkeypatch):
+    for module in (step_record, recording_scaler):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    reads = []
+    for scaler_class in (torch.amp.GradScaler, GradScaler):
+        model = Two()
+        optimizer, scaler = OPTIMIZERS[kind](model.parameters()), scaler_class("cpu")
+        with Reads() as counter:
+            for _ in range(3):
+                scaler.scale(model((gradient, 1.0))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        reads.append(counter.count)
+    # Where torch reads the flag once a step, ours brings it to the host and reads that copy twice,
+    # which is one wait as well: 3 more in 3 steps. (Some optimizers read their step counters.)
+    assert reads[1] - reads[0] == (0 if kind == "fused" else 3)
+    assert kind != "fused" or reads[0] == 0
+    assert scaler.last_step.skipped_total == (0 if gradient == 1.0 else 3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_are_whole(copied, machine):
+    model, optimizer, scaler = made(hysteresis=2, max_scale=64.0, max_consecutive_skips=9)
+    assert copied(scaler).state_dict() == scaler.state_dict()
+    step(model, optimizer, scaler)
+    scaler.for_loss("other").scale(torch.ones(()))
+    told = step(model, optimizer, scaler, first=(INF, 1.0))
+    other = copied(scaler)
+    assert repr(other.last_step) == repr(told)  # as text, since NaN is not NaN
+    assert other.state_dict() == scaler.state_dict()
+    assert (other._guard, other.calibrating) == (scaler._guard, False)
+    for _ in range(3):  # it goes on as the original would
+        assert [
+            step(model, optimizer, s, first=(INF, 1.0)).next_loss_scale for s in (scaler, other)
+        ]
+    assert other.state_dict() == scaler.state_dict()
+    assert other.for_loss("other") is not scaler.for_loss("other")
+
+
+def test_a_deep_copy_knows_the_names_of_copied_parameters():
+    model, optimizer, scaler = made()
+    both = copy.deepcopy((model, optimizer, scaler))
+    assert step(*both, first=(INF, 1.0)).nonfinite_parameters == ("first",)
+    assert scaler.last_step is None

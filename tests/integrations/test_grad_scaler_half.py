@@ -1,0 +1,94 @@
+"""16-bit weights under halfstep.GradScaler, and what it says when no gradient came."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import GradScaler, PrecisionError
+
+
+def half(names=None, named=False, **options):
+    model = nn.Linear(4, 2).half()
+    optimizer = torch.optim.SGD(model.named_parameters() if named else model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, names=names and dict(model.named_parameters()))
+    scaler.scale(model(torch.ones(1, 4).half()).float().sum()).backward()
+    return model, optimizer, scaler
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"names": True}, "fp16: weight, bias."),
+        ({"named": True}, "fp16: weight, bias."),
+        ({}, r"fp16: group 0, tensor 0 of shape \(2, 4\), group 0, tensor 1 of shape \(2,\)."),
+    ],
+)
+@pytest.mark.parametrize("call", ["step", "unscale_", "check"])
+def test_fp16_gradients_are_refused_by_name_before_anything_changes(options, text, call):
+    model, optimizer, scaler = half(**options)
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    # 10 numbers, 2 bytes more each
+    with pytest.raises(PrecisionError, match=f"{text}.* costs 20 bytes more.*fp16-master"):
+        getattr(scaler, call)(optimizer)
+    for p, (weight, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, weight)
+        assert torch.equal(p.grad, gradient)
+    if call != "check":
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            getattr(scaler, call)(optimizer)
+
+
+def test_an_optimizer_that_takes_fp16_gradients_gets_them_unscaled():
+    model, optimizer, scaler = half()
+    optimizer.accepts_low_precision_gradients = True
+    scaler.check(optimizer)
+    scaler.unscale_(optimizer)
+    assert torch.equal(model.weight.grad, torch.ones(2, 4).half())
+
+
+def test_check_lets_pass_what_torch_lets_pass():
+    model, optimizer, _ = half()
+    GradScaler("cpu", enabled=False).check(optimizer)
+    GradScaler("cpu").check(torch.optim.SGD(model.bfloat16().parameters()))
+    model.half().requires_grad_(False)
+    GradScaler("cpu").check(torch.optim.SGD(model.parameters()))
+
+
+def test_upcast_makes_trainable_weights_fp32_in_place():
+    model, optimizer, scaler = half()
+    model.bias.requires_grad_(False).grad = None
+    weight, value = model.weight, model.weight.detach().clone()
+    # 8 weights and 8 gradients, 2 bytes each
+    assert scaler.upcast_trainable_(optimizer) == 32
+    assert model.weight is weight
+    assert (weight.dtype, weight.grad.dtype, model.bias.dtype) == (
+        torch.float32, torch.float32, torch.float16)  # fmt: skip
+    assert torch.equal(weight, value.float())
+    assert scaler.upcast_trainable_(optimizer) == 0
+    scaler.step(optimizer)
+    assert scaler.last_step.applied
+    (weight.sum() * 2).backward()
+    assert weight.grad.dtype == torch.float32
+
+
+def test_upcast_refuses_an_optimizer_that_has_state():
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2).bfloat16()).sum().backward()
+    optimizer.step()
+    with pytest.raises(PrecisionError, match=r"has stepped already.* bf16 like group 0, tensor 0"):
+        GradScaler("cpu").upcast_trainable_(optimizer)
+    assert model.weight.dtype == torch.bfloat16
+
+
+def test_no_gradient_anywhere_says_why():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler("cpu")
+    scaler.scale(torch.ones((), requires_grad=True)).backward()
+    text = "No inf checks were recorded for this optimizer.*2 tensors, 1 of them frozen.*moved"
+    with pytest.raises(AssertionError, match=text) as caught:
+        scaler.step(optimizer)
+    assert type(caught.value) is AssertionError
+    with pytest.raises(AssertionError, match=r"prior to update.*Call scaler.step\(optimizer\)"):
+        scaler.update()

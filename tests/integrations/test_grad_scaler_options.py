@@ -1,0 +1,296 @@
+"""halfstep.GradScaler's options: bounds, hysteresis, skip limit, losses, calibrated start."""
+
+import copy
+import doctest
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep.integrations.grad_scaler
+from halfstep import GradScaler, NonFiniteError, PrecisionError
+from integrations.test_grad_scaler import INF, NAN, Two, made, step
+from reference.loss_scale import exponents
+
+DOCS = Path(__file__).parents[2] / "docs" / "grad-scaler.md"
+OPTIONS = [
+    {"strict": True},
+    {"min_scale": 2.0**-20},
+    {"max_scale": 2.0**20},
+    {"hysteresis": 2},
+    {"max_consecutive_skips": 400},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_scale_never_falls_where_gradients_are_destroyed(options):
+    """Torch's first silent failure: at 2^-128 and below, 1/scale is inf and 1.0 becomes NaN."""
+    model, optimizer, scaler = made(backoff_factor=2.0**-40, **options)
+    stopped = None
+    for _ in range(9):
+        try:
+            told = step(model, optimizer, scaler, first=(INF, 1.0))
+            assert not told.applied
+        except NonFiniteError as error:
+            stopped = error
+    floor = {"strict": 1.0, "min_scale": 2.0**-20}.get(next(iter(options)), 2.0**-126)
+    assert scaler.get_scale() == floor
+    assert stopped.cause == "loss_scale_floor"
+    assert stopped.parameters == ("first",)
+    assert "overflow (inf) in the gradients of first" in str(stopped)
+    step(model, optimizer, scaler)
+    # SGD, lr 0.1, gradients 1, 2, 3, 4; scaling by a power of two is exact
+    assert torch.equal(model.first, torch.tensor([1.0, 1.0]) - 0.1 * torch.tensor([1.0, 2.0]))
+    assert scaler.last_step.applied
+
+
+def test_torch_fails_there_in_silence():
+    """The reason for the options, held fast: should torch mend it, this test tells."""
+    model, optimizer, scaler = made(init_scale=2.0**-130)
+    step(model, optimizer, scaler)
+    assert not model.first.isfinite().all()
+    assert scaler.last_step.applied
+    model, optimizer, scaler = made(backoff_factor=2.0**-100)
+    for _ in range(3):
+        step(model, optimizer, scaler, first=(INF, 1.0))
+    assert scaler.get_scale() == 0.0
+
+
+def test_the_ceiling_holds_and_is_given_back():
+    model, optimizer, scaler = made(growth_interval=1, max_scale=16.0)
+    assert [step(model, optimizer, scaler).next_loss_scale for _ in range(3)] == [16.0] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_scale": 0.5, "strict": True},
+        {"init_scale": 2.0**25, "strict": True},
+        {"init_scale": 0.0, "hysteresis": 2},
+        {"init_scale": 2.0**-130, "hysteresis": 2},
+        {"init_scale": NAN, "strict": True},
+        {"min_scale": 0.0},
+        {"min_scale": 2.0**-127},
+        {"max_scale": INF},
+        {"min_scale": 4.0, "max_scale": 2.0, "init_scale": "auto"},
+        {"min_scale": True},
+        {"hysteresis": 0},
+        {"hysteresis": 1.5},
+        {"max_consecutive_skips": 0},
+        {"strict": True, "growth_factor": INF},
+        {"strict": True, "backoff_factor": 0.0},
+        {"names": [("weight", 3)]},
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options):
+    with pytest.raises(PrecisionError, match="allowed"):
+        GradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize("new_scale", [0.25, torch.tensor(2.0**30), torch.tensor([NAN]), 0.0])
+def test_a_new_scale_out_of_bounds_is_refused(new_scale):
+    model, optimizer, scaler = made(strict=True)
+    step(model, optimizer, scaler)
+    before = scaler.state_dict()
+    with pytest.raises(PrecisionError, match=r"new_scale is .* from 1 \(min_scale\)"):
+        scaler.update(new_scale)
+    assert scaler.state_dict() == before
+    scaler.update(torch.tensor(4.0))
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_hysteresis_floor_and_ceiling_give_the_reference_sequence(hysteresis, seed):
+    rng = random.Random(seed)
+    overflows = [rng.random() < 0.35 for _ in range(60)]
+    model, optimizer, scaler = made(
+        "fused", init_scale=2.0**4, min_scale=2.0, max_scale=2.0**6, hysteresis=hysteresis
+    )
+    options = {"start": 4, "interval": 2, "hysteresis": hysteresis, "floor": 1, "ceiling": 6}
+    for i, expected in enumerate(exponents(overflows, **options)):
+        try:
+            step(model, optimizer, scaler, first=(INF if overflows[i] else 1.0, 1.0))
+        except NonFiniteError as error:
+            assert error.cause == "loss_scale_floor"  # noqa: PT017 - raised or not, go on
+            assert scaler.get_scale() == 2.0
+        assert scaler.last_step.next_loss_scale == 2.0**expected
+        if i % 7 == 0:  # a resumed run goes on in the middle of it
+            saved = scaler.state_dict()
+            scaler = made(min_scale=2.0, max_scale=2.0**6, hysteresis=hysteresis)[2]
+            scaler.load_state_dict(saved)
+            scaler._names = {p: n for n, p in model.named_parameters()}
+
+
+def test_hysteresis_is_used_up_before_an_overflow_at_the_floor_stops():
+    model, optimizer, scaler = made(init_scale=1.0, strict=True, hysteresis=2)
+    assert not step(model, optimizer, scaler, first=(INF, 1.0)).applied
+    with pytest.raises(NonFiniteError, match="smallest loss scale"):
+        step(model, optimizer, scaler, first=(INF, 1.0))
+
+
+def test_the_skip_limit_counts_after_the_first_applied_step():
+    model, optimizer, scaler = made(init_scale=2.0**20, max_consecutive_skips=3)
+    for _ in range(5):  # calibrating: no limit
+        step(model, optimizer, scaler, first=(INF, 1.0))
+    step(model, optimizer, scaler)
+    for _ in range(2):
+        step(model, optimizer, scaler, first=(1.0, NAN), second=(NAN, 1.0))
+    with pytest.raises(NonFiniteError, match=r"^NaN in the gradients of first, second: 3 ") as e:
+        step(model, optimizer, scaler, first=(1.0, NAN), second=(NAN, 1.0), unscale=True)
+    assert (e.value.cause, e.value.parameters) == ("skip_limit", ("first", "second"))
+    assert scaler.last_step.skipped_in_a_row == 3
+    assert step(model, optimizer, scaler).applied
+
+
+def test_a_stop_without_gradients_still_stops():
+    model, optimizer, scaler = made(init_scale=1.0, strict=True)
+    scaler.scale(model((INF, 1.0))).backward()
+    scaler.unscale_(optimizer)  # and no step
+    with pytest.raises(NonFiniteError, match="gradients of first at the smallest loss scale 1 "):
+        scaler.update()
+
+
+def test_a_state_goes_from_torch_and_back():
+    model, optimizer, ours = made(strict=True, hysteresis=2)
+    step(model, optimizer, ours, first=(INF, 1.0))
+    step(model, optimizer, ours)
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.load_state_dict(ours.state_dict())
+    core = {k: v for k, v in ours.state_dict().items() if k != "halfstep"}
+    assert torchs.state_dict() == core
+    fresh = GradScaler("cpu", strict=True)
+    fresh.load_state_dict(torchs.state_dict())
+    assert {k: v for k, v in fresh.state_dict().items() if k != "halfstep"} == core
+    assert not fresh.calibrating
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.0},
+        {"scale": 2.0**30},
+        {"halfstep": {}},
+        {"halfstep": 3},
+        {"losses": {"a": {"scale": 0.0}}},
+        {"skipped_total": "many"},
+    ],
+)
+def test_a_state_that_cannot_be_continued_is_refused_whole(change):
+    scaler = GradScaler("cpu", strict=True, init_scale=4.0)
+    before = scaler.state_dict()
+    state = copy.deepcopy(before) | {"growth_factor": 4.0}
+    ((key, value),) = change.items()
+    if key in state:
+        state[key] = value
+    else:
+        state["halfstep"][key] = value
+    with pytest.raises(PrecisionError, match="allowed"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
+def test_every_loss_has_a_scale_of_its_own_and_is_saved_with_the_parent():
+    parent = GradScaler("cpu", init_scale=8.0)
+    assert set(parent.state_dict()) == set(torch.amp.GradScaler("cpu").state_dict())
+    child = parent.for_loss("gan_d")
+    assert parent.for_loss("gan_d") is child
+    assert type(child) is GradScaler
+    model, optimizer, _ = made()
+    step(model, optimizer, child, first=(INF, 1.0))
+    assert (child.get_scale(), parent.get_scale()) == (4.0, 8.0)
+
+    other = GradScaler("cpu")
+    other.load_state_dict(parent.state_dict())
+    assert other.state_dict() == parent.state_dict()  # before it is asked for
+    assert other.for_loss("gan_d").state_dict() == child.state_dict()
+    assert other.state_dict() == parent.state_dict()
+    step(model, optimizer, child, first=(INF, 1.0))
+    other.load_state_dict(parent.state_dict())  # after it was asked for
+    assert other.for_loss("gan_d").get_scale() == 2.0
+    assert GradScaler("cpu", enabled=False).for_loss("a").state_dict() == {}
+
+
+def half_loss(model, factor):
+    """An fp16 step whose gradient is factor * scale: finite below 65520."""
+    return (model.first.half() * factor).sum()
+
+
+def test_auto_begins_at_the_largest_finite_scale():
+    model, optimizer, scaler = made(init_scale="auto")
+    scaled = scaler.scale(half_loss(model, 64.0))
+    assert scaler.get_scale() == 512.0  # 64 * 512 < 65520 <= 64 * 1024
+    assert scaled.item() == 128.0 * 512.0
+    scaled.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+    scaler.scale(half_loss(model, 1.0))
+    assert scaler.get_scale() == 512.0
+
+
+def test_auto_stays_within_the_bounds_and_resumes():
+    model, _, scaler = made(init_scale="auto", max_scale=16.0)
+    assert scaler.get_scale() == 16.0
+    resumed = made(init_scale="auto")[2]
+    resumed.load_state_dict(scaler.state_dict())  # not calibrated yet: do it then
+    resumed.scale(half_loss(model, 1.0))
+    assert resumed.get_scale() == 2.0**15
+    again = made(init_scale="auto")[2]
+    again.load_state_dict(resumed.state_dict())
+    again.scale(half_loss(model, 64.0))
+    assert again.get_scale() == 2.0**15
+    low = made(init_scale="auto", min_scale=4096.0)[2]
+    low.scale(half_loss(model, 64.0))
+    assert low.get_scale() == 4096.0
+
+
+def test_auto_needs_a_scalar_loss():
+    model, _, scaler = made(init_scale="auto")
+    for outputs in ([model()], model() * torch.ones(2)):
+        with pytest.raises(PrecisionError, match="got no scalar tensor"):
+            scaler.scale(outputs)
+    scaler.scale(model())
+
+
+def test_a_disabled_scaler_with_options_does_nothing():
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", "auto", enabled=False, strict=True, hysteresis=2)
+    told = step(model, optimizer, scaler)
+    assert told is None
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+    assert not torch.equal(model.first, torch.ones(2))
+
+
+def test_doctests_and_the_how_to():
+    result = doctest.testmod(halfstep.integrations.grad_scaler)
+    assert (result.failed, result.attempted > 0) == (0, True)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(DOCS), "exec"), {})
+
+
+def test_a_real_fp16_model_learns():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    scaler = GradScaler("cpu", "auto", strict=True, names=model.named_parameters())
+    x = torch.randn(32, 4)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(scaler.last_step.loss)
+    assert scaler.last_step.skipped_total <= 3  # the batch's largest scale, or a little below
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(map(math.isfinite, losses))

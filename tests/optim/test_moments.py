@@ -1,0 +1,352 @@
+"""8-bit moments against a table of the numbers that 8 exponent and 3 mantissa bits make.
+
+What a code stands for, from the definition in ``moments.py``: code + base is the pattern of a
+number of an 8-bit exponent and 3 mantissa bits (``reference.floats`` decodes it in fp64), base is
+8 * (top + 1) - 255, or - 127 with a sign, and code 0 is 0. Means over all random bits are exact.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.optim.moments import BLOCK, decode, encode, moment_dtype, zeros
+from reference import floats
+
+TOPS = range(32, 255)  # the lowest is a constant of the format; 254 is the largest fp32 exponent
+GRID = floats.table(8, 3)  # every magnitude that some window has; index = pattern
+NOISES = 2**20
+
+
+def window(top: int, signed: bool) -> np.ndarray:
+    """fp64 magnitudes of the codes of a block: 128 with a sign, else 256."""
+    codes = 128 if signed else 256
+    base = 8 * (top + 1) - (codes - 1)
+    return np.array([0.0] + [floats.decode(base + code, 8, 3) for code in range(1, codes)])
+
+
+def noise_for(values: np.ndarray, signed: bool) -> torch.Tensor:
+    """32-bit words in which the moment's own 20 bits are ``values`` and the others random."""
+    other = np.random.default_rng(0).integers(0, 2**12, values.shape, dtype=np.uint32)
+    word = other << np.uint32(20) | values if signed else values << np.uint32(12) | other
+    return torch.from_numpy(word.astype(np.uint32).view(np.int32))
+
+
+def random_noise(count: int, seed: int) -> torch.Tensor:
+    word = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
+    return torch.from_numpy(word.view(np.int32))
+
+
+def stored(values: np.ndarray | torch.Tensor, noise: torch.Tensor, signed: bool) -> np.ndarray:
+    """Values after a round trip through 8 bits, fp64."""
+    x = torch.as_tensor(values, dtype=torch.float32)
+    codes, tops = encode(x, "8bit", noise, signed=signed)
+    assert codes.dtype == torch.uint8
+    assert codes.shape == x.shape
+    assert tops is not None
+    assert tops.dtype == torch.uint8
+    assert tops.shape == (-(-len(x) // BLOCK),)
+    back = decode(codes, tops, signed=signed)
+    assert back.dtype == torch.float32
+    return back.double().numpy()
+
+
+# --- codes --------------------------------------------------------------------------------------
+
+
+def every_code() -> tuple[torch.Tensor, torch.Tensor]:
+    """All 256 codes under all tops: two blocks a top."""
+    codes = torch.arange(256, dtype=torch.int32).repeat(len(TOPS)).to(torch.uint8)
+    return codes, torch.tensor(TOPS, dtype=torch.uint8).repeat_interleave(2)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_code_under_every_top_is_its_number(signed):
+    codes, tops = every_code()
+    got = decode(codes, tops, signed=signed).double().numpy().reshape(len(TOPS), 256)
+    for row, top in zip(got, TOPS, strict=True):
+        wanted = window(top, signed)
+        if signed:
+            wanted = np.concatenate([wanted, -wanted])
+        if top == 254:  # beyond the largest fp32 lies infinity; no value is stored as that code
+            wanted = np.where(np.abs(wanted) >= 2.0**128, np.copysign(np.inf, wanted), wanted)
+        assert np.array_equal(row, wanted)
+        assert np.array_equal(np.signbit(row), np.signbit(wanted))
+
+
+def test_windows_span_what_the_text_says():
+    for top in (32, 127, 254):
+        wide, narrow = window(top, signed=False)[1:], window(top, signed=True)[1:]
+        # 255 codes of 8 a binade: 31.75 binades; 127: 15.75. The last is 2^(top + 1).
+        assert wide[-1] == narrow[-1] == 2.0 ** (top + 1 - 127)
+        assert 2.0**31 <= wide[-1] / wide[0] <= 2.0**32
+        assert 2.0**15 <= narrow[-1] / narrow[0] <= 2.0**16
+    assert window(32, signed=False)[1] >= 2.0**-126  # the windows end above the subnormal numbers
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_storing_what_was_stored_changes_no_code(signed, seed):
+    """Each block has one code that holds its top, and 127 others; all of every window are met."""
+    generator = np.random.default_rng(seed)
+    half = 128 if signed else 256
+    last = half - 1  # this code alone is one exponent higher, so a block with it has another top
+    blocks, tops = [], []
+    for top in TOPS:
+        rest = [c for c in range(256) if c % half != last]
+        generator.shuffle(rest)
+        for at in range(0, len(rest), 127):
+            part = rest[at : at + 127]
+            holder = last - 1 - int(generator.integers(0, 8))  # exponent = top
+            block = np.array([holder, *part, *([0] * (127 - len(part)))])
+            blocks.append(generator.permutation(block))
+            tops.append(top)
+    codes = torch.from_numpy(np.concatenate(blocks).astype(np.uint8))
+    tops = torch.tensor(tops, dtype=torch.uint8)
+    met = {(int(t), int(c)) for t, row in zip(tops, codes.view(-1, 128), strict=True) for c in row}
+    assert len(met) == len(TOPS) * (254 if signed else 255)
+    values = decode(codes, tops, signed=signed)
+    again, new_tops = encode(values, "8bit", random_noise(len(codes), seed), signed=signed)
+    assert torch.equal(new_tops, tops)
+    assert torch.equal(again, codes)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_top_is_the_block_s_largest_exponent(signed):
+    generator = np.random.default_rng(3)
+    exponents = generator.integers(-149, 128, (500, 128))
+    x = np.ldexp(
+        generator.uniform(1, 2, (500, 128)), exponents - generator.integers(0, 60, (500, 1))
+    )
+    x = np.minimum(x, float(np.finfo(np.float32).max)).astype(np.float32)
+    if signed:
+        x *= generator.choice([-1, 1], x.shape).astype(np.float32)
+    flat = torch.from_numpy(x.reshape(-1))
+    _, tops = encode(flat, "8bit", random_noise(x.size, 0), signed=signed)
+    largest = np.abs(x.astype(np.float64)).max(1)
+    wanted = np.maximum(np.frexp(largest)[1] - 1 + 127, 32)
+    assert np.array_equal(tops.numpy(), wanted)
+
+
+# --- rounding -----------------------------------------------------------------------------------
+
+
+def block_of(seed: int, top: int, signed: bool) -> np.ndarray:
+    """128 numbers of which the first has the top exponent; the others spread over the window."""
+    generator = np.random.default_rng(seed)
+    spread = generator.uniform(0, 15 if signed else 31, 128)
+    x = 2.0 ** (top - 127 - spread)
+    x[0] = 2.0 ** (top - 127) * generator.uniform(1, 1.99)
+    if signed:
+        x *= generator.choice([-1, 1], 128)
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("top", [32, 33, 100, 127, 253, 254])
+def test_only_the_two_neighbours(top, signed):
+    rows = [block_of(seed, top, signed) for seed in range(40)]
+    x = np.tile(np.concatenate(rows), 16)
+    got = stored(x, random_noise(len(x), top), signed)
+    exact = np.abs(x.astype(np.float64))
+    largest = GRID[-1]
+    smallest = window(top, signed)[1]
+    low, high = floats.bracket(np.minimum(exact, largest), GRID)
+    magnitude = np.abs(got)
+    inside = exact >= smallest
+    assert inside.mean() > 0.9
+    assert np.array_equal(np.signbit(got), np.signbit(x))
+    assert ((magnitude == low) | (magnitude == high))[inside].all()
+    assert ((magnitude == 0) | (magnitude == smallest))[~inside].all()
+    if not signed:
+        assert (magnitude > 0).all()
+
+
+def over_all_noises(value: np.float32, holder: np.float32, signed: bool) -> Fraction:
+    """The exact mean of what is stored for a value, over all 2^20 random numbers.
+
+    Args:
+        value: fp32.
+        holder: Stands at the start of each block and sets its window.
+        signed: A first moment.
+    """
+    rows = -(-NOISES // 127)
+    noise = np.zeros((rows, BLOCK), dtype=np.uint32)
+    noise[:, 1:] = np.resize(np.arange(NOISES, dtype=np.uint32), rows * 127).reshape(rows, 127)
+    x = np.full((rows, BLOCK), value, dtype=np.float32)
+    x[:, 0] = holder
+    got = stored(x.reshape(-1), noise_for(noise.reshape(-1), signed), signed)
+    drawn = got.reshape(rows, BLOCK)[:, 1:].reshape(-1)[:NOISES]
+    values, counts = np.unique(drawn, return_counts=True)
+    assert len(values) <= 2
+    total = sum(Fraction(v) * int(n) for v, n in zip(values.tolist(), counts, strict=True))
+    return total / NOISES
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(
+    "value", [1.0, 1.001, 1.9999999, 0.7, 3e-4, 2.0**-14 * 1.3, 1e-3, 1.0625, 1.125]
+)
+def test_the_mean_over_all_random_bits_is_exact_within_the_window(value, signed):
+    for factor in (1.0, 2.0**-80, 2.0**100):
+        x = np.float32(value * factor)
+        # bits cut off: 20, and 20 random bits: the mean is exact, without a tolerance
+        x = -x if signed and value < 1 else x
+        assert over_all_noises(x, np.float32(factor), signed) == Fraction(float(x))
+
+
+SMALLEST = float(window(127, signed=True)[1])
+# Where a draw of 20 bits is compared with |x| / smallest: at most one of the 2^20 draws too many.
+RESOLUTION = Fraction(SMALLEST) / NOISES
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 2.0**-20, 1e-4, 0.1, 0.5, 0.75, 0.899])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_first_moment_below_its_window_keeps_its_mean(fraction, sign):
+    x = np.float32(sign * fraction * SMALLEST)
+    mean = over_all_noises(x, np.float32(1.5), signed=True)
+    assert abs(mean - Fraction(float(x))) <= RESOLUTION
+
+
+@pytest.mark.parametrize("fraction", [0.905, 0.91, 0.95, 0.999])
+def test_a_first_moment_just_below_its_window_keeps_its_mean(fraction):
+    x = np.float32(fraction * SMALLEST)
+    mean = over_all_noises(x, np.float32(1.5), signed=True)
+    assert abs(mean - Fraction(float(x))) <= RESOLUTION
+
+
+@pytest.mark.parametrize("value", [0.99, 0.5, 1e-10, 1e-38, 1e-42, 2.0**-149])
+def test_a_second_moment_is_never_0_unless_it_is_0(value):
+    """Also far below the window, where the smallest code stands for it."""
+    smallest = float(window(127, signed=False)[1])
+    x = np.float32(min(value * smallest, value))
+    x = x if x > 0 else np.float32(value)
+    assert over_all_noises(x, np.float32(1.5), signed=False) == Fraction(smallest)
+    zero = stored(np.array([1.5] + [0.0] * 127), random_noise(128, 0), signed=False)
+    assert (zero[1:] == 0).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_zeros_stay_zeros_in_blocks_of_nothing_else(signed):
+    x = np.zeros(300, dtype=np.float32)
+    for seed in range(3):
+        assert (stored(x, random_noise(300, seed), signed) == 0).all()
+        assert (stored(-x, random_noise(300, seed), signed) == 0).all()
+
+
+def test_a_block_of_subnormal_numbers():
+    generator = np.random.default_rng(0)
+    x = (generator.integers(1, 2**23, 2**14).astype(np.float64) * 2.0**-149).astype(np.float32)
+    smallest = window(32, signed=False)[1]
+    assert (x < smallest).mean() > 0.9
+    got = stored(x, random_noise(len(x), 1), signed=False)
+    # all are below the smallest window's first code, 1.25 * 2^-126, but none may become 0
+    assert (got == smallest).all()
+    first = stored(x, random_noise(len(x), 1), signed=True)
+    narrow = window(32, signed=True)[1]
+    assert set(np.unique(first)) <= {0.0, narrow}
+    # 2^-110 against 2^-127: kept once in some 10^5, so at most a few of 2^14 (mean 0.1 here)
+    assert (first > 0).sum() <= 3
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 129, 255, 257])
+def test_the_last_block_may_be_partial(count, signed):
+    generator = np.random.default_rng(count)
+    x = generator.uniform(0.5, 1, count).astype(np.float32) * np.float32(2.0**-40)
+    noise = random_noise(count, 1)
+    got = stored(x, noise, signed)
+    # every element is within its block's window, whatever was padded: an eighth at most is lost
+    assert (np.abs(got - x) <= x / 8).all()
+    # and is what a whole block of it gives
+    whole = np.concatenate([x, np.full(-count % 128, x[-1])])
+    filled = torch.nn.functional.pad(noise, (0, -count % 128))
+    assert np.array_equal(stored(whole, filled, signed)[:count], got)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_huge_values_stay_finite(signed):
+    largest = float(np.finfo(np.float32).max)
+    x = np.array([largest, 3.39e38, 3.2e38, 2.0**127, 1e38, 0.0, 1e36] * 30, dtype=np.float32)
+    for noise in (0, 0xFFFFF):
+        got = stored(x, noise_for(np.full(len(x), noise, dtype=np.uint32), signed), signed)
+        assert np.isfinite(got).all()
+        # the largest number of 3 mantissa bits stands for all above it
+        assert got[0] in GRID[-2:]
+        # a neighbour errs by less than an eighth; the largest fp32, to the last but one, by that
+        assert (np.abs(got - x) <= np.abs(x) * 0.126).all()
+    infinite = np.array([np.inf] + [1.0] * 127, dtype=np.float32)
+    assert np.isfinite(stored(infinite, random_noise(128, 0), signed)).all()
+
+
+# --- other formats ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_bf16_moments_round_stochastically_with_the_exact_mean(signed):
+    """16 bits are cut, and 16 of the 20 random bits are used: all 2^16 of them once."""
+    for value in (1.0, 1.001, 3e-5, 1e-39, 7.77e30):
+        x = np.float32(value)
+        noise = noise_for(np.arange(2**16, dtype=np.uint32), signed)
+        codes, tops = encode(torch.full((2**16,), float(x)), "bf16", noise, signed=signed)
+        assert tops is None
+        assert codes.dtype == torch.bfloat16
+        got = decode(codes, None, signed=signed).double().numpy()
+        total = sum(
+            Fraction(v) * int(n)
+            for v, n in zip(*(a.tolist() for a in np.unique(got, return_counts=True)), strict=True)
+        )
+        assert total / 2**16 == Fraction(float(x))
+        low, high = floats.bracket(np.array([float(x)]), floats.BF16)
+        assert set(got) <= {low[0], high[0]}
+
+
+def test_fp32_moments_are_handed_through():
+    x = torch.randn(10)
+    codes, tops = encode(x, "fp32", None, signed=True)
+    assert tops is None
+    assert torch.equal(codes, x)
+    assert torch.equal(decode(codes, None, signed=True), x)
+
+
+@pytest.mark.parametrize(
+    ("moments", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("8bit", torch.uint8)],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (128,), (3, 50), (2, 3, 4, 5)])
+def test_a_new_moment_is_0_in_the_parameter_s_shape(moments, dtype, shape):
+    like = torch.ones(shape, dtype=torch.bfloat16)
+    if len(shape) == 4:
+        like = like.to(memory_format=torch.channels_last)
+    values, tops = zeros(like, moments)
+    assert values.dtype == moment_dtype(moments) == dtype
+    assert values.shape == like.shape
+    assert values.stride() == like.stride()
+    blocks = (like.numel() + 127) // 128 if moments == "8bit" else 0
+    assert tops.shape == (blocks,)
+    if moments == "8bit":
+        for signed in (True, False):
+            assert (decode(values.reshape(-1), tops, signed=signed) == 0).all()
+
+
+def test_the_two_moments_draw_different_bits():
+    """With the same bits, an m that is rounded up would go with a v that is rounded up."""
+    x = np.full(2**14, 1.06, dtype=np.float32)
+    noise = random_noise(len(x), 0)
+    first, second = stored(x, noise, True), stored(x, noise, False)
+    a, b = first > 1.06, second > 1.06
+    correlation = np.corrcoef(a, b)[0, 1]
+    assert abs(correlation) <= 4 / np.sqrt(len(x))  # 4 sigma
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_block_with_a_nan_is_nan_throughout(signed):
+    values = torch.ones(300)
+    values[140] = math.nan
+    codes, tops = encode(values, "8bit", torch.zeros(300, dtype=torch.int32), signed=signed)
+    back = decode(codes, tops, signed=signed)
+    assert back[128:256].isnan().all()
+    assert (back[:128] == 1).all()
+    assert (back[256:] == 1).all()

@@ -1,0 +1,161 @@
+"""The CUDA kernels without a GPU: their arithmetic in Triton's interpreter, their code compiled.
+
+The interpreter runs in a process of its own, as its switch must be set before triton is imported
+and would change every kernel of this one. What only a GPU shows is in test_triton_gpu.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="NO TRITON: nothing of the CUDA kernels was tested")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import halfstep.optim.triton_scaling as kernels
+from halfstep.optim import cuda
+from halfstep.optim.dispatch import kernel_name
+
+PROGRAMS = Path(__file__).with_name("triton_programs.py")
+NAMES = (
+    *("bits-adamw", "bits-sgd", "bits-lion", "host-adamw", "host-sgd", "host-lion", "extremes"),
+    *("definition", "constants", "huge", "stops", "resume", "refusals", "captures"),
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What went wrong in each program, or None."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("HALFSTEP_KERNEL", None)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def test_every_program_is_listed(outcomes):
+    assert set(outcomes) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_interpreter(outcomes, name):
+    assert outcomes[name] is None, outcomes[name]
+
+
+SCALARS = {
+    "at_row": "i32",
+    "step": "i32",
+    "multiplier": "fp32",
+    **{f"c{i}": "fp32" for i in range(8)},
+}
+
+
+def compiled(kernel, signature, constants, capability):
+    """PTX for a GPU that need not be here."""
+    signature = {**signature, **dict.fromkeys(constants, "constexpr")}
+    names = list(signature)
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*"},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=dict(kernels.LAUNCH)).asm["ptx"]
+
+
+def require_exact(ptx):
+    """No contraction, no flushing, no approximation: what same bits need and a GPU would hide."""
+    operations = set(re.findall(r"^\s*(?:@!?%\w+ )?([a-z0-9]+(?:\.[\w:]+)+)", ptx, re.MULTILINE))
+    assert operations
+    inexact = [o for o in operations if re.match(r"fma\.|mad\.\w*\.?f|.*\.(ftz|approx|full)", o)]
+    assert not inexact
+
+
+@pytest.fixture(autouse=True)
+def own_triton_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rule", "gradient", "update", "moments", "vectors"),
+    [
+        ("adamw", "bf16", "split", "fp32", {"v2.b32", "v4.b32"}),
+        ("adamw", "fp32", "split24", "8bit", {"v2.b32", "v4.b32"}),
+        ("adamw", "fp32", "fp32", "fp32", {"v4.b32"}),
+        ("sgd", "fp16", "kahan", "bf16", {"v2.b32"}),
+        ("lion", "bf16", "stochastic", "8bit", {"v2.b32"}),
+    ],
+)
+def test_the_update_compiles_to_exact_wide_code(
+    capability, rule, gradient, update, moments, vectors
+):
+    pointers = {"table": "*i64", "owners": "*i32", "state": "*fp64"}
+    constants = {
+        "rule": rule,
+        "gradient_dtype": gradient,
+        "update": update,
+        "moments": moments,
+        "aligned": True,
+        "on_device": True,
+        "rows": cuda.TILE // 128,
+    }
+    ptx = compiled(kernels.update_kernel, {**pointers, **SCALARS}, constants, capability)
+    require_exact(ptx)
+    # 4 elements per thread and load: 8 bytes of 16-bit numbers, 16 of fp32
+    assert set(re.findall(r"ld\.global\.(v\d\.b\d+)", ptx)) == vectors
+    if rule == "adamw":
+        assert "div.rn.f32" in ptx
+        assert "sqrt.rn.f32" in ptx
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_statistics_compile_to_wide_code(dtype):
+    signature = {"table": "*i64", "owners": "*i32", "partials": "*fp64", "flags": "*i32"}
+    constants = {
+        "dtype": dtype,
+        "aligned": True,
+        "tile": cuda.STATISTICS_TILE,
+        "tiles": cuda.STATISTICS_TILES,
+    }
+    ptx = compiled(kernels.statistics_kernel, {**signature, "first": "i32"}, constants, 90)
+    require_exact(ptx)
+    assert "ld.global.v4.b32" in ptx
+    assert "add.rn.f64" in ptx
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
+def test_the_decision_compiles(rule):
+    signature = {"state": "*fp64", "partials": "*fp64", "flags": "*i32"}
+    counts = dict.fromkeys(("partial_count", "flag_count", "row_count"), "i32")
+    constants = {"rule": rule, "tile": 4096, "rows": 16}
+    require_exact(compiled(kernels.decide_kernel, {**signature, **counts}, constants, 90))
+
+
+def test_the_kernel_in_use_is_named(monkeypatch):
+    cuda.triton_kernels.cache_clear()
+    assert kernel_name(torch.device("cuda")) == "Triton, one launch for all tensors"
+    monkeypatch.setenv("HALFSTEP_KERNEL", "torch")
+    cuda.triton_kernels.cache_clear()
+    assert kernel_name(torch.device("cuda")) == "torch operations (HALFSTEP_KERNEL=torch)"
+    monkeypatch.setenv("HALFSTEP_KERNEL", "")
+    monkeypatch.setitem(sys.modules, "halfstep.optim.triton_scaling", None)
+    cuda.triton_kernels.cache_clear()
+    assert "triton cannot be imported" in kernel_name(torch.device("cuda"))
+    cuda.triton_kernels.cache_clear()
+    assert kernel_name(torch.device("meta")).startswith("torch operations")

@@ -1,0 +1,145 @@
+"""The update kernels, for triton_programs.py: bit by bit, and against fp64 AdamW."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import torch
+
+from halfstep.optim import cuda
+from halfstep.optim.algorithms import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.kernel import Plan, Task, run_torch
+from halfstep.optim.moments import zeros
+from halfstep.optim.weights import REMAINDER_DTYPES
+
+OPTIONS = {
+    "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+}
+RULES = (ADAMW, SGD_RULE, LION)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENTS = ("fp32", "bf16", "8bit")
+UPDATES = ("fp32", "nearest", "split", "split24", "stochastic", "kahan")
+
+
+def make_tasks(rule, gradient, moments, update, sizes, generator):
+    tasks = []
+    for i, n in enumerate(sizes):
+        weight = torch.randn(n, generator=generator)
+        remainder = None if update == "fp32" else REMAINDER_DTYPES[update]
+        held = [zeros(weight, moments) for _ in rule.moments]
+        tasks.append(
+            Task(
+                weight if update == "fp32" else weight.bfloat16(),
+                None if remainder is None else torch.zeros(n, dtype=remainder),
+                tuple(values for values, _ in held),
+                tuple(tops for _, tops in held),
+                torch.empty(n, dtype=gradient),
+                3 * i,
+            )
+        )
+    return tasks
+
+
+def tensors(task):
+    found = [task.weight, *task.moments, *task.tops]
+    return found if task.remainder is None else [*found, task.remainder]
+
+
+def same(a, b):
+    """Bit by bit; which bits a NaN has is left open."""
+    if a.is_floating_point():
+        a, b = (torch.where(x.isnan(), math.nan, x) for x in (a, b))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def spread(n, generator):
+    """Numbers of many binades, some of them 0."""
+    values = torch.randn(n, generator=generator) * (6 * torch.randn(n, generator=generator)).exp()
+    return values.clamp(-1e4, 1e4) * (torch.rand(n, generator=generator) > 0.05)
+
+
+def bits_of_every_combination(rule_name):
+    rule = next(rule for rule in RULES if rule.name == rule_name)
+    combinations = itertools.product(DTYPES, MOMENTS, UPDATES)
+    for number, (gradient, moments, update) in enumerate(combinations):
+        generator = torch.Generator().manual_seed(0)
+        # a block or a neighbour of it (each way meets all three), a full program and a rest
+        sizes = (1, 127 + (number + number // 6) % 3, 1100)
+        ours = make_tasks(rule, gradient, moments, update, sizes, generator)
+        theirs = copy.deepcopy(ours)
+        for step in (1, 2):
+            for a, b in zip(ours, theirs, strict=True):
+                b.gradient.copy_(spread(b.gradient.numel(), generator))
+                if step == 2:  # from a state that is not 0
+                    for x, y in zip(
+                        (*tensors(a), a.gradient), (*tensors(b), b.gradient), strict=True
+                    ):
+                        x.copy_(y)
+            how = "nearest" if update == "fp32" else update
+            plan = Plan(
+                rule, rule.constants(OPTIONS[rule.name], step), how, moments, 0.37, -5, step
+            )
+            run_torch(theirs, plan)
+        cuda.run(ours, plan)
+        for a, b in zip(ours, theirs, strict=True):
+            for x, y in zip(tensors(a), tensors(b), strict=True):
+                assert same(x, y), (rule.name, gradient, moments, update, x.numel(), x.dtype)
+
+
+def extremes():
+    """Infinite, subnormal and huge masters and moments; SGD with nesterov; one plan, two dtypes."""
+    values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 3.4e38, -3.4e38, math.inf, 1e-20])
+    for moments, update in itertools.product(MOMENTS, UPDATES[1:]):
+        generator = torch.Generator().manual_seed(1)
+        tasks = make_tasks(SGD_RULE, torch.float32, moments, update, (128, 9), generator)
+        if update == "nearest":
+            tasks += make_tasks(SGD_RULE, torch.float32, moments, "fp32", (9,), generator)
+        theirs = copy.deepcopy(tasks)
+        group = {**OPTIONS["sgd"], "dampening": 0.0, "nesterov": True}
+        for step in (1, 2):
+            for a, b in zip(tasks, theirs, strict=True):
+                a.gradient.copy_(values.repeat(15)[: a.gradient.numel()])
+                b.gradient.copy_(a.gradient)
+            constants = SGD_RULE.constants(group, step)
+            plan = Plan(SGD_RULE, constants, update, moments, 1.0, 1 << 40, step)
+            cuda.run(tasks, plan)
+            run_torch(theirs, plan)
+            for a, b in zip(tasks, theirs, strict=True):
+                for x, y in zip(tensors(a), tensors(b), strict=True):
+                    assert same(x, y), (moments, update, x.dtype, step)
+
+
+def adamw_by_definition():
+    """Against fp64 AdamW, written from Loshchilov and Hutter's algorithm 2."""
+    generator = torch.Generator().manual_seed(2)
+    n, steps = 300, 5
+    group = OPTIONS["adamw"]
+    tasks = make_tasks(ADAMW, torch.float32, "fp32", "split", (n,), generator)
+    tasks += make_tasks(ADAMW, torch.float32, "fp32", "fp32", (n,), generator)
+    expected = [task.weight.double().numpy() for task in tasks]
+    first, second = np.zeros((2, n)), np.zeros((2, n))
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    for t in range(1, steps + 1):
+        for i, task in enumerate(tasks):
+            task.gradient.copy_(torch.randn(n, generator=generator))
+            g = task.gradient.double().numpy() * 0.5
+            first[i] = beta1 * first[i] + (1 - beta1) * g
+            second[i] = beta2 * second[i] + (1 - beta2) * g * g
+            m_hat, v_hat = first[i] / (1 - beta1**t), second[i] / (1 - beta2**t)
+            decay = lr * group["weight_decay"] * expected[i]
+            expected[i] = expected[i] - decay - lr * m_hat / (np.sqrt(v_hat) + group["eps"])
+        for kind in ("split", "fp32"):
+            plan = Plan(ADAMW, ADAMW.constants(group, t), kind, "fp32", 0.5, 0, t)
+            cuda.run(tasks[:1] if kind == "split" else tasks[1:], plan)
+    high = tasks[0].weight.view(torch.int16).int() << 16
+    found = [(high + tasks[0].remainder.int()).view(torch.float32), tasks[1].weight]
+    for weight, wanted in zip(found, expected, strict=True):
+        # Per step: the two roundings of w, 2^-24 |w| each, and about 8 of an update of at most
+        # 10 lr (m may have cancelled: then its error counts against the root of v).
+        bound = steps * (2 * np.abs(wanted).clip(min=0.1) + 80 * lr) * 2.0**-24
+        assert (np.abs(weight.double().numpy() - wanted) < bound).all()

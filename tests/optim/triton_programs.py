@@ -1,0 +1,47 @@
+"""What tests/optim/test_triton.py runs under Triton's interpreter, in a process of its own.
+
+    TRITON_INTERPRET=1 python tests/optim/triton_programs.py [NAME ...]
+
+Each program asserts, and a line of JSON tells its name and what went wrong. Tensors are on the CPU,
+where the kernels' addresses are real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+
+import numpy as np
+import torch
+import triton_capture_programs as capture
+import triton_kernel_programs as kernel
+import triton_scaler_programs as scaler
+
+PROGRAMS = {
+    **{f"bits-{rule.name}": (kernel.bits_of_every_combination, rule.name) for rule in kernel.RULES},
+    **{f"host-{rule.name}": (scaler.against_the_host, rule.name) for rule in kernel.RULES},
+    "extremes": (kernel.extremes,),
+    "definition": (kernel.adamw_by_definition,),
+    "constants": (scaler.device_constants,),
+    "huge": (scaler.huge_and_tiny,),
+    "stops": (scaler.kinds_and_stops,),
+    "resume": (scaler.resume_and_changes,),
+    "refusals": (capture.refusals,),
+    "captures": (capture.captures,),
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    # NumPy, which the interpreter computes with, tells of every inf and NaN; a GPU does not.
+    np.seterr(all="ignore")
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or PROGRAMS:
+        program, *arguments = PROGRAMS[name]
+        try:
+            program(*arguments)
+        except Exception:  # each is told, and the others run
+            print(json.dumps([name, traceback.format_exc()]), flush=True)
+        else:
+            print(json.dumps([name, None]), flush=True)

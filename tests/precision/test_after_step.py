@@ -1,0 +1,304 @@
+"""What follows a step: schedules, averages, and what is done where no scale can help."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import NonFiniteError, Precision, PrecisionError
+from halfstep.optim.optimizers import AdamW
+from halfstep.precision.ema import EMA
+from reference.training import OPTIMIZERS, batches, mlp, mse, scaled, snapshot
+
+POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split")
+
+
+def make(policy, seed=0, name="adamw-loop", **options):
+    model = mlp(seed)
+    optimizer = (
+        AdamW(model.parameters(), lr=0.02, eps=1e-3)
+        if "split" in policy
+        else OPTIMIZERS[name](model.parameters())
+    )
+    return model, optimizer, Precision(scaled(policy), model, optimizer, **options)
+
+
+def step(model, precision, number=0, poison=None):
+    x, y = batches(number + 1)[number]
+    with precision.autocast():
+        loss = mse(model(x), y)
+    if poison == "loss":
+        loss = loss * math.nan
+    if poison == "gradient":
+        (p, *_) = (p for p in model.parameters() if p.requires_grad)
+        handle = p.register_hook(lambda g: torch.full_like(g, math.nan))
+        try:
+            precision.backward(loss)
+        finally:
+            handle.remove()
+        return precision.step()
+    return precision.step(loss)
+
+
+@pytest.mark.parametrize("text", ["skip", "skip:0", "skip:-1", "rollback:x", "stop:1", "", "go"])
+def test_an_unknown_answer_is_refused(text):
+    with pytest.raises(PrecisionError, match="allowed: stop, skip:K, rollback:N"):
+        make("fp32", on_nonfinite=text)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_skip_leaves_out_k_in_a_row_and_then_stops(policy, poison):
+    model, optimizer, precision = make(policy, on_nonfinite="skip:2")
+    assert step(model, precision).applied
+    before = snapshot(model, optimizer, precision)
+    alone = policy.startswith("fp16") and poison == "gradient"  # answered by the loss scale
+    if not alone:
+        with pytest.warns(UserWarning, match=r"skip:2.*Said once"):
+            result = step(model, precision, 1, poison)
+    else:
+        result = step(model, precision, 1, poison)
+    reason = "nonfinite_loss" if poison == "loss" else "nan_gradients"
+    assert (result.applied, result.reason) == (False, reason)
+    assert not result.rolled_back
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no second word
+        result = step(model, precision, 2, poison)
+    assert result.skipped_in_a_row == 2
+    after = snapshot(model, optimizer, precision)
+    for key in before:
+        assert_same(before[key], after[key])
+    if not alone:
+        with pytest.raises(NonFiniteError):
+            step(model, precision, 3, poison)
+    assert step(model, precision, 4).applied
+    assert precision.skipped_in_a_row == 0
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "bf16-split"])
+def test_rollback_goes_back_bit_for_bit_and_helps_once(policy):
+    model, optimizer, precision = make(policy, on_nonfinite="rollback:3")
+    for number in range(3):
+        assert step(model, precision, number).applied
+    copied = {n: v.clone() for n, v in precision.masters.items()}
+    states = copy.deepcopy(list(optimizer.state.values()))
+    for number in range(3, 5):
+        assert step(model, precision, number).applied
+    assert any(not torch.equal(copied[n], v) for n, v in precision.masters.items())
+    with pytest.warns(UserWarning, match="back to a copy"):
+        result = step(model, precision, 5, "loss")
+    assert (result.applied, result.rolled_back, result.reason) == (False, True, "nonfinite_loss")
+    for n, v in precision.masters.items():
+        assert torch.equal(copied[n], v)
+    assert_same(states, list(optimizer.state.values()))
+    with pytest.raises(NonFiniteError):  # before the next copy: it has not helped
+        step(model, precision, 6, "loss")
+    # the weights that the model computes with went back as well
+    fresh_model, _, fresh = make(policy)
+    for number in range(3):
+        step(fresh_model, fresh, number)
+    assert step(model, precision, 7).loss == step(fresh_model, fresh, 7).loss
+
+
+def test_without_a_copy_rollback_stops():
+    model, _, precision = make("fp32", on_nonfinite="rollback:5")
+    assert step(model, precision).applied
+    with pytest.raises(NonFiniteError):
+        step(model, precision, 1, "gradient")
+
+
+@pytest.mark.parametrize("on_skip", ["hold", "advance"])
+@pytest.mark.parametrize("name", ["adamw-loop", "adamw-foreach", "adamw-fused", "stranger"])
+def test_schedules_hold_or_advance_and_the_average_holds(on_skip, name):
+    """Acceptance B: the same status and the same schedule whichever kernel the optimizer uses."""
+    model = mlp()
+    ema = EMA(model, decay=0.5)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    start = optimizer.param_groups[0]["lr"]
+    precision = Precision(
+        scaled("fp16-mixed"), model, optimizer, schedulers=[schedule], on_skip=on_skip, ema=ema
+    )
+    applied = []
+    for number, poison in enumerate([None, "gradient", "gradient", None]):
+        averages = {n: a.clone() for n, a in ema.averages.items()}
+        result = step(model, precision, number, poison)
+        applied.append(result.applied)
+        moved = any(not torch.equal(averages[n], a) for n, a in ema.averages.items())
+        assert moved == result.applied
+    assert applied == [True, False, False, True]
+    steps = 4 if on_skip == "advance" else 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(start * 0.5**steps, rel=1e-12)
+    assert ema.updates == 2
+
+
+def test_a_first_skip_that_advances_says_nothing():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    precision = Precision(
+        scaled("fp16-mixed"), model, optimizer, schedulers=[schedule], on_skip="advance"
+    )
+    assert not step(model, precision, 0, "gradient").applied  # warnings are errors here
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    with pytest.raises(PrecisionError, match="on_skip='later'; allowed: hold, advance"):
+        make("fp32", on_skip="later")
+
+
+class Gain(nn.Module):
+    def __init__(self, value, count=256):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((count,), float(value)))
+
+
+def test_an_average_moves_in_bf16_too():
+    """decay 0.9999, 1000 updates from 1 towards 2: 1 + (1 - 0.9999^1000) = 1.0952."""
+    expected = 2 - 0.9999**1000
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 4 * 2.0**-7 / math.sqrt(256))):
+        ema = EMA(Gain(1.0), decay=0.9999, dtype=dtype)
+        target = Gain(2.0)
+        for _ in range(1000):
+            ema.update_(target.named_parameters())
+        mean = ema.averages["gain"].double().mean().item()
+        # fp32: 1000 roundings of 2^-24; bf16: 4 sigma of the mean of 256 walks, whose spread is
+        # below one gap of 2^-7 as each of the 1000 steps is mostly no move at all
+        assert mean == pytest.approx(expected, abs=bound)
+    nearest = torch.ones(256, dtype=torch.bfloat16)
+    for _ in range(1000):
+        nearest.lerp_(torch.full_like(nearest, 2.0), 1e-4)
+    assert (nearest == 1).all()  # what users complain of
+
+
+def test_the_average_is_of_the_exact_masters_and_can_be_tried():
+    model = mlp()
+    ema = EMA(model, decay=0.5)
+    optimizer = AdamW(model.parameters(), lr=0.02)
+    precision = Precision("bf16-split", model, optimizer, ema=ema)
+    expected = {n: v.double() for n, v in precision.masters.items()}
+    for number in range(4):
+        step(model, precision, number)
+        for n, v in precision.masters.items():
+            expected[n] = 0.5 * expected[n] + 0.5 * v.double()
+    for n, average in ema.averages.items():
+        # four fp32 roundings
+        assert torch.allclose(average.double(), expected[n], rtol=4 * 2.0**-23, atol=1e-9)
+    own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with ema.applied_to(model):
+        for n, p in model.named_parameters():
+            assert torch.equal(p, ema.averages[n].bfloat16())
+    with pytest.raises(RuntimeError, match="inside"), ema.applied_to(model):
+        raise RuntimeError("inside")
+    assert all(torch.equal(own[n], p) for n, p in model.named_parameters())
+    other = EMA(mlp(seed=3), decay=0.5)
+    other.load_state_dict(ema.state_dict())
+    assert_same(other.state_dict(), ema.state_dict())
+    with pytest.raises(PrecisionError, match="another model"):
+        EMA(Gain(1.0)).load_state_dict(ema.state_dict())
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"decay": 1.0}, "0 < decay < 1"), ({"decay": 0.0}, "0 < decay < 1"),
+    ({"dtype": torch.float16}, "fp32 or bf16"),
+])  # fmt: skip
+def test_a_bad_average_is_refused(options, message):
+    with pytest.raises(PrecisionError, match=message):
+        EMA(mlp(), **options)
+
+
+def test_several_optimizers_step_together_or_not_at_all():
+    model = mlp()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = OPTIMIZERS["adamw-fused"](model[2].parameters())
+    precision = Precision(scaled("fp16-master"), model, [first, second])
+    masters = {n: v.clone() for n, v in precision.masters.items()}
+    assert not step(model, precision, 0, "gradient").applied
+    assert all(torch.equal(masters[n], v) for n, v in precision.masters.items())
+    assert step(model, precision, 1).applied
+    assert all(not torch.equal(masters[n], v) for n, v in precision.masters.items())
+    twin = mlp()
+    twice = [torch.optim.SGD(twin.parameters()) for _ in range(2)]
+    with pytest.raises(PrecisionError, match="stands in two optimizers"):
+        Precision("fp32", twin, twice)
+
+
+def test_trainable_16_bit_weights_are_upcast_on_request_and_frozen_ones_stay():
+    model = mlp().half()
+    model[0].requires_grad_(False)
+    values = {n: p.detach().float() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    cost = 2 * sum(p.numel() for p in model[2].parameters())
+    with pytest.raises(PrecisionError, match=rf"2\.weight.*upcast_trainable=True.*\({cost} bytes"):
+        Precision("fp16-mixed", model, optimizer)
+    precision = Precision("fp16-mixed", model, optimizer, upcast_trainable=True)
+    assert [p.dtype for p in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
+    assert all(torch.equal(values[n], p.float()) for n, p in model.named_parameters())
+    x, y = batches(1)[0]
+    for _ in range(20):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        result = precision.step(loss)
+    assert result.applied
+
+
+def test_calibration_finds_the_largest_scale_and_skips_nothing():
+    def loss_of(model, precision):
+        x, y = batches(1)[0]
+        with precision.autocast():
+            return mse(model(x), y) * 1000
+
+    def first_finite():
+        """By definition: try every power of two downwards on a model of its own."""
+        for exponent in range(24, -1, -1):
+            model = mlp()
+            spec = f"fp16-mixed,init_scale={2.0**exponent}"
+            precision = Precision(spec, model, OPTIMIZERS["sgd"](model.parameters()))
+            if precision.step(loss_of(model, precision)).applied:
+                return 2.0**exponent
+        raise AssertionError
+
+    expected = first_finite()
+    assert 1 < expected < 2**24
+    model = mlp()
+    ours = Precision("fp16-mixed,init_scale=auto", model, OPTIMIZERS["sgd"](model.parameters()))
+    assert str(ours.policy).endswith("init_scale=auto")
+    result = ours.step(loss_of(model, ours))
+    assert (result.applied, result.calibrating, result.loss_scale) == (True, True, expected)
+    assert not ours.step(loss_of(model, ours)).calibrating
+
+
+def test_skips_before_the_first_good_step_are_labelled_calibration():
+    """Acceptance K: 2^16 is above the largest fp16 number, so a gradient of 1 overflows."""
+    model = mlp()
+    precision = Precision("fp16-mixed", model, OPTIMIZERS["sgd"](model.parameters()))
+    x, y = batches(1)[0]
+    labels = []
+    for _ in range(40):
+        with precision.autocast():
+            loss = mse(model(x), y) * 300
+        result = precision.step(loss, max_norm=1.0)
+        labels.append((result.applied, result.calibrating))
+        if len([a for a, _ in labels if a]) == 2:
+            break
+    skipped = [c for a, c in labels if not a]
+    assert skipped
+    assert all(skipped)
+    assert labels[-1] == (True, False)
+    for name in ("fp32", "bf16-mixed"):
+        model, _, precision = make(name)
+        assert not step(model, precision).calibrating

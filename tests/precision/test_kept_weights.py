@@ -1,0 +1,145 @@
+"""Policies whose optimizer keeps what a 16-bit weight cannot hold, under Precision."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError
+from halfstep.optim.optimizers import SGD, AdamW, Lion
+from reference.training import batches, mlp, mse
+
+KEPT = ("bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr")
+OWN = {"adamw": lambda ps: AdamW(ps, lr=0.01), "sgd": lambda ps: SGD(ps, lr=0.05),
+       "lion": lambda ps: Lion(ps, lr=0.002)}  # fmt: skip
+
+
+def run(policy, make, steps=30, micro=1, **options):
+    model = mlp()
+    optimizer = make(model.parameters())
+    precision = Precision(policy, model, optimizer, **options)
+    losses = []
+    for x, y in batches(steps, rows=6 * micro):
+        for part in range(micro):
+            rows = slice(6 * part, 6 * part + 6)
+            with precision.autocast():
+                loss = mse(model(x[rows]), y[rows]) / micro
+            precision.backward(loss)
+        losses.append(precision.step(max_norm=1.0).loss)
+    return model, optimizer, precision, losses
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("micro", [1, 3])
+def test_split_is_the_fp32_copy_bit_for_bit(make, micro):
+    """Same gradients, same fp32 masters; but nearest weights differ on exact ties alone."""
+    split_model, _, split, split_losses = run("bf16-split", make, micro=micro)
+    copy_model, _, copied, copy_losses = run("bf16-master", make, micro=micro)
+    ours, theirs = dict(split.masters.items()), dict(copied.masters.items())
+    assert split_losses == copy_losses
+    for name, master in theirs.items():
+        assert torch.equal(ours[name], master), name
+    for a, b in zip(split_model.parameters(), copy_model.parameters(), strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_the_initial_fp32_weights_are_not_lost(policy):
+    model = mlp()
+    exact = {n: p.detach().clone() for n, p in model.named_parameters()}
+    precision = Precision(policy, model, AdamW(model.parameters()))
+    gap = {"bf16-split": 0, "bf16-split24": 2.0**-15, "bf16-kahan": 2.0**-15, "bf16-sr": 2.0**-7}
+    for name, value in precision.masters.items():
+        # relative to the value: half a gap of the mantissa bits kept, a whole one if stochastic
+        assert ((value - exact[name]).abs() <= gap[policy] * exact[name].abs()).all(), name
+
+
+def test_one_micro_batch_stays_in_16_bit_and_several_add_up_in_fp32():
+    class Scalar(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([[1.0]]))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    for count, dtype in ((1, torch.bfloat16), (256, torch.float32)):
+        model = Scalar()
+        precision = Precision("bf16-split", model, AdamW(model.parameters()))
+        precision.backward(model(torch.tensor([[4.0]])).sum())
+        for _ in range(count - 1):
+            precision.backward(model(torch.tensor([[0.01]])).sum())
+        (gradient,) = precision.masters.gradients(model.parameters()).values()
+        assert gradient.dtype == dtype
+        small = torch.tensor(0.01).bfloat16().double().item()
+        # fp32 sums of 255 terms; in bf16 the sum would stay at 4
+        assert gradient.item() == pytest.approx(4 + (count - 1) * small, rel=1e-5)
+        assert model.weight.grad is None
+        precision.step()
+        assert not precision.masters.gradients(model.parameters())
+
+
+@pytest.mark.parametrize("policy", [*KEPT, "bf16-mixed,moments=8bit", "bf16-master,moments=bf16"])
+def test_a_stock_optimizer_is_refused_before_anything_changes(policy):
+    model = mlp()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(PrecisionError, match=r"halfstep\.optim.*AdamW does not.*nearest policy"):
+        Precision(policy, model, torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_an_optimizer_made_for_another_format_is_refused():
+    model = mlp()
+    with pytest.raises(PrecisionError, match="made with moments='fp32', the policy says '8bit'"):
+        Precision("bf16-split,moments=8bit", model, AdamW(model.parameters(), moments="fp32"))
+    with pytest.raises(PrecisionError, match="update='kahan', the policy says 'split'"):
+        Precision("bf16-split", model, AdamW(model.parameters(), update="kahan"))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", *KEPT])
+def test_every_policy_with_every_moment_format_learns_as_fp32(policy, moments):
+    def make(ps):
+        return AdamW(ps, lr=0.01)
+
+    x, y = batches(1)[0]
+    results = {}
+    for name in ("fp32", f"{policy},moments={moments}"):
+        model = mlp()
+        precision = Precision(name, model, make(model.parameters()))
+        for _ in range(60):
+            with precision.autocast():
+                loss = mse(model(x), y)
+            result = precision.step(loss)
+        results[name] = result.loss
+    ours, reference = results[f"{policy},moments={moments}"], results["fp32"]
+    # one repeated batch of 12 numbers, 60 steps: bf16 arithmetic and 8-bit moments move the loss
+    assert ours == pytest.approx(reference, rel=0.15)
+
+
+SAVED = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit", "bf16-kahan")
+
+
+@pytest.mark.parametrize("later", SAVED)
+@pytest.mark.parametrize("first", SAVED)
+def test_masters_load_into_every_other_policy(first, later):
+    def make(ps):
+        return AdamW(ps, lr=0.01)
+
+    model, _, saved, _ = run(first, make, steps=5)
+    exact = dict(saved.masters.items())
+    state, weights = saved.state_dict(), model.state_dict()
+    other = mlp(seed=9)
+    precision = Precision(later, other, make(other.parameters()))
+    if first != later:
+        with pytest.raises(PrecisionError, match=r"weights= to change over"):
+            precision.load_state_dict(state)
+    precision.load_state_dict(state, weights=weights)
+    for name, value in precision.masters.items():
+        bound = 2.0**-15 if "kahan" in later else 0.0
+        assert ((value - exact[name]).abs() <= bound * exact[name].abs()).all(), name
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(other(x), y)
+    assert precision.step(loss).applied

@@ -1,0 +1,414 @@
+"""Rounding that loses nothing, or nothing on average, against exact arithmetic on bit patterns.
+
+The oracle for a value is NumPy's own fp64 of an fp32 pattern, and the definition-built table of all
+bf16 numbers (``reference.floats``). Every distance and sum below is exact in fp64: neighbours share
+a grid, and at most 24 + 16 bits are ever needed; the few others are Python fractions.
+"""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.precision.rounding import (
+    join,
+    join24,
+    kahan_add,
+    kahan_join,
+    kahan_split,
+    random_bits,
+    round_stochastic,
+    split,
+    split24,
+)
+from reference import floats
+
+ABS, INF, SIGN, QUIET = 0x7FFFFFFF, 0x7F800000, 0x80000000, 0x7FC00000
+LARGEST_BF16 = 0x7F7F0000
+LOWER = np.arange(2**16, dtype=np.uint32)
+# Magnitudes of bf16 patterns 0 .. 0x7F80; infinity stands where rounding sees it, at 2^128.
+BF16_VALUES = np.append(floats.BF16, 2.0**128)
+
+
+def tensor(bits: np.ndarray) -> torch.Tensor:
+    """The fp32 numbers of uint32 patterns."""
+    return torch.from_numpy(np.ascontiguousarray(bits, dtype=np.uint32).view(np.float32))
+
+
+def pattern(values: torch.Tensor) -> np.ndarray:
+    """The patterns of fp32 or bf16 numbers, as uint32 or uint16."""
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16).numpy().view(np.uint16)
+    return values.numpy().view(np.uint32)
+
+
+def exact(bits: np.ndarray) -> np.ndarray:
+    """fp64 values of fp32 patterns."""
+    return np.asarray(bits, dtype=np.uint32).view(np.float32).astype(np.float64)
+
+
+def ints(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.uint32).view(np.int32))
+
+
+# --- split masters ------------------------------------------------------------------------------
+
+
+def check_split(uppers: np.ndarray) -> None:
+    """Every law of ``split`` for all 2^16 lower halves of the given upper halves (uint32)."""
+    bits = uppers[:, None] << np.uint32(16) | LOWER[None, :]
+    weight, remainder = split(tensor(bits))
+    assert weight.dtype == torch.bfloat16
+    assert remainder.dtype == torch.int16
+    assert weight.shape == remainder.shape == bits.shape
+    back, high = pattern(join(weight, remainder)), pattern(weight)
+    special = (uppers & 0x7F80) == 0x7F80
+    for rows, nan in ((~special, False), (special, True)):
+        b, h, joined = bits[rows], high[rows], back[rows]
+        assert np.array_equal(h >> 15, b >> 31), "a sign changed"
+        if nan:
+            quiet = np.where((b & ABS) > INF, (b & SIGN) | QUIET, b)
+            assert np.array_equal(joined, quiet)
+            assert np.array_equal(h, quiet >> 16)
+            continue
+        assert np.array_equal(joined, b), "join does not give the master back"
+        value = np.abs(exact(b))
+        down = uppers[rows] & 0x7FFF
+        low, top = BF16_VALUES[down][:, None], BF16_VALUES[down + 1][:, None]
+        chosen = h & 0x7FFF
+        up = chosen == down[:, None] + 1
+        assert np.array_equal(up, chosen != down[:, None]), "not one of the two neighbours"
+        below, above = value - low, top - value
+        assert not (np.where(up, above, below) > np.where(up, below, above)).any(), "not nearest"
+
+
+def test_split_every_exponent_and_every_lower_half():
+    mantissas = np.array([0, 1, 0x2A, 0x7F], dtype=np.uint32)
+    signed_exponents = np.arange(512, dtype=np.uint32)
+    uppers = (signed_exponents[:, None] << np.uint32(7) | mantissas[None, :]).reshape(-1)
+    assert len(uppers) == 2048
+    for part in np.array_split(uppers, 64):
+        check_split(part)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_split_every_fp32_number():
+    for part in np.array_split(np.arange(2**16, dtype=np.uint32), 2048):
+        check_split(part)
+
+
+def test_split_keeps_any_shape_and_no_elements():
+    value = torch.linspace(-3, 3, 24).reshape(2, 3, 4)
+    assert torch.equal(join(*split(value)), value)
+    weight, remainder = split(torch.empty(0, 3))
+    assert weight.shape == remainder.shape == (0, 3)
+
+
+def edges() -> np.ndarray:
+    """Upper halves at the ends of the range, of both signs."""
+    ends = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F]
+    return np.array([*ends, *(e | 0x8000 for e in ends)], dtype=np.uint32)
+
+
+def all_bytes(bits: np.ndarray, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each number 256 times, with every low byte once and anything above it."""
+    rest = np.random.default_rng(seed).integers(0, 2**24, (len(bits), 256), dtype=np.uint32)
+    noise = rest << np.uint32(8) | np.arange(256, dtype=np.uint32)
+    return tensor(np.repeat(bits[:, None], 256, axis=1)), ints(noise)
+
+
+def check_split24(bits: np.ndarray, seed: int) -> None:
+    """Every law of ``split24`` for fp32 patterns, over all 256 values of the random byte."""
+    weight, remainder = split24(*all_bytes(bits, seed))
+    assert weight.dtype == torch.bfloat16
+    assert remainder.dtype == torch.int8
+    got = pattern(join24(weight, remainder))
+    finite = (bits & ABS) < INF
+    b, g = bits[finite], got[finite]
+    assert np.array_equal(g & SIGN, np.broadcast_to((b & SIGN)[:, None], g.shape))
+    assert (g & 0xFF == 0).all(), "more than 24 bits"
+    assert ((g & ABS) < INF).all(), "a finite number became infinite"
+    magnitude, down = b & ABS, (b & ABS) & ~np.uint32(0xFF)
+    up = np.where(magnitude == down, down, down + 0x100)
+    up = np.minimum(up, 0x7F7FFF00)  # nothing finite lies above
+    assert (((g & ABS) == down[:, None]) | ((g & ABS) == up[:, None])).all()
+    # Two neighbours of 16 bits, 256 times: 24 bits, exact in fp64.
+    inside = magnitude <= 0x7F7FFF00
+    assert np.array_equal(exact(g[inside]).sum(1), 256 * exact(b[inside])), "a biased mean"
+    special = bits[~finite]
+    kept = np.where((special & ABS) > INF, (special & SIGN) | QUIET, special)
+    assert np.array_equal(got[~finite], np.repeat(kept[:, None], 256, axis=1))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_split24_every_lower_half_and_random_upper_halves(seed):
+    upper = np.random.default_rng(seed).integers(0, 2**16, 2**16, dtype=np.uint32)
+    assert ((upper & 0x7F80) == 0x7F80).sum() > 100  # infinities and NaN are among them
+    bits = upper << np.uint32(16) | LOWER
+    for part in np.array_split(bits, 16):
+        check_split24(part, seed)
+
+
+def test_split24_at_the_ends_of_the_range():
+    low = np.arange(0x100, dtype=np.uint32)
+    lower = np.unique(np.concatenate([low, low + 0x7F00, low + 0x8000, low + 0xFF00]))
+    for upper in edges():
+        check_split24(upper << np.uint32(16) | lower, 0)
+    check_split24(np.array([INF, INF | SIGN, QUIET, QUIET | SIGN, INF + 1, 0xFFFFFFFF], "u4"), 0)
+
+
+# --- stochastic rounding ------------------------------------------------------------------------
+
+
+def sampled() -> np.ndarray:
+    """Patterns over the whole finite range: random ones, subnormal ones, and both ends."""
+    generator = np.random.default_rng(0)
+    anywhere = generator.integers(0, LARGEST_BF16, 150, dtype=np.uint32)
+    subnormal = generator.integers(1, 0x00800000, 20, dtype=np.uint32)
+    top = LARGEST_BF16 - generator.integers(1, 0x20000, 10, dtype=np.uint32)
+    ends = np.array([0, 1, 0xFFFF, 0x10000, 0x10001, 0x7FFFFF, 0x3F80FFFF, LARGEST_BF16 - 1], "u4")
+    magnitudes = np.concatenate([anywhere, subnormal, top, ends])
+    return np.concatenate([magnitudes, magnitudes | SIGN])
+
+
+def test_the_mean_over_all_random_halves_is_the_value():
+    generator = np.random.default_rng(1)
+    for bits in sampled():
+        noise = generator.integers(0, 2**16, 2**16, dtype=np.uint32) << np.uint32(16) | LOWER
+        got = pattern(round_stochastic(tensor(np.full(2**16, bits)), ints(noise)))
+        values, counts = np.unique(
+            exact(got.astype(np.uint32) << np.uint32(16)), return_counts=True
+        )
+        total = sum(Fraction(v) * int(n) for v, n in zip(values, counts, strict=True))
+        assert total == 2**16 * Fraction(float(exact(bits)))
+        down = int(bits & ABS) >> 16
+        assert set((got & 0x7FFF).tolist()) <= {down, down + 1}
+        assert ((got >> 15) == bits >> 31).all()
+
+
+def test_numbers_that_bf16_holds_never_move():
+    highs = np.arange(2**16, dtype=np.uint32)
+    highs = highs[(highs & 0x7FFF) <= 0x7F80]  # NaN has its own test
+    noise = np.array([0, 1, 0x8000, 0xFFFE, 0xFFFF, 0xFFFFFFFF], dtype=np.uint32)
+    values = tensor(np.repeat(highs[:, None] << np.uint32(16), len(noise), axis=1))
+    got = pattern(round_stochastic(values, ints(np.broadcast_to(noise, values.shape))))
+    assert np.array_equal(got, np.broadcast_to(highs[:, None], got.shape))
+
+
+def test_beyond_the_largest_bf16_finite_numbers_stay_finite():
+    bits = np.arange(LARGEST_BF16, INF, dtype=np.uint32)
+    for sign in (0, SIGN):
+        for noise in (0, 0x8000, 0xFFFF):
+            bfloat = round_stochastic(tensor(bits | sign), ints(np.full(len(bits), noise)))
+            assert (pattern(bfloat) == (LARGEST_BF16 | sign) >> 16).all()
+
+
+def test_infinities_and_nan_are_kept():
+    special = np.array([INF, INF | SIGN, QUIET, QUIET | SIGN, INF + 1, 0xFFFFFFFF], "u4")
+    wanted = np.array([0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7FC0, 0xFFC0], "u2")
+    for noise in (0, 0xFFFF, 0xFFFFFFFF):
+        got = round_stochastic(tensor(special), ints(np.full(len(special), noise)))
+        assert np.array_equal(pattern(got), wanted)
+
+
+# A start, and an update as a fraction of the bf16 gap there: rounding to nearest would lose it.
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("start", [1.0, 1.5, 1e-30, 1e30, 3e-39, 2.0**127, 0.007])
+@pytest.mark.parametrize("fraction", [0.02, -0.02])
+def test_repeated_updates_add_up_on_average(start, fraction, sign):
+    count, steps = 4096, 200
+    weight = torch.full((count,), sign * start).to(torch.bfloat16)
+    begin = weight[0].double().item()
+    gap = float(floats.gap(np.array([abs(begin)]), floats.BF16)[0])
+    update = torch.full((count,), sign * fraction * gap)
+    for step in range(steps):
+        bits = random_bits(7, step, count)
+        weight = round_stochastic(weight.float() + update, bits)
+    # A rounding between neighbours a gap apart has a variance of at most gap^2 / 4. Downward
+    # updates from a power of two leave its binade; the gap only shrinks.
+    sigma = gap / 2 * math.sqrt(steps / count)
+    # fp32 rounds weight + update before the cut, each time by at most 2^-24 of it, gap / 2^16
+    rounding = steps * gap * 2.0**-16
+    wanted = begin + steps * update[0].double().item()
+    assert abs(weight.double().mean().item() - wanted) <= 4 * sigma + rounding
+    assert abs(wanted - begin) > 3 * (4 * sigma + rounding)  # else a lost update would pass
+
+
+# --- random bits --------------------------------------------------------------------------------
+
+
+def lowbias32(x: np.ndarray) -> np.ndarray:
+    """**Source:** lowbias32 of Wellons' hash-prospector, line by line on uint32."""
+    x = np.asarray(x, dtype=np.uint32)
+    with np.errstate(over="ignore"):
+        x = x ^ x >> np.uint32(16)
+        x = x * np.uint32(0x7FEB352D)
+        x = x ^ x >> np.uint32(15)
+        x = x * np.uint32(0x846CA68B)
+        return x ^ x >> np.uint32(16)
+
+
+def oracle_bits(seed: int, step: int, stream: int, index: np.ndarray) -> np.ndarray:
+    """Each of seed, step, stream and element number is hashed into what came before."""
+    key = np.uint32(0)
+    for part in (seed, step, stream):
+        key = lowbias32(key ^ np.uint32(part % 2**32))
+    return lowbias32(key ^ index.astype(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "stream", "start"),
+    [
+        (0, 0, 0, 0),
+        (1, 2, 3, 4),
+        (-1, 1000, 7, 0),
+        (2**40 + 5, 2**31, 2**20, 2**31 - 50),
+        (123, 1, 0, 2**32 - 50),
+    ],
+)
+def test_random_bits_are_the_documented_hash(seed, step, stream, start):
+    got = random_bits(seed, step, 1000, stream=stream, start=start)
+    assert got.dtype == torch.int32
+    index = (np.arange(1000, dtype=np.uint64) + np.uint64(start)) % np.uint64(2**32)
+    assert np.array_equal(got.numpy().view(np.uint32), oracle_bits(seed, step, stream, index))
+
+
+def test_random_bits_are_a_pure_function():
+    whole = random_bits(3, 5, 1000, stream=2)
+    assert torch.equal(whole, random_bits(3, 5, 1000, stream=2))
+    assert torch.equal(whole.reshape(10, 4, 25), random_bits(3, 5, (10, 4, 25), stream=2))
+    for start, end in ((0, 1), (1, 128), (128, 999), (999, 1000)):
+        assert torch.equal(whole[start:end], random_bits(3, 5, end - start, stream=2, start=start))
+    assert random_bits(3, 5, 0).shape == (0,)
+    assert random_bits(3, 5, ()).shape == ()
+    for other in ((4, 5, 2), (3, 6, 2), (3, 5, 3), (5, 3, 2), (3, 2, 5)):
+        seed, step, stream = other
+        # equal by chance: 1000 * 2^-32
+        assert not (whole == random_bits(seed, step, 1000, stream=stream)).any()
+
+
+N = 2**20
+
+
+def uniform(seed: int, step: int, stream: int = 0) -> np.ndarray:
+    """N numbers of mean 0 and variance 1, uniform if the bits are."""
+    bits = random_bits(seed, step, N, stream=stream).numpy().view(np.uint32)
+    return ((bits + 0.5) / 2**32 - 0.5) * math.sqrt(12)
+
+
+@pytest.mark.parametrize(("seed", "step"), [(0, 1), (1, 1), (0, 1000)])
+def test_random_bits_are_uniform(seed, step):
+    bits = random_bits(seed, step, N).numpy().view(np.uint32)
+    for shift in (0, 8, 16, 24):
+        counts = np.bincount((bits >> np.uint32(shift)) & 0xFF, minlength=256)
+        chi2 = ((counts - N / 256) ** 2 / (N / 256)).sum()
+        # chi-square with 255 degrees of freedom: mean 255, variance 510; 4 sigma
+        assert abs(chi2 - 255) <= 4 * math.sqrt(510)
+    x = uniform(seed, step)
+    assert abs(x.mean()) <= 4 / math.sqrt(N)
+    # the variance of x^2 for a uniform x of variance 1 is 9/5 - 1
+    assert abs((x * x).mean() - 1) <= 4 * math.sqrt(0.8 / N)
+
+
+def test_random_bits_are_uncorrelated():
+    x = uniform(0, 1)
+    others = {
+        "next step": uniform(0, 2),
+        "a later step": uniform(0, 65),
+        "next stream": uniform(0, 1, 1),
+        "the moments' stream of the next tensor": uniform(0, 1, 3),
+        "next seed": uniform(1, 1),
+        "neighbour": np.roll(x, 1),
+        "128 further": np.roll(x, 128),
+        "8192 further": np.roll(x, 8192),
+    }
+    for name, y in others.items():
+        # the mean of N products of variance 1 has a standard deviation of 1 / sqrt(N)
+        assert abs((x * y).mean()) <= 4 / math.sqrt(N), name
+
+
+def test_the_two_parts_of_a_word_that_the_two_moments_use_round_independently_enough():
+    bits = random_bits(0, 1, N).numpy().view(np.uint32)
+    low, high = (bits & 0xFFFFF) / 2**20, (bits >> np.uint32(12)) / 2**20
+    x, y = (low - 0.5) * math.sqrt(12), (high - 0.5) * math.sqrt(12)
+    # They share 8 bits: the highest of the one are the lowest of the other, 2^-12 of its range.
+    assert abs((x * y).mean()) <= 4 / math.sqrt(N) + 2.0**-11
+
+
+# --- Kahan --------------------------------------------------------------------------------------
+
+
+def test_a_hundred_small_updates_arrive():
+    weight, residual = torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)
+    plain = weight.clone()
+    update = torch.tensor([1e-3])
+    for _ in range(100):
+        weight, residual = kahan_add(weight, residual, update)
+        plain = (plain.float() + update).to(torch.bfloat16)
+        assert weight.dtype == residual.dtype == torch.bfloat16
+    total = kahan_join(weight, residual).double().item()
+    # The residual is at most half the weight's gap of 2^-7, so its own gap is at most 2^-16, and
+    # each of the additions rounds by at most half of that (measured: to one side, 3.2e-4 in all).
+    bound = 100 * 2.0**-17
+    assert abs(total - 1.1) <= bound
+    # The weight is within half a gap of that, and so within one gap of the true sum.
+    assert abs(weight.double().item() - 1.1) <= 2.0**-8 + bound < 2.0**-7
+    assert plain.item() == 1.0
+
+
+def kahan_samples() -> np.ndarray:
+    """Finite patterns: everywhere, near and on the half way between bf16 numbers, subnormal."""
+    generator = np.random.default_rng(5)
+    anywhere = generator.integers(0, 2**32, 2**18, dtype=np.uint32)
+    upper = generator.integers(0, 2**16, 2**14, dtype=np.uint32) << np.uint32(16)
+    near = 0x8000 + generator.integers(-130, 131, 2**14)
+    bits = np.concatenate([anywhere, upper | near.astype(np.uint32), sampled()])
+    return bits[(bits & ABS) < 0x7F7F7F00]  # rounds to a finite bf16, with either residual
+
+
+def test_weight_and_residual_are_both_nearest():
+    bits = kahan_samples()
+    weight, residual = kahan_split(tensor(bits))
+    x = exact(bits)
+    joined = kahan_join(weight, residual).double().numpy()
+    # What the pair stands for is x with the residual rounded to bf16 once: half its gap at most.
+    # The exact residual is a multiple of the gap of x, below 2^16 of them: exact in fp64.
+    lost = x - floats.nearest(x, floats.BF16, math.inf)
+    assert np.array_equal(joined, x - lost + floats.nearest(lost, floats.BF16, 0.0))
+    # The weight alone is a bf16 nearest to that, the even one of two.
+    assert np.array_equal(weight.double().numpy(), floats.nearest(joined, floats.BF16, math.inf))
+    big = np.abs(x) > 2.0**-100  # away from subnormal residuals: 8 bits below half a gap
+    assert (np.abs(joined - x)[big] <= np.abs(x)[big] * 2.0**-17).all()
+
+
+def test_splitting_what_a_pair_stands_for_changes_no_bit():
+    weight, residual = kahan_split(tensor(kahan_samples()))
+    again = kahan_split(kahan_join(weight, residual))
+    # as numbers: 0 and -0 are the same, and -0 + 0 is 0
+    assert torch.equal(again[0], weight)
+    assert torch.equal(again[1], residual)
+    # and for every bf16 number without a residual
+    highs = np.arange(2**16, dtype=np.uint32)
+    highs = highs[(highs & 0x7FFF) <= 0x7F80]
+    values = tensor(highs << np.uint32(16))
+    weight, residual = kahan_split(values)
+    assert torch.equal(weight.float(), values)
+    assert (residual == 0).all()
+
+
+def test_kahan_with_numbers_that_are_not_finite():
+    special = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, -3.4e38])
+    weight, residual = kahan_split(special)
+    assert weight.tolist()[:2] == [math.inf, -math.inf]
+    assert weight[2].isnan()
+    assert weight.tolist()[3:] == [math.inf, -math.inf]  # nearest, beyond the largest bf16
+    assert residual.tolist() == [0.0] * 5
+    joined = kahan_join(weight, residual)
+    assert joined[2].isnan()
+    assert not joined.isfinite().any()
+    again, lost = kahan_add(weight, residual, torch.ones(5))
+    assert torch.equal(again[:2], weight[:2])
+    assert lost.tolist() == [0.0] * 5

@@ -1,0 +1,886 @@
+"""Rules: which module is in which format, that it computes so, and what is refused."""
+
+import copy
+import inspect
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import POLICIES, Precision, PrecisionError, explain, explain_model, parse_policy
+from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.optim.optimizers import AdamW
+from halfstep.precision.cast import (
+    Region,
+    add_regions_,
+    around_model,
+    cast_floating,
+    cast_to_policy_,
+    remove_regions_,
+)
+from halfstep.precision.rules import parameter_dtypes, place
+from reference.training import batches, differences, mlp, mse, scaled
+
+F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+LOW = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure", "fp16-pure")
+OWN = ("bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr")
+STORED_LOW = ("bf16-master", "fp16-master", "bf16-pure", "fp16-pure", *OWN)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+def low_dtype(name: str) -> torch.dtype:
+    return B16 if name.startswith("bf16") else F16
+
+
+def optimizer_for(name, model, lr=0.02):
+    make = AdamW if name in OWN else torch.optim.AdamW
+    return make(model.parameters(), lr=lr, eps=1e-3)
+
+
+def with_rules(name: str, *rules: tuple[str, str]):
+    return replace(parse_policy(scaled(name)), rules=rules)
+
+
+def prepared(name, model, *rules):
+    precision = Precision(with_rules(name, *rules), model, optimizer_for(name, model))
+    return precision, model
+
+
+def fp32_names(policy, model) -> set[str]:
+    return {placement.name for placement in place(policy, model) if placement.fp32}
+
+
+# --- which module is in which format -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([], ""),
+        ([("head", "fp32")], "head"),
+        ([("*norm*", "fp32")], "blocks.0.norm blocks.1.norm"),
+        ([("type:LayerNorm", "fp32")], "blocks.0.norm blocks.1.norm"),
+        ([("type:Layer*", "fp32")], "blocks.0.norm blocks.1.norm"),
+        ([("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
+        ([("blocks.[!0].norm", "fp32")], "blocks.1.norm"),
+        # a rule on a module holds for everything below
+        (
+            [("blocks.0", "fp32")],
+            "blocks.0 blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
+        ),
+        # ... and "blocks.0.*" does not hold for the block itself
+        (
+            [("blocks.0.*", "fp32")],
+            "blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
+        ),
+        # deeper down wins, in whatever order
+        ([("blocks.0", "fp32"), ("blocks.0.mlp", "bf16")], "blocks.0 blocks.0.norm"),
+        ([("blocks.0.mlp", "bf16"), ("blocks.0", "fp32")], "blocks.0 blocks.0.norm"),
+        # for the same module the later one wins
+        ([("blocks.?.norm", "fp32"), ("blocks.0.norm", "bf16")], "blocks.1.norm"),
+        ([("blocks.0.norm", "bf16"), ("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
+        ([("type:LayerNorm", "fp32"), ("blocks.1*", "bf16")], "blocks.0.norm"),
+        ([("*", "fp32"), ("blocks*", "bf16")], " stem head"),
+        ([("", "fp32")], None),
+    ],
+)
+def test_placement(rules, expected):
+    if expected is None:
+        with pytest.raises(PrecisionError, match="rule '' is empty"):
+            with_rules("bf16-master", *rules)
+        return
+    found = fp32_names(with_rules("bf16-master", *rules), Net())
+    assert found == set(expected.split(" ")) if expected else found == set()
+
+
+def test_a_star_is_every_module_and_the_model_itself():
+    model = Net()
+    names = {name for name, _ in model.named_modules()}
+    assert fp32_names(with_rules("bf16-master", ("*", "fp32")), model) == names
+    assert fp32_names(with_rules("bf16-master", ("type:Net", "fp32")), model) == names
+
+
+@pytest.mark.parametrize("name", STORED_LOW)
+def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
+    precision, model = prepared(name, Net(), ("blocks.0", "fp32"), ("head", "fp32"))
+    for parameter, tensor in model.named_parameters():
+        kept = parameter.startswith(("blocks.0.", "head."))
+        assert tensor.dtype == (F32 if kept else low_dtype(name)), parameter
+    assert parameter_dtypes(precision.policy, model) == {
+        n: p.dtype for n, p in model.named_parameters()
+    }
+
+
+def test_a_model_that_was_loaded_in_16_bits_gets_its_fp32_parameters():
+    model = Net().to(B16)
+    _, model = prepared("bf16-master", model, ("head", "fp32"))
+    assert model.head.weight.dtype == F32
+    assert model.stem.weight.dtype == B16
+
+
+# --- spelling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
+        ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
+        ("bf16-master,rules=*:fp32|blocks.*:bf16", [("*", "fp32"), ("blocks.*", "bf16")]),
+        ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
+        ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
+        ("fp32,keep_fp32=head", [("head", "fp32")]),
+    ],
+)
+def test_rules_are_read_and_spelled_back(text, rules):
+    policy = parse_policy(text)
+    assert policy.rules == tuple(rules)
+    assert str(policy) == text
+    assert replace(policy, rules=()) == parse_policy(re.sub(",(rules|keep_fp32)=.*", "", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("bf16 , keep_fp32 = a | b ", "bf16-mixed,keep_fp32=a|b"),
+        ("bf16,rules=a:fp32|b:fp32", "bf16-mixed,keep_fp32=a|b"),
+        ("bf16,rules=b:bf16,keep_fp32=a", "bf16-mixed,rules=a:fp32|b:bf16"),
+        ("params=bf16,keep_fp32=a", "bf16-master,keep_fp32=a"),
+    ],
+)
+def test_other_spellings_are_the_same_policy(text, canonical):
+    assert str(parse_policy(text)) == canonical
+    assert parse_policy(canonical) == parse_policy(text)
+
+
+FILE = """
+base = "bf16-master"
+keep_fp32 = ["*.norm*", "type:LayerNorm"]
+[rules]
+"blocks.0.*" = "fp32"
+"blocks.0.mlp" = "bf16"
+"""
+
+
+def test_a_file_has_a_list_and_a_table_in_order(tmp_path):
+    path = tmp_path / "p.toml"
+    path.write_text(FILE)
+    policy = parse_policy(str(path))
+    assert policy.rules == (
+        ("*.norm*", "fp32"),
+        ("type:LayerNorm", "fp32"),
+        ("blocks.0.*", "fp32"),
+        ("blocks.0.mlp", "bf16"),
+    )
+    assert replace(policy, rules=()) == POLICIES["bf16-master"]
+    path.write_text('base = "bf16-mixed,keep_fp32=a"\nkeep_fp32 = ["b"]')
+    assert str(parse_policy(str(path))) == "bf16-mixed,keep_fp32=a|b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("keep_fp32 = 3", "keep_fp32 is 3; allowed: a list of globs"),
+        ("keep_fp32 = [3]", "allowed: a list of globs"),
+        ('keep_fp32 = ["a|b"]', r"'a\|b' contains '\|'; allowed: a glob"),
+        ("rules = 3", r'rules are 3; allowed: a table with lines such as "\*.norm" = "fp32"'),
+        ('[rules]\na.b = "fp32"', "the glob in quotes"),
+        ('[rules]\n"a" = "fp64"', "rule 'a' -> fp64; allowed: fp32, bf16"),
+        ('[rules]\n"a" = "fp16"', "rule 'a' -> fp16; allowed: fp32, bf16"),
+        ('[rules]\n"" = "fp32"', "rule '' is empty"),
+    ],
+)
+def test_bad_rules_in_a_file(tmp_path, text, message):
+    path = tmp_path / "p.toml"
+    path.write_text('base = "bf16-mixed"\n' + text)
+    with pytest.raises(PrecisionError, match=message) as caught:
+        parse_policy(str(path))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16,keep_fp32=", "rule '' is empty"),
+        ("bf16,keep_fp32=a|", "rule '' is empty"),
+        ("bf16,keep_fp32=type:", "rule 'type:' is empty"),
+        ("bf16,keep_fp32=a b", "contains ' '"),
+        ("bf16,keep_fp32=a:b", "contains ':'"),
+        ("bf16,rules=a", "rule '' -> a; allowed: fp32, bf16"),
+        ("bf16,rules=a:fp16", "rule 'a' -> fp16; allowed: fp32, bf16"),
+        ("fp32,rules=a:bf16", "rule 'a' -> bf16; allowed: fp32$"),
+        ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
+        ("bf16,keep_fp32=a,keep_fp32=b", "gives a key twice"),
+        ("bf16,keepfp32=a", "unknown policy key 'keepfp32', did you mean 'keep_fp32'"),
+    ],
+)
+def test_bad_rules_in_a_field_string(text, message):
+    with pytest.raises(PrecisionError, match=message):
+        parse_policy(text)
+
+
+def test_a_pattern_that_could_be_read_as_a_file_is_refused():
+    with pytest.raises(PrecisionError, match=r"ends in \.toml"):
+        with_rules("bf16-mixed", ("x.toml", "fp32"))
+
+
+globs = st.text(alphabet="abz_.019*?[]!-é", min_size=1, max_size=12).filter(
+    lambda text: not text.endswith(".toml")
+)
+patterns = st.one_of(globs, globs.map("type:{}".format))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([*LOW, *OWN]), st.lists(st.tuples(patterns, st.booleans()), max_size=4))
+def test_a_policy_with_rules_reads_back_as_itself(name, rules):
+    policy = with_rules(name, *((p, "fp32" if high else name[:4]) for p, high in rules))
+    assert parse_policy(str(policy)) == policy
+    moments = replace(policy, moments="8bit")
+    assert parse_policy(str(moments)) == moments
+
+
+def test_rules_are_a_value():
+    policy = replace(POLICIES["bf16-mixed"], rules=[["a", "fp32"]])
+    assert policy.rules == (("a", "fp32"),)
+    assert hash(policy) == hash(parse_policy("bf16,keep_fp32=a"))
+
+
+# --- what is refused before step 0 ---------------------------------------------------------------
+
+
+def refused(name, model, message, *rules):
+    before = [(n, p, p.dtype, p.detach().clone()) for n, p in model.named_parameters()]
+    optimizer = optimizer_for(name, model)
+    with pytest.raises(PrecisionError, match=message):
+        Precision(with_rules(name, *rules), model, optimizer)
+    for parameter, (_, same, dtype, values) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, values)
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-pure"])
+def test_a_rule_that_matches_nothing(name):
+    refused(name, Net(), "'haed' -> fp32 matches no module of the model: .*head", ("haed", "fp32"))
+    refused(
+        name,
+        Net(),
+        "'type:LayerNrom' -> fp32 matches no class of the model: there are LayerNorm",
+        ("type:LayerNrom", "fp32"),
+    )
+    message = "it matches a parameter of blocks.0.norm, and rules are about modules"
+    refused(name, Net(), message, ("*.norm.weight", "fp32"))
+    refused(name, nn.Linear(2, 2), "the model has no submodules", ("x", "fp32"))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(5, 4)
+        self.lm_head = nn.Linear(4, 5, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids):
+        return self.lm_head(self.wte(ids))
+
+
+def test_tied_weights_of_which_one_owner_is_fp32():
+    for name in ("bf16-master", "bf16-pure", "bf16-split"):
+        message = "lm_head.weight and wte.weight are one tensor"
+        refused(name, Tied(), message, ("lm_head", "fp32"))
+        refused(name, Tied(), "wte.weight and lm_head.weight are one tensor", ("wte", "fp32"))
+    _, model = prepared("bf16-master", Tied(), ("wte", "fp32"), ("lm_head", "fp32"))
+    assert model.wte.weight is model.lm_head.weight
+    assert model.wte.weight.dtype == F32
+    # fp32 weights are one tensor for both under mixed: the rule can be honoured
+    precision, model = prepared("bf16-mixed", Tied(), ("lm_head", "fp32"))
+    with precision.autocast():
+        logits = model(torch.tensor([1, 2]))
+    assert torch.equal(logits, model.wte.weight[[1, 2]] @ model.wte.weight.T)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.b = nn.Sequential(self.a[0], self.a[1])
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_a_shared_module_that_rules_place_in_two_formats():
+    message = "both a.0 and b.0 is fp32 by rule 'a.0' under the one name and bf16 under the other"
+    refused("bf16-mixed", Twice(), message, ("a.0", "fp32"))
+    message = "both a.0 and b.0 is fp32 by rule 'a' under"
+    refused("bf16-mixed", Twice(), message, ("a", "fp32"))
+    message = "both a.0 and b.0 is called from fp32 at the one place and from bf16"
+    refused("bf16-mixed", Twice(), message, ("a", "fp32"), ("?.0", "fp32"))
+    prepared("bf16-mixed", Twice(), ("type:Linear", "fp32"))
+
+
+def test_a_shared_module_without_parameters_follows_its_callers():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            act = nn.GELU()
+            self.a = nn.Sequential(nn.Linear(2, 2), act)
+            self.b = nn.Sequential(nn.Linear(2, 2), act)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    precision, model = prepared("bf16-master", Shared(), ("a", "fp32"))
+    seen = []
+    model.a[1].register_forward_hook(lambda m, args, output: seen.append(output.dtype))
+    with precision.autocast():
+        model(torch.ones(1, 2))
+    assert seen == [F32, B16]
+
+
+def test_attention_is_one_piece():
+    attention = nn.MultiheadAttention(4, 2)
+    message = "separates out_proj from the model, a MultiheadAttention"
+    refused("bf16-master", attention, message, ("out_proj", "fp32"))
+    model = nn.Sequential(nn.MultiheadAttention(4, 2))
+    message = "separates 0.out_proj from 0, a MultiheadAttention.*write a rule for 0 as a whole"
+    refused("bf16-mixed", model, message, ("0", "fp32"), ("*.out_proj", "bf16"))
+    prepared("bf16-master", model, ("0", "fp32"))
+
+
+def test_frozen_16_bit_parameters_of_an_fp32_module_under_mixed():
+    model = Net()
+    model.stem.to(B16).requires_grad_(False)
+    refused("bf16-mixed", model, r"keep stem.weight, stem.bias in fp32.*\.float", ("stem", "fp32"))
+
+
+def test_what_16_bits_cannot_do_a_rule_can():
+    # a weight beyond fp16, running statistics, an eps that is 0 in fp16
+    model = Net()
+    with torch.no_grad():
+        model.head.weight[0, 0] = 1e5
+    refused("fp16-master", model, "head.weight holds 100000", ("stem", "fp32"))
+    _, model = prepared("fp16-master", model, ("head", "fp32"))
+    assert model.head.weight[0, 0] == 1e5
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    refused("bf16-master", norm, "the rule keep_fp32=type:BatchNorm1d", ("0", "fp32"))
+    precision, norm = prepared("bf16-master", norm, ("type:BatchNorm1d", "fp32"))
+    with precision.autocast():
+        loss = norm(torch.randn(6, 4)).square().mean()
+    assert precision.step(loss).applied
+    assert norm[1].running_mean.dtype == norm[1].weight.dtype == F32
+    model = mlp()
+    adam = torch.optim.AdamW(
+        [{"params": [*model[0].parameters()], "eps": 1e-3}, {"params": [*model[2].parameters()]}]
+    )
+    Precision(with_rules("fp16-pure", ("2", "fp32")), model, adam)
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+class Spy(nn.Module):
+    """Records what arrives and what it gives, and nothing else."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: list = []
+
+    def forward(self, *args, **kwargs):
+        output = self.inner(*args, **kwargs)
+        self.seen.append((args, kwargs, output, torch.is_autocast_enabled("cpu")))
+        return output
+
+
+@pytest.mark.parametrize("name", [*LOW, *OWN])
+@pytest.mark.parametrize("inner", [nn.LayerNorm(8), nn.Linear(8, 8), Block()], ids=str)
+def test_an_fp32_module_gives_the_fp32_module_s_bits_on_the_cast_input(name, inner):
+    inner = copy.deepcopy(inner)
+    witness = copy.deepcopy(inner)
+    model = nn.Sequential(nn.Linear(4, 8), Spy(inner), nn.Linear(8, 2))
+    precision, model = prepared(name, model, ("1", "fp32"))
+    outside = []
+    model[1].register_forward_hook(lambda m, args, output: outside.append((args[0], output)))
+    with precision.autocast():
+        model(torch.randn(3, 4))
+    (arrived, given), (args, _, output, autocast_on) = outside[0], model[1].seen[0]
+    low = low_dtype(name)
+    assert arrived.dtype == low
+    assert torch.equal(args[0], arrived.float())
+    assert args[0].dtype == output.dtype == F32
+    assert not autocast_on
+    assert torch.equal(output, witness(arrived.float()))
+    # 16-bit neighbours get 16 bits; autocast casts for itself
+    assert given.dtype == (F32 if name.endswith("mixed") else low)
+    assert torch.equal(given, output.to(given.dtype))
+
+
+@pytest.mark.parametrize("name", [*LOW, *OWN])
+def test_star_to_fp32_is_fp32_bit_for_bit(name):
+    losses, weights = [], []
+    # bf16-kahan and bf16-sr keep moments in bf16 if they are not told otherwise
+    ours = replace(with_rules(name, ("*", "fp32")), **({"moments": "fp32"} if name in OWN else {}))
+    for policy in (parse_policy("fp32"), ours):
+        model = Net()
+        precision = Precision(policy, model, optimizer_for(name, model))
+        losses.append([])
+        for x, y in batches(5):
+            with precision.autocast():
+                loss = mse(model(x), y)
+            losses[-1].append(precision.step(loss, max_norm=1.0).loss)
+        weights.append(model.state_dict())
+    assert losses[0] == losses[1]
+    assert not differences(*weights)
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_star_to_fp32_holds_outside_of_forward_too(name):
+    # GPT.loss_sum calls blocks and the head itself, not GPT.forward
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=11)
+    tokens = torch.arange(16).reshape(2, 8) % 11
+    found = []
+    for policy in (parse_policy("fp32"), with_rules(name, ("*", "fp32"))):
+        model = GPT(config, seed=0)
+        precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with precision.autocast():
+                total, count = model.loss_sum((tokens, tokens))
+            found.append(precision.step(total / count).loss)
+    assert found[:2] == found[2:]
+
+
+def test_the_root_in_fp32_sees_its_inputs_unrounded_and_may_hold_16_bit_modules():
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.seen = x
+            y = self.low(x)
+            self.given = y
+            return y + x
+
+    x = torch.full((1, 4), 1.001)
+    for name in ("bf16-master", "bf16-mixed", "fp16-mixed"):
+        precision, model = prepared(name, Root(), ("*", "fp32"), ("low", name[:4]))
+        witness = copy.deepcopy(model.low.weight.detach()), model.low.bias.detach()
+        with precision.autocast():
+            output = model(x)
+        assert torch.equal(model.seen, x)
+        low = low_dtype(name)
+        # the fp32 sum of exact products, rounded once to 16 bits
+        product = torch.nn.functional.linear(x.to(low).float(), witness[0].to(low).float())
+        expected = (product + witness[1].to(low).float()).to(low).float()
+        # one rounding of the product more or less: an ulp below 2 is 2^-7 (bf16), 2^-10 (fp16)
+        assert (model.given - expected).abs().max() <= torch.finfo(low).eps
+        assert model.given.dtype == output.dtype == F32
+        assert torch.equal(model.given, model.given.to(low).float())
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_gradients_flow_through_the_casts(name):
+    low = low_dtype(name)
+    inner = nn.Linear(8, 8)
+    witness = copy.deepcopy(inner)
+    model = nn.Sequential(nn.Identity(), inner)
+    add_regions_(model, with_rules(name, ("1", "fp32")))
+    x = torch.randn(3, 8).to(low)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=low):
+        output = model(ours)
+    expected = witness(theirs.float())
+    if not name.endswith("mixed"):
+        expected = expected.to(low)
+    weights = torch.randn(3, 8).to(expected.dtype)
+    output.backward(weights)
+    expected.backward(weights)
+    assert torch.equal(ours.grad, theirs.grad)
+    assert ours.grad.dtype == low
+    for mine, other in zip(inner.parameters(), witness.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+        assert mine.grad.dtype == F32
+
+
+def test_all_kinds_of_arguments_and_results():
+    class Rich(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x, ids, flag, *, extra, name="n"):
+            assert (flag, name) == (True, "m")
+            assert ids.dtype == torch.int64
+            assert [x.dtype, extra["a"][0].dtype] == [F32, F32]
+            return {"y": (x * self.weight, [extra["a"][0]]), "ids": ids, "none": None, "s": name}
+
+    model = Rich()
+    add_regions_(model, with_rules("bf16-master", ("type:Rich", "fp32")))
+    remove_regions_(model)
+    holder = nn.Sequential(model)
+    add_regions_(holder, with_rules("bf16-master", ("0", "fp32")))
+    x, ids = torch.ones(2, dtype=B16), torch.tensor([1, 2])
+    output = model(x, ids, True, extra={"a": [x]}, name="m")
+    assert output["y"][0].dtype == output["y"][1][0].dtype == B16
+    assert output["ids"] is ids
+    assert (output["none"], output["s"]) == (None, "m")
+    assert x.dtype == B16
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_autocast_as_it_was(error):
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            if x.sum() > 0:
+                raise error
+            return super().forward(x)
+
+    model = nn.Sequential(Breaks(2, 2), nn.Sequential(Breaks(2, 2)))
+    policy = with_rules("bf16-mixed", ("0", "fp32"), ("1", "fp32"), ("1.0", "bf16"))
+    add_regions_(model, policy)
+    with torch.autocast("cpu", dtype=B16):
+        for module in (model[0], model[1]):
+            with pytest.raises(error):
+                module(torch.ones(2))
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") == B16
+        assert model(-torch.ones(2)).dtype == F32
+    with pytest.raises(error):
+        model(torch.ones(2))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_module_that_is_called_several_times_and_calls_itself():
+    class Deep(nn.Linear):
+        def forward(self, x, depth=0):
+            assert x.dtype == F32
+            assert not torch.is_autocast_enabled("cpu")
+            return super().forward(x) if depth == 0 else self(x, depth - 1) * 2
+
+    model = nn.Sequential(Deep(2, 2))
+    add_regions_(model, with_rules("bf16-mixed", ("0", "fp32")))
+    x = torch.ones(2)
+    with torch.autocast("cpu", dtype=B16):
+        once = model[0](x)
+        assert torch.equal(model[0](x, depth=2), once * 4)
+        assert torch.equal(model[0](x), once)
+        assert (x @ x.T).dtype == B16 if x.dim() > 1 else torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master", "fp16-mixed"])
+def test_back_to_16_bits_inside_of_fp32(name):
+    low = low_dtype(name)
+    spy = Spy(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.LayerNorm(8), spy), nn.Linear(8, 2))
+    precision, model = prepared(name, model, ("1", "fp32"), ("1.1", name[:4]))
+    inside = []
+    model[1][1].register_forward_hook(lambda m, args, output: inside.append((args, output)))
+    with precision.autocast():
+        model(torch.randn(3, 4))
+    (args, given), (_, _, output, autocast_on) = inside[0], spy.seen[0]
+    assert args[0].dtype == F32
+    assert autocast_on == name.endswith("mixed")
+    assert output.dtype == low
+    assert given.dtype == F32
+    stored = F32 if name.endswith("mixed") else low
+    assert spy.inner.weight.dtype == stored
+    assert model[1][0].weight.dtype == F32
+
+
+def test_other_methods_than_forward_still_meet_their_modules_in_fp32():
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+
+        def encode(self, x):
+            return self.proj(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+
+        def forward(self, x):
+            return self.encoder.encode(x)
+
+    precision, model = prepared("bf16-mixed", Model(), ("encoder", "fp32"))
+    x = torch.randn(3, 4)
+    with precision.autocast():
+        output = model(x)
+    assert torch.equal(output, model.encoder.proj(x))
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master"])
+def test_gradient_checkpointing_recomputes_the_same(name):
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    grads = []
+    for kind in (Net, Checkpointed):
+        torch.manual_seed(0)
+        model = kind()
+        for block in model.blocks:  # Net scales by 0.5, Checkpointed by 1: make them one
+            block.forward = lambda x, scale=1.0, block=block: x + block.mlp(block.norm(x))
+        precision, model = prepared(name, model, ("*.norm", "fp32"), ("blocks.1.mlp", "fp32"))
+        x, y = batches(1)[0]
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.backward(loss)
+        masters = precision.named_parameters()
+        grads.append({n: p.grad.clone() for n, p in masters.items()})
+    assert not differences(*grads)
+
+
+@pytest.mark.parametrize("name", [*LOW, *OWN])
+def test_a_model_is_evaluated_under_rules_as_it_is_trained(name):
+    rules = (("*.norm", "fp32"), ("head", "fp32"))
+    precision, model = prepared(name, Net(), *rules)
+    other = Net()
+    cast_to_policy_(other, precision.policy)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        with precision.autocast():
+            expected = model(x)
+        with around_model(precision.policy, other, torch.device("cpu")):
+            given = x if name.endswith("mixed") else x.to(low_dtype(name))
+            assert torch.equal(other(given).float(), expected)
+
+
+# --- masters and updates -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16-master", "fp16-master"])
+def test_an_fp32_parameter_is_its_own_master(name):
+    model = Net()
+    head = [*model.head.parameters()]
+    precision, model = prepared(name, model, ("head", "fp32"))
+    masters = precision.named_parameters()
+    assert masters["head.weight"] is head[0] is model.head.weight
+    assert not head[0]._post_accumulate_grad_hooks
+    assert masters["stem.weight"] is not model.stem.weight
+    owned = {id(p) for group in precision.optimizers[0].param_groups for p in group["params"]}
+    assert owned == {id(p) for p in masters.values()}
+    for x, y in batches(3):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        assert precision.step(loss).applied
+    for n, p in model.named_parameters():
+        assert torch.equal(p, masters[n].to(p.dtype)), n
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["bf16-pure", "fp16-pure", "bf16-master", *OWN])
+def test_updates_too_small_for_16_bits_reach_fp32_norms(name):
+    # users.md, acceptance test E: a gain of 1.0 and updates of 1e-4 (an ulp below 1 is 2^-8, 2^-11)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer = (AdamW if name in OWN else torch.optim.AdamW)(
+        model.parameters(), lr=1e-4, eps=1e-3, weight_decay=0.0
+    )
+    precision = Precision(with_rules(name, ("type:LayerNorm", "fp32")), model, optimizer)
+    for x, y in batches(3):
+        with precision.autocast():
+            loss = mse(model(x), y)
+        precision.step(loss)
+    assert (model[1].weight != 1).all()
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-master", "bf16-pure", "bf16-split"])
+def test_resume_with_rules_is_bitwise(name):
+    rules = (("*.norm", "fp32"), ("head", "fp32"))
+    runs = []
+    for stop in (None, 2):
+        precision, model = prepared(name, Net(), *rules)
+        parts = (model, precision.optimizers[0], precision)
+        for i, (x, y) in enumerate(batches(4)):
+            if i == stop:
+                saved = copy.deepcopy([part.state_dict() for part in parts])
+                precision, model = prepared(name, Net(), *rules)
+                parts = (model, precision.optimizers[0], precision)
+                for part, state in zip(parts, saved, strict=True):
+                    part.load_state_dict(state)
+            with precision.autocast():
+                loss = mse(model(x), y)
+            precision.step(loss)
+        runs.append(model.state_dict())
+    assert not differences(*runs)
+
+
+# --- the wrapped forward -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master", "bf16-pure"])
+def test_copies_pickles_and_state_dicts(name):
+    keys = list(Net().state_dict())
+    precision, model = prepared(name, Net(), ("*.norm", "fp32"), ("head", "fp32"))
+    assert list(model.state_dict()) == keys
+    x = torch.randn(3, 4)
+    with precision.autocast(), torch.no_grad():
+        expected = model(x)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x), expected)
+            assert twin.head.forward.module is twin.head
+            torch.nn.init.zeros_(twin.head.weight)
+            torch.nn.init.zeros_(twin.head.bias)
+            assert not twin(x).any()
+            assert torch.equal(model(x), expected)
+    assert list(inspect.signature(model.head.forward).parameters) == ["input"]
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master"])
+def test_a_compiled_model_runs_the_same_without_a_graph_break(name):
+    # aot_eager runs the traced operators one by one: the same kernels, so the same bits
+    rules = (("*.norm", "fp32"), ("blocks.0.mlp", "fp32"), ("blocks.0.mlp.2", "bf16"))
+    precision, model = prepared(name, Net(1), *rules)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")
+    x, y = batches(1)[0]
+    found = []
+    for call in (model, compiled):
+        with precision.autocast():
+            loss = mse(call(x), y)
+        precision.backward(loss)
+        gradients = [p.grad.clone() for p in precision.named_parameters().values()]
+        found.append([loss.detach(), *gradients])
+        precision.masters.clear()
+    torch._dynamo.reset()
+    assert not differences(*found)
+
+
+def test_a_second_precision_replaces_the_regions_of_the_first():
+    model = Net()
+    Precision(with_rules("bf16-mixed", ("head", "fp32")), model, optimizer_for("", model))
+    precision = Precision(
+        with_rules("bf16-mixed", ("stem", "fp32")), model, optimizer_for("", model)
+    )
+    assert "forward" not in model.head.__dict__
+    assert not model.head._forward_pre_hooks
+    assert isinstance(model.stem.forward, Region)
+    assert len(model.stem._forward_pre_hooks) == 1
+    with precision.autocast():
+        assert model(torch.ones(1, 4)).dtype == F32
+    remove_regions_(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_forward_that_somebody_else_replaced_is_kept():
+    model = nn.Sequential(nn.Linear(2, 2))
+    calls = []
+
+    def mine(x):
+        calls.append(x.dtype)
+        return x * 3
+
+    model[0].forward = mine
+    add_regions_(model, with_rules("bf16-master", ("0", "fp32")))
+    assert torch.equal(model(torch.ones(2, dtype=B16)), torch.full((2,), 3.0, dtype=B16))
+    remove_regions_(model)
+    assert model[0].forward is mine
+    assert calls == [F32]
+
+
+def test_torch_s_fused_inference_path_does_not_bypass_a_rule():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), layer).eval()
+    seen = []
+    precision, model = prepared("bf16-master", model, ("type:LayerNorm", "fp32"))
+    layer.norm1.register_forward_hook(lambda m, args, output: seen.append(output.dtype))
+    with precision.autocast(), torch.inference_mode():
+        assert model(torch.ones(2, 3, 4)).isfinite().all()
+    assert seen == [B16]
+
+
+def test_an_outer_autocast_does_not_reach_an_fp32_module():
+    model = nn.Sequential(nn.Linear(4, 4))
+    witness = copy.deepcopy(model)
+    prepared("bf16-master", model, ("0", "fp32"))
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=B16):
+        output = model(x)
+    # at the border x is rounded to bf16, and so is what the fp32 module gives back
+    assert torch.equal(output, witness(x.to(B16).float()).to(B16).float())
+
+
+def test_rules_under_fp32_change_nothing():
+    precision, model = prepared("fp32", Net(), ("head", "fp32"))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert cast_floating(model.head.weight, F32) is model.head.weight
+    assert str(precision.policy) == "fp32,keep_fp32=head"
+
+
+# --- explaining ----------------------------------------------------------------------------------
+
+
+def test_explain_lists_the_rules():
+    text = explain("bf16-master,rules=*.norm:fp32|blocks.0.norm:bf16")
+    assert "rule     fp32     modules *.norm\nrule     bf16     modules blocks.0.norm" in text
+    assert "rule " not in explain("bf16-master")
+
+
+def test_explain_model_counts_the_bytes_of_each_module():
+    policy = "bf16-master,keep_fp32=*.norm|head"
+    model = Net(1)
+    model.head.bias.requires_grad_(False)
+    rows = [line.split() for line in explain_model(policy, model).splitlines()]
+    assert rows[0] == ["module", "class", "params", "compute", "rule", "bytes"]
+    # per trainable parameter 18 bytes of bf16-master, 16 of fp32; a frozen fp32 one 4
+    assert rows[1:] == [
+        ["stem", "Linear", "bf16", "bf16", "-", str(40 * 18)],
+        ["blocks.0.norm", "LayerNorm", "fp32", "fp32", "*.norm", str(16 * 16)],
+        ["blocks.0.mlp.0", "Linear", "bf16", "bf16", "-", str(72 * 18)],
+        ["blocks.0.mlp.2", "Linear", "bf16", "bf16", "-", str(72 * 18)],
+        ["head", "Linear", "fp32", "fp32", "head", str(16 * 16 + 2 * 4)],
+        ["total", str(40 * 18 + 16 * 16 + 2 * 72 * 18 + 16 * 16 + 2 * 4)],
+    ]
+    assert all(module.weight.dtype == F32 for module in (model.stem, model.head))
+
+
+def test_explain_model_of_other_policies():
+    text = explain_model("bf16-mixed,keep_fp32=wte", Tied())
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[1] == ["wte", "Embedding", "fp32", "fp32", "wte", str(20 * 16)]
+    assert rows[2] == ["lm_head", "Linear", "fp32", "bf16", "-", "0"]  # counted with wte
+    # halfstep's optimizers keep the moments of fp32 parameters in the policy's format too
+    text = explain_model("bf16-kahan,keep_fp32=*", Tied())
+    assert text.splitlines()[-1].split() == ["total", str(20 * (4 + 4 + 2 * 2))]
+    text = explain_model("bf16-pure,keep_fp32=*", Tied())
+    assert text.splitlines()[-1].split() == ["total", str(20 * (4 + 4 + 2 * 4))]
+    with pytest.raises(PrecisionError, match="matches no module"):
+        explain_model("bf16-mixed,keep_fp32=x", Tied())
