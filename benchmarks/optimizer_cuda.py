@@ -152,7 +152,7 @@ def tail(config: str, rounds: int, bandwidth: float) -> dict[str, dict[str, floa
             print(f"{config}: {name} left out: {error}")
             continue
         if name.startswith("ours"):
-            steps[f"{name}, graph"], moved[f"{name}, graph"] = graphed(make()[0]), moved[name]
+            steps[f"{name}, graph"], moved[f"{name}, graph"] = graphed(steps[name]), moved[name]
     rows = {}
     base = "torch GradScaler, clip, fused"
     times = interleaved(steps, rounds)

@@ -22,6 +22,7 @@ from halfstep.training.config import shipped_configs
 assert "gpt-tiny" in shipped_configs()
 for name in dir(halfstep):
     getattr(halfstep, name)
+assert (pathlib.Path(halfstep.__file__).parent / "optim" / "native.cpp").is_file()
 print("wheel: imports, public names and configurations are there:", halfstep.__version__)
 """
 

@@ -1,5 +1,8 @@
 """The public names of halfstep; each is loaded on first use."""
 
+from . import optim as optim
+from .diagnostics.cause import Cause as Cause
+from .diagnostics.first_cause import trace_nonfinite as trace_nonfinite
 from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .errors import (
     CheckpointError as CheckpointError,
@@ -18,6 +21,7 @@ from .precision.buffers import (
     check_buffers as check_buffers,
 )
 from .precision.checks import lift_eps_ as lift_eps_
+from .precision.ema import EMA as EMA
 from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.loss_scale import LossScaleConfig as LossScaleConfig
 from .precision.masks import check_mask as check_mask, mask_value as mask_value

@@ -74,7 +74,9 @@ def bits_of_every_combination(rule_name):
         theirs = copy.deepcopy(ours)
         for step in (1, 2):
             for a, b in zip(ours, theirs, strict=True):
-                b.gradient.copy_(spread(b.gradient.numel(), generator))
+                n = b.gradient.numel()
+                # every block of 128 has a top of its own
+                b.gradient.copy_(spread(n, generator) * 0.5 ** (torch.arange(n) // 128))
                 if step == 2:  # from a state that is not 0
                     for x, y in zip(
                         (*tensors(a), a.gradient), (*tensors(b), b.gradient), strict=True

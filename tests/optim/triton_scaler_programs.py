@@ -208,6 +208,19 @@ def kinds_and_stops():
     state = scaler.state_dict()
     assert state["loss_scale"] == {"value": 1.0, "good_steps": 1, "tracker": -1}
 
+    # growth refills the hysteresis, up to the ceiling
+    config = LossScaleConfig(
+        kind="dynamic", init_scale=8.0, max_scale=16.0, hysteresis=2, growth_interval=2
+    )
+    faults = (True, False, False, True, True, False, False, False, False, True)
+    results, scaler, _ = run(config, faults)
+    scale = make_loss_scale(config)
+    for result, fault in zip(results, faults, strict=True):
+        scale.update(found_nonfinite=fault)
+        assert result.next_loss_scale == scale.value
+    state = scaler.state_dict()
+    assert state["loss_scale"] == scale.state_dict()
+
     other = DeviceScaler(config, scaler.optimizer)
     other.load_state_dict(state)
     assert other.state_dict() == state
@@ -242,6 +255,8 @@ def resume_and_changes():
             optimizer.load_state_dict(saved[0])
             scaler = DeviceScaler(config, optimizer)
             scaler.load_state_dict(saved[1])
+        if number == 1:  # another scaler continues where this one is
+            scaler = DeviceScaler(config, optimizer)
         if number == 4:  # an optimizer that is loaded under a running scaler
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for a, b in zip(everything(ours, optimizer), everything(theirs, reference), strict=True):

@@ -74,6 +74,7 @@ BY_VALUE = [
     ("other", torch.eye(4)),
     ("other", torch.tensor(1.0)),
     ("other", torch.linspace(1, 0.1, 9)),
+    ("other", 1.1 ** torch.arange(9)),
     ("other", torch.arange(5)),
     ("other", torch.empty(0)),
 ]

@@ -14,7 +14,7 @@ STUB = Path(halfstep.__file__).with_name("__init__.pyi")
 NAMES = {
     alias.asname or alias.name: node.module
     for node in ast.parse(STUB.read_text(encoding="utf-8")).body
-    if isinstance(node, ast.ImportFrom)
+    if isinstance(node, ast.ImportFrom) and node.module is not None
     for alias in node.names
 }
 # The names of the design and of the README's first example; more may come, none may go.

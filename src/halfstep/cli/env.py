@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             or "none seen by torch",
         ),
         ("device", report["device"]),
+        ("kernel", f"halfstep.optim runs by {report['optimizer_kernel']}"),
     ]
     write_out("\n".join(f"{key:<9} {value}" for key, value in lines))
     write_out(f"\n{'precision':<12} {'here':<10} reason")

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             batch_size=arguments.batch_size,
             max_batches=arguments.max_batches or None,
         ),
-        source.policy,
+        source.around,
         source.device,
         tokens_per_byte(tokens),
     )

@@ -11,7 +11,6 @@ from halfstep.cli.console import write_out
 from halfstep.cli.source import Source, open_source
 from halfstep.errors import ConfigError
 from halfstep.models.generate import generate
-from halfstep.precision.autocast import autocast
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def continue_text(
     if not ids:
         ids = tokenizer.encode("\n") if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     tokens_BT = torch.tensor([ids], device=source.device)
-    with torch.no_grad(), autocast(source.policy, source.device):
+    with torch.no_grad(), source.around():
         tokens_BT = generate(
             source.model,
             tokens_BT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from halfstep.data.tokenizer_files import load_tokenizer
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import load_gpt2
 from halfstep.precision.autocast import require_support
-from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.cast import around_model, cast_to_policy_
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.training.config import TrainConfig
@@ -31,6 +32,10 @@ class Source:
     """The run's configuration; None for a Hugging Face folder."""
     policy: PrecisionPolicy
     device: torch.device
+
+    def around(self) -> AbstractContextManager[None]:
+        """The context of a forward pass in the source's precision."""
+        return around_model(self.policy, self.model, self.device)
 
 
 def open_source(arguments: argparse.Namespace) -> Source:
@@ -50,5 +55,5 @@ def open_source(arguments: argparse.Namespace) -> Source:
         precision = arguments.precision or "fp32"
     policy = parse_policy(precision)
     require_support(policy, device)
-    cast_parameters_(model, policy.param_dtype)
+    cast_to_policy_(model, policy)
     return Source(model.to(device).eval(), tokenizer, config, policy, device)

@@ -1,169 +1,85 @@
 """The first operation that made a NaN or an infinity, and the module in which it ran.
 
-A NaN loss is seen where it ends up. Between :func:`trace_nonfinite`'s ``with`` and its end, every
-operation of forward and backward is looked at, functional ones too::
+A NaN loss is seen where it ends up. Within :func:`trace_nonfinite` every operation of forward and
+backward is looked at, functional ones too::
 
-    outputs finite                                   go on (one sum on the device, one host sync)
-    inputs finite, or NaN where none went in         this operation is the PRODUCER: remember it
-    an input not finite that no operation here made  it came with data or weights: remember that
-    else                                             an operation passes on what was allowed
+    outputs finite                                     go on: one sum on the device, one host sync
+    an input not finite that no operation here made    it came with data or weights: remember that
+    NaN or inf where inputs had none                   this is the PRODUCER: remember it
+    else                                               an operation passes on what was allowed
 
-Intended infinities are allowed: -inf that comes in from outside or as a literal (``masked_fill``,
-``where``, ``full``), and +inf as the literal of a fill. What they turn into NaN is reported. The
-storages that hold allowed values are remembered by weak references, so that reading them is no
-news. Operations that only allocate, and views, are no producers.
+Intended infinities are allowed: -inf that comes in (a mask) or is a literal, and +inf as the
+literal of a fill. What they turn into NaN is reported. Storages that hold allowed values are
+remembered by weak references, so that reading them again is no news. Views, and operations that
+only allocate, are no producers.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from halfstep.diagnostics.cause import Cause, Kind, Operand, block_of
+from halfstep.diagnostics.module_calls import ModuleCalls
+from halfstep.diagnostics.operations import (
+    Counts,
+    Input,
+    Operation,
+    count,
+    floating,
+    inputs,
+    kind_of,
+    look_finite,
+    operation,
+    storage_key,
+    stored,
+)
 from halfstep.precision import calibrate, gradients, simulate
-from halfstep.precision.policy import dtype_name
 
-Kind = Literal[
-    "overflow",
-    "x / 0 or log 0",
-    "inf - inf or 0 * inf",
-    "0 / 0 or invalid",
-    "fully masked row",
-    "not finite in the input data",
-]
-_ALLOCATES = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ "
-    "resize_as_ set_".split()
-)
-_OVERWRITES = frozenset(  # the old values are not read
-    "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ "
-    "cauchy_".split()
-)
-_FILLS = frozenset(
-    "full full_like new_full fill scalar_tensor masked_fill index_fill where constant_pad_nd "
-    "scatter".split()
-)
-_POLES = frozenset("log log2 log10 rsqrt reciprocal pow div".split())
-_NUMBERS = ("other", "value", "exponent", "scalar", "self", "fill_value")
 _TORCH = str(Path(torch.__file__).parent)
-_UNSEEN = (_TORCH, __file__, simulate.__file__)  # whose frames are not the user's
-_TRIALS = (calibrate.__file__, gradients.__file__)  # overflow here is asked for, or dealt with
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """What went into an operation.
-
-    Attributes:
-        name: Of the argument, and of the parameter or buffer if it is one.
-        dtype: None for a Python number.
-        largest: The largest finite absolute value.
-        nan: Number of NaN.
-        inf: Number of infinities.
-    """
-
-    name: str
-    dtype: torch.dtype | None
-    largest: float
-    nan: int
-    inf: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The first operation whose output was not finite, for no fault of its inputs.
-
-    Attributes:
-        kind: What happened.
-        op: Such as ``"aten.add.Tensor"``.
-        module: Qualified name of the innermost module in whose forward the operation ran, or, in
-            the backward, in whose forward its autograd node was made; "" for the model itself.
-        class_name: The module's class; "" outside of all modules.
-        block: Qualified name of the item of a ``ModuleList`` (else of a ``Sequential``) around it.
-        direction: ``"forward"`` also for what checkpointing computes again in the backward.
-        dtype: Of the output.
-        nan: Number of NaN in the output.
-        inf: Number of infinities in it.
-        elements: Its number of elements.
-        inputs: What went in.
-        node: The autograd node, in the backward.
-        source: File and line that called the operation, in the forward.
-    """
-
-    kind: Kind
-    op: str
-    module: str
-    class_name: str
-    block: str
-    direction: Literal["forward", "backward"]
-    dtype: torch.dtype
-    nan: int
-    inf: int
-    elements: int
-    inputs: tuple[Operand, ...]
-    node: str = ""
-    source: str = ""
-
-    @property
-    def share(self) -> float:
-        """Of the output, the share that is not finite."""
-        return (self.nan + self.inf) / self.elements
-
-    def __str__(self) -> str:
-        top, of = torch.finfo(self.dtype).max, f"{self.module or 'the model'} ({self.class_name})"
-        where = f"{self.direction} of {of if self.class_name else 'what is outside the model'}"
-        around = f", block {self.block}" if self.block not in ("", self.module) else ""
-        node = f", {self.node}" if self.node else ""
-        lines = [f"{self.kind}: {self.op} in {dtype_name(self.dtype)}, {where}{around}{node}"]
-        output = f"{self.inf:,} inf and {self.nan:,} NaN of {self.elements:,}"
-        lines.append(f"output: {output} ({100 * self.share:.3g} %)")
-        for i in self.inputs:
-            bad = f", and {i.inf:,} inf, {i.nan:,} NaN" if i.inf or i.nan else ""
-            form = f"{dtype_name(i.dtype)} up to " if i.dtype else ""
-            part = f"{100 * i.largest / top:.3g} % of {_short(top)}"
-            lines.append(f"input {i.name}: {form}{_short(i.largest)} ({part}){bad}")
-        sign = {"add": "+", "sub": "+", "mul": "*"}.get(self.op.split(".")[1].rstrip("_"))
-        if self.kind == "overflow" and sign and len(self.inputs) == 2:
-            a, b = (i.largest for i in self.inputs)
-            if (a + b if sign == "+" else a * b) > top:
-                lines.append(f"{_short(a)} {sign} {_short(b)} > {_short(top)}")
-        return "\n  ".join([*lines, f"at {self.source}"] if self.source else lines)
+_OURS = tuple(
+    str(Path(__file__).with_name(n)) for n in ("first_cause.py", "operations.py", "module_calls.py")
+)
+_NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__)
+# Here overflow is tried on purpose, or looked for: it is no cause.
+_TRIALS = (calibrate.__file__, gradients.__file__)
 
 
 def trace_nonfinite(model: nn.Module, allow: Sequence[str] = ()) -> NonFiniteTrace:
     """Watch every operation of forward and backward for the first NaN or infinity.
 
-    A diagnosis: it waits for the device after every operation. Numbers, random state and gradients
-    stay as they are. Enter it around forward and backward; the order against
-    ``precision.autocast()`` does not matter.
+    A diagnosis: it waits for the device after every operation. Losses, gradients and random
+    numbers stay as they are, bit for bit. Enter it around forward and backward, outside or inside
+    of ``precision.autocast()``.
 
     Args:
-        model: Whose modules are named. Its hooks go when the context is left.
-        allow: Globs of operations (``"aten.log.*"``) and modules (``"*.sampler"``) that may make
-            NaN and infinities.
+        model: Whose modules are named. It has hooks until the context is left.
+        allow: Globs of operations (``"aten.log.*"``) and of modules (``"*.sampler"``) that may
+            make NaN and infinities.
 
     Returns:
-        A context manager that gives itself: read ``first_cause``.
+        A context manager that gives itself; read its ``first_cause``.
+
+    Raises:
+        RuntimeError: When it is entered within another one.
 
     Example:
         >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
         >>> with trace_nonfinite(model) as trace:
-        ...     _ = model(torch.tensor([300.0]).half()) * 300
+        ...     y = model(torch.tensor([300.0]).half()) * 300
         >>> print(trace.first_cause)  # doctest: +ELLIPSIS
-        overflow: aten.mul.Tensor in fp16, forward of what is outside the model
-          output: 1 inf and 0 NaN of 1 (100 %)
+        overflow: aten.mul.Tensor in fp16, outside the model's modules
+          output: 1 inf and 0 NaN of 1 elements (100 %)
           input self: fp16 up to 300 (0.458 % of 65504)
           input other: 300 (0.458 % of 65504)
           300 * 300 > 65504
@@ -185,29 +101,166 @@ class NonFiniteTrace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.first_cause: Cause | None = None
         self._model = model
-        self._allow = tuple(allow)
-        self._handles: list[Any] = []
-        self._stack: list[_Call] = []
-        self._calls: list[_Call] = []
-        self._allowed: dict[int, StorageWeakRef] = {}
+        self._modules = ModuleCalls(model)
+        self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self._thread = 0
+        self._names: dict[int, tuple[str, bool]] = {}  # whether a parameter
+        self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether unwritten
+        self._prune_at = 1024
 
     def __enter__(self) -> NonFiniteTrace:
-        if any(isinstance(m, NonFiniteTrace) for m in _get_current_dispatch_mode_stack()):
-            raise RuntimeError("trace_nonfinite is on already; traces do not nest: leave it first")
+        if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
+            raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
         self._thread = get_ident()
-        self._names = {id(p): n for n, p in self._model.named_parameters()}
-        self._buffers = {id(b): n for n, b in self._model.named_buffers()}
-        try:
-            for name, module in self._model.named_modules():
-                enter, leave = partial(self._enter, name), partial(self._leave, name)
-                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                self._handles.append(module.register_forward_hook(leave, always_call=True))
-            super().__enter__()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._forget()
-            raise
+        named = [*self._model.named_buffers(), *self._model.named_parameters()]
+        self._names = {storage_key(t): (n, isinstance(t, nn.Parameter)) for n, t in named}
+        self._modules.hook()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._forget()
+        self._modules.unhook()
+        self._names, self._allowed = {}, {}
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = operation(func)
+        if self.first_cause is not None or known.view:
+            return func(*args, **kwargs)
+        written: list[Tensor] = []
+        if known.writes:
+            by_name = {**dict(zip(known.names, args, strict=False)), **kwargs}
+            written = list(floating([by_name.get(name) for name in known.writes]))
+        keep = known.reads_what_it_writes and not known.allocates
+        before = {id(t): t.detach().clone() for t in written} if keep else {}
+        result = func(*args, **kwargs)
+        outputs = list({id(t): t for t in (*floating(result), *written)}.values())
+        if known.first_counts:
+            self._allow_values(outputs[1:])
+            outputs = outputs[:1]
+        if known.allocates:
+            self._allow_values(outputs, unwritten=True)
+        elif not look_finite(outputs):
+            with torch.no_grad():
+                self._judge(func, known, args, kwargs, before, outputs)
+        return result
+
+    def _judge(
+        self,
+        func: Any,
+        known: Operation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Remember an operation as the cause, or its outputs as allowed."""
+        counts = [(t, c) for t in outputs if (c := count(t)).nan or c.inf]
+        if not counts:
+            return  # their sum is not finite, but they are
+        outputs = [t for t, _ in counts]
+        made = Counts(*(sum(numbers) for numbers in zip(*(c for _, c in counts), strict=True)))
+        given = inputs(known, args, kwargs, before)
+        if any(self._is_news(i, known) for i in given):
+            kind: Kind | None = "not finite in the input data"
+        else:
+            kind = kind_of(func, known, given, outputs, made)
+        if kind is None:
+            self._allow_values(outputs)
+            return
+        simulated, source = self._caller()
+        dtype, low = outputs[0].dtype, None
+        if simulated is not None:
+            low = dtype = torch.float16
+            if operation(simulated["func"]) != known:  # the conversion that ends a product
+                known = operation(simulated["func"])
+                given = inputs(known, simulated["args"], simulated["kwargs"], {})
+        place = self._modules.place(self._names)
+        module = place.module
+        allowed = any(fnmatchcase(known.name, g) or fnmatchcase(module, g) for g in self._allow)
+        if allowed or source.startswith(_TRIALS):
+            self._allow_values(outputs)
+            return
+        self.first_cause = Cause(
+            kind=kind,
+            op=known.name,
+            module=module,
+            class_name=place.class_name,
+            block=block_of(self._model, module),
+            direction="backward" if place.backward else "forward",
+            dtype=dtype,
+            nan=made.nan,
+            inf=made.inf,
+            elements=made.elements,
+            inputs=tuple(self._operand(i, low) for i in given),
+            node=place.node,
+            source="" if place.backward else source,
+        )
+
+    def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
+        """From now on it is no news that these hold NaN or infinities."""
+        for tensor in tensors:
+            storage = stored(tensor).untyped_storage()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._allowed[ref.cdata] = ref, unwritten
+        if len(self._allowed) > self._prune_at:
+            alive = [(k, v) for k, v in self._allowed.items() if not _expired(v[0])]
+            self._allowed = dict(alive)
+            self._prune_at = 1024 + 2 * len(self._allowed)
+
+    def _is_news(self, given: Input, known: Operation) -> bool:
+        """Whether an input is not finite, unlike a mask, and nothing that was seen made it so."""
+        if not isinstance(given.original, Tensor):
+            return False
+        counts, key = given.counts, storage_key(given.original)
+        held, unwritten = key in self._allowed, self._unwritten(key)
+        if held and not (unwritten and given.name.split("[")[0] not in known.writes):
+            return False
+        name, is_parameter = self._names.get(key, ("", False))
+        is_buffer = bool(name) and not is_parameter
+        plus, minus = counts.plus_inf and not is_buffer, counts.minus_inf and is_parameter
+        return bool(counts.nan or plus or minus)
+
+    def _unwritten(self, key: int) -> bool:
+        return key in self._allowed and self._allowed[key][1]
+
+    def _operand(self, given: Input, low: torch.dtype | None) -> Operand:
+        name, dtype, counts = given.name, None, given.counts
+        if isinstance(given.original, Tensor):
+            key, dtype = storage_key(given.original), low or given.original.dtype
+            name += f" = {self._names[key][0]}" if key in self._names else ""
+            if counts.nan and self._unwritten(key):
+                name += " (of torch.empty, written by nothing that torch sees)"
+        return Operand(name, dtype, counts.largest, counts.nan, counts.inf)
+
+    def _caller(self) -> tuple[dict[str, Any] | None, str]:
+        """What the simulation of fp16 is about to compute, and the user's line.
+
+        The simulation may stand above this mode; then its frame alone knows the operation whose
+        parts are seen here.
+        """
+        simulated = None
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == simulate.__file__ and code.co_name == "__torch_dispatch__":
+                values = frame.f_locals
+                halves = any(t.dtype == torch.float16 for t in floating(values["args"]))
+                if simulated is None and "attention" in values and not halves:
+                    simulated = values  # its operands are converted to fp32
+            elif not code.co_filename.startswith(_NOT_THE_CALLER):
+                return simulated, f"{code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return simulated, ""
+
+
+def _expired(ref: StorageWeakRef) -> bool:
+    """Whether the memory is gone; its key stays taken while ``ref`` lives."""
+    return bool(ref.expired())  # type: ignore[no-untyped-call]

@@ -3,6 +3,8 @@
 The kernels find every tensor of a step through one table of addresses, so a step is one launch
 whatever the number of tensors. The table stays on the device; as long as no tensor has moved
 nothing is copied, otherwise once from pinned memory, asynchronously.
+
+**Source:** many tensors in one launch through a table: ``multi_tensor_apply`` of NVIDIA Apex.
 """
 
 from __future__ import annotations
@@ -239,7 +241,7 @@ def run(tasks: Sequence[Task], plan: Plan) -> None:
             "optimizer.step() inside a CUDA graph would repeat this step's bias correction and "
             "random bits at every replay; use halfstep's DeviceScaler, which counts on the device"
         )
-    numbers = (plan.multiplier, *plan.constants)
+    numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int is another kernel
     with on(device):
         for dtype in dict.fromkeys(task.weight.dtype for task in tasks):
             found = [task for task in tasks if task.weight.dtype == dtype]

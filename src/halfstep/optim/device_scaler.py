@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import halfstep.optim.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim import cuda
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.device_state import (
     Head,
@@ -113,6 +113,7 @@ class DeviceScaler:
         if len(devices) != 1 or not cuda.can_launch(next(iter(devices))):
             found = ", ".join(sorted(map(str, devices)))
             raise PrecisionError(f"DeviceScaler needs all parameters on one CUDA device: {found}")
+        optimizer.state_dict()  # another scaler's hook brings its step numbers
         self.config = config
         self.optimizer = optimizer
         self._kernels: ModuleType = kernels

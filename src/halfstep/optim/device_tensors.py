@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import halfstep.optim.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim import cuda
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.checks import check_gradient, check_updates
 from halfstep.optim.kernel import Plan, Task

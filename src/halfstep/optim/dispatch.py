@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from halfstep.optim import cuda
+import halfstep.optim.cuda as cuda
 from halfstep.optim.kernel import Plan, Task, run_torch
 from halfstep.optim.native import native_kernel
 
@@ -30,7 +30,7 @@ def kernel_name(device: torch.device) -> str:
     found: object = "no kernel for this device"
     name = ""
     if device.type == "cpu":
-        found, name = native_kernel(), "compiled for this CPU"
+        found, name = native_kernel(), "a kernel compiled for this CPU"
     elif device.type == "cuda":
-        found, name = cuda.triton_kernels(), "Triton, one launch for all tensors"
+        found, name = cuda.triton_kernels(), "Triton kernels"
     return f"torch operations ({found})" if isinstance(found, str) else name

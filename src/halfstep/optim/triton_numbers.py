@@ -109,7 +109,8 @@ def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: 
     """Codes and the tops of their blocks (meaningless unless 8-bit); see ``moments.encode``."""
     b = bits_of(values)
     magnitude = tl.minimum(b & _ABS, _LARGEST)
-    top = tl.maximum(tl.max(magnitude.to(tl.int32), axis=1) >> 23, _LOWEST_TOP)
+    peak = tl.max((b & _ABS).to(tl.int32), axis=1)
+    top = tl.maximum(tl.minimum(peak, _LARGEST) >> 23, _LOWEST_TOP)
     levels: tl.constexpr = 127 if signed else 255
     base = ((top + 1) * 8 - levels)[:, None]
     noise = (random if signed else random >> 12) & 0xFFFFF
@@ -124,5 +125,4 @@ def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: 
     code = tl.where(magnitude > 0, code, 0)
     if signed:
         code = code | ((b >> 24) & 0x80).to(tl.int32)
-    broken = tl.max((b & _ABS).to(tl.int32), axis=1) > 0x7F800000
-    return code.to(tl.uint8), tl.where(broken, 255, top).to(tl.uint8)
+    return code.to(tl.uint8), tl.where(peak > _INF, _BROKEN, top).to(tl.uint8)

@@ -213,7 +213,7 @@ def decide_kernel(
     tl.store(state + _LAST_LOSS, loss)
     tl.store(state + _STOP, stop)
 
-    held = held & (tl.max(wrong) == 0)
+    held = order < tl.where(found, 0, row_count)
     tl.store(row + _STEP, n, mask=held)
     to = row + _CONSTANTS
     if rule == "sgd":  # momentum, dampening, weight decay, lr, nesterov

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
+from halfstep.optim.dispatch import kernel_name
 from halfstep.precision.autocast import arithmetic, cpu_has_bf16, support
 from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
 
@@ -77,6 +78,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
+        # without the reason, which may name a folder of the user's
+        "optimizer_kernel": kernel_name(device).partition(" (")[0],
         "precisions": precisions,
     }
 

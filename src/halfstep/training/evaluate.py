@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from halfstep.data.token_file import TokenFile
 from halfstep.errors import DataError
-from halfstep.precision.autocast import autocast
-from halfstep.precision.policy import PrecisionPolicy
 from halfstep.training.step import Batch, LossSum, to_device
 
 
@@ -40,7 +39,7 @@ def tokens_per_byte(tokens: TokenFile) -> float | None:
 def evaluate(
     loss_sum: LossSum,
     batches: Iterable[Batch],
-    policy: PrecisionPolicy,
+    around: Callable[[], AbstractContextManager[None]],
     device: torch.device,
     density: float | None = None,
 ) -> Evaluation:
@@ -51,7 +50,7 @@ def evaluate(
     Args:
         loss_sum: Gives the summed loss and the count of a batch.
         batches: Tokens and targets, int64 (B, T).
-        policy: Precision of the forward pass.
+        around: Gives the context of a forward pass in the training precision.
         device: Where the model is.
         density: Tokens per byte of text, for bits per byte; None if unknown.
 
@@ -61,7 +60,7 @@ def evaluate(
     total = 0.0
     count = 0
     for batch in batches:
-        with autocast(policy, device):
+        with around():
             loss, n = loss_sum(to_device(batch, device))
         total += float(loss)
         count += int(n)

@@ -88,7 +88,7 @@ class Session:
             return evaluate(
                 self.loss_sum,
                 self.validation_batches(),
-                self.precision.policy,
+                self.precision.autocast,
                 self.device,
                 tokens_per_byte(self.data.validation),
             )

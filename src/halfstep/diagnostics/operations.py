@@ -1,0 +1,283 @@
+"""What an operation of torch reads and writes, and what made its output not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.diagnostics.cause import Kind
+
+_ALLOCATES = frozenset(
+    [
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"),
+        *("new_empty_strided", "resize_", "resize_as_", "set_"),
+    ]
+)
+_OVERWRITES = frozenset(  # the old values are not read
+    [
+        *("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_"),
+        *("exponential_", "geometric_", "log_normal_", "cauchy_"),
+    ]
+)
+_FILLS = frozenset(
+    [
+        *("full", "full_like", "new_full", "fill", "scalar_tensor", "masked_fill", "index_fill"),
+        *("where", "constant_pad_nd", "scatter"),
+    ]
+)
+# Sums and sums of products: from finite inputs only an overflow within makes NaN, as inf - inf.
+_SUMS = frozenset(
+    [
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr"),
+        *("linear", "matmul", "einsum", "convolution", "convolution_backward", "_trilinear"),
+        *("sum", "cumsum", "embedding_dense_backward", "scatter_add", "index_add"),
+    ]
+)
+_POLES = frozenset(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "div"])
+_SCALARS = frozenset(  # names of arguments that are data though they are numbers
+    ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Facts about an operator, from its schema.
+
+    Attributes:
+        name: Such as ``"aten.add.Tensor"``.
+        base: Such as ``"add"``, without the underscore of an operation in place.
+        names: Of its arguments.
+        writes: Names of arguments that it writes to.
+        reads_what_it_writes: Whether their old values matter.
+        view: Whether its output is its input, seen otherwise.
+        allocates: Whether its output is memory as it is found.
+        attention: Whether it is an attention whole, softmax and all.
+        first_counts: Whether only its first output is meant to be finite.
+    """
+
+    name: str
+    base: str
+    names: tuple[str, ...]
+    writes: tuple[str, ...]
+    reads_what_it_writes: bool
+    view: bool
+    allocates: bool
+    attention: bool
+    first_counts: bool
+
+    @property
+    def softmax(self) -> bool:
+        """Whether a row of -inf alone becomes NaN."""
+        return self.attention or ("softmax" in self.base and "backward" not in self.base)
+
+
+@cache
+def operation(func: Any) -> Operation:
+    """Read the schema of an operator; of a higher-order one, which has none, only the name."""
+    name = str(func)
+    schema = getattr(func, "_schema", None)
+    base = name.split(".")[1] if name.count(".") else name
+    if schema is None:
+        flex = name == "flex_attention"
+        return Operation(f"higher_order.{name}", base, (), (), True, False, False, flex, flex)
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    forward = "backward" not in base
+    attention = ("scaled_dot_product" in base or "attention_forward" in base) and forward
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return Operation(
+        name,
+        base.rstrip("_"),
+        tuple(a.name for a in schema.arguments),
+        tuple(a.name for a in written),
+        base not in _OVERWRITES and not any(a.is_out for a in written),
+        func.is_view and not composite,  # a composite such as aten.to may convert
+        base in _ALLOCATES,
+        attention,
+        attention or (base.endswith("ctc_loss") and forward),  # then logarithms of probabilities
+    )
+
+
+def floating(value: Any) -> Iterator[Tensor]:
+    """The floating and complex tensors with elements in an argument or a result."""
+    if isinstance(value, Tensor):
+        real = value.is_floating_point() or value.is_complex()
+        if real and value.device.type != "meta" and value.numel():
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from floating(item)
+    elif isinstance(value, Mapping):
+        yield from floating(list(value.values()))
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The numbers that a tensor holds here, dense and real."""
+    to_local = getattr(tensor, "to_local", None)  # of a distributed tensor
+    tensor = tensor if to_local is None else to_local()
+    if tensor.is_mkldnn:
+        tensor = tensor.to_dense()
+    elif tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        tensor = tensor.values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number for the memory that a tensor is in; views have their base's."""
+    key: int = stored(tensor).untyped_storage()._cdata
+    return key
+
+
+def look_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all is finite; False may be wrong where a sum overflows fp32. One host sync."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        value = stored(tensor)
+        # torch's CPU sum of 16 bits in fp32 is 7 times slower than one of a widened copy.
+        widen = value.device.type == "cpu" or value.element_size() == 1
+        part = value.float().sum() if widen else value.sum(dtype=torch.float32)
+        total = part if total is None else total + part.to(total.device)
+    return total is None or math.isfinite(total.item())
+
+
+class Counts(NamedTuple):
+    """Of one tensor or number, how many elements are what."""
+
+    nan: int
+    plus_inf: int
+    minus_inf: int
+    zero: int
+    largest: float
+    elements: int
+
+    @property
+    def inf(self) -> int:
+        """Infinities of both signs."""
+        return self.plus_inf + self.minus_inf
+
+
+def count(value: Tensor | float) -> Counts:
+    """Count; synchronises with the host."""
+    if not isinstance(value, Tensor):
+        finite = abs(value) if math.isfinite(value) else 0.0
+        plus, minus = int(value == math.inf), int(value == -math.inf)
+        return Counts(int(math.isnan(value)), plus, minus, int(value == 0), finite, 1)
+    v = stored(value)
+    v = v.float() if v.element_size() == 1 else v
+    numbers = [
+        v.isnan().sum(),
+        (v == math.inf).sum(),
+        (v == -math.inf).sum(),
+        (v == 0).sum(),
+        torch.where(v.isfinite(), v, 0).abs().max(),
+    ]
+    *whole, largest = torch.stack([n.double() for n in numbers]).tolist()
+    nan, plus, minus, zero = map(int, whole)
+    return Counts(nan, plus, minus, zero, largest, v.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of an operation, as it was before.
+
+    Attributes:
+        name: Of the argument.
+        original: The tensor that was handed over, or a number.
+        value: Its values before the operation: a copy if it wrote to them.
+        counts: Of ``value``.
+    """
+
+    name: str
+    original: Tensor | float
+    value: Tensor | float
+    counts: Counts
+
+
+def inputs(
+    known: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], before: Mapping[int, Tensor]
+) -> list[Input]:
+    """What an operation read: floating tensors, and the numbers that are data.
+
+    Args:
+        known: Of the operation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        before: Copies of what it wrote to, by the id of the tensor.
+    """
+    names = known.names or tuple(f"argument {i}" for i in range(len(args)))
+    found = []
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if name in known.writes and not known.reads_what_it_writes:
+            continue
+        tensors = list(floating(value))
+        for i, tensor in enumerate(tensors):
+            old = before.get(id(tensor), tensor)
+            label = f"{name}[{i}]" if isinstance(value, list | tuple) else name
+            found.append(Input(label, tensor, old, count(old)))
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and name in _SCALARS:
+            found.append(Input(name, float(value), float(value), count(float(value))))
+    return found
+
+
+def kind_of(
+    func: Any, known: Operation, given: Sequence[Input], outputs: Sequence[Tensor], made: Counts
+) -> Kind | None:
+    """What made an output not finite, or None if the operation only passes on what came in.
+
+    Args:
+        func: The operator.
+        known: Facts about it.
+        given: Its inputs; those that are not finite are allowed to be.
+        outputs: Its outputs that are not finite.
+        made: Counts over them.
+    """
+    tensors = [i.counts for i in given if isinstance(i.value, Tensor)]
+    numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
+    if any(c.nan for c in numbers):
+        return "not finite in the input data"
+    plus, minus = (any(getattr(i.counts, n) for i in given) for n in ("plus_inf", "minus_inf"))
+    if made.nan and not any(c.nan for c in tensors):
+        masked = minus or known.base == "_masked_softmax"
+        if known.softmax and masked and not plus:
+            return "fully masked row"
+        if plus or minus:
+            return "inf - inf or 0 * inf"
+        return "overflow" if known.base in _SUMS and tensors else "0 / 0 or invalid"
+    if any(c.minus_inf for c in numbers) or (known.base in _FILLS and (plus or minus)):
+        return None
+    if any(c.inf for c in numbers):
+        return "not finite in the input data"
+    if known.attention:  # a mask's -inf is no reason for an infinity here
+        minus = False
+    explained = plus or minus
+    if explained and torch.Tag.pointwise in getattr(func, "tags", ()):
+        explained = not _new_infinities(given, outputs[0])
+    if not made.inf or explained:
+        return None
+    pole = known.base in _POLES and _at_zero(known, given, outputs[0])
+    return "x / 0 or log 0" if pole else "overflow"
+
+
+def _at_zero(known: Operation, given: Sequence[Input], output: Tensor) -> bool:
+    """Whether an infinity stands where the divisor, or the only operand, is 0."""
+    name = "other" if known.base == "div" else "self"
+    (divisor,) = [i.value for i in given if i.name == name]
+    zero = stored(divisor) == 0 if isinstance(divisor, Tensor) else torch.tensor(divisor == 0)
+    return bool((stored(output).isinf() & zero.to(output.device)).any())
+
+
+def _new_infinities(given: Sequence[Input], output: Tensor) -> bool:
+    """Whether a pointwise operation has an infinity where no input was without being finite."""
+    came = torch.zeros_like(stored(output), dtype=torch.bool)
+    for i in given:
+        if isinstance(i.value, Tensor):
+            came = came | ~stored(i.value).isfinite()
+    return bool((stored(output).isinf() & ~came).any())

@@ -1,0 +1,653 @@
+"""The tracer of the first NaN or infinity: it names the producer, and nothing that is intended."""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import Cause, NonFiniteError, Precision, simulated_fp16, trace_nonfinite
+
+INF = math.inf
+
+
+class Block(nn.Module):
+    """x + f(x), with a residual sum that no module sees."""
+
+    def __init__(self, width: int, bias: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, width)
+        nn.init.constant_(self.fc.bias, bias)
+
+    def forward(self, x):
+        return x + self.fc(torch.tanh(self.norm(x)))
+
+
+class Net(nn.Module):
+    """A stack of blocks; ``biases`` is what each adds."""
+
+    def __init__(self, *biases: float, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8, bias) for bias in biases)
+        self.reentrant = checkpointing
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def trace_of(function, *args, model=None, allow=()) -> Cause | None:
+    with trace_nonfinite(model or nn.Identity(), allow) as trace:
+        function(*args)
+    return trace.first_cause
+
+
+class Reading(nn.Module):
+    """fp32 in the model's first step, whatever the policy: a large number for the blocks."""
+
+    def __init__(self, *biases: float) -> None:
+        super().__init__()
+        self.read = nn.Linear(8, 8)
+        self.blocks = Net(*biases)
+
+    def forward(self, x):
+        return self.blocks(self.read(x))
+
+
+# D: an fp16 residual sum that overflows
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
+    model = Reading(0.0, 32000.0, 0.0)
+    nn.init.constant_(model.read.bias, 41000.0)
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trace = trace_nonfinite(model)
+    if outside:
+        with trace, precision.autocast():
+            model(torch.zeros(4, 8))
+    else:
+        with precision.autocast(), trace:
+            model(torch.zeros(4, 8))
+    cause = trace.first_cause
+    assert (cause.op, cause.kind, cause.direction) == ("aten.add.Tensor", "overflow", "forward")
+    assert (cause.module, cause.block, cause.class_name) == (
+        "blocks.layers.1",
+        "blocks.layers.1",
+        "Block",
+    )
+    assert (cause.dtype, cause.inf, cause.nan) == (torch.float16, cause.elements, 0)
+    assert cause.share == 1.0
+    stream, branch = cause.inputs
+    # The stream holds 41000 plus what block 0 adds, at most 8 / sqrt(8); the branch 32000 plus that
+    assert stream.largest == pytest.approx(41000, abs=32)  # 32: the gap of fp16 there
+    assert branch.largest == pytest.approx(32000, abs=16)
+    text = str(cause)
+    assert text.startswith("overflow: aten.add.Tensor in fp16, forward of blocks.layers.1 (Block)")
+    assert "4.10e4 + 3.20e4 > 65504" in text
+    assert "test_first_cause.py:" in text.splitlines()[-1]
+
+
+def test_the_whole_way_from_a_failed_step_to_the_add():
+    """A step is skipped or stops; the same batch under the trace names the operation."""
+    model = Reading(0.0, 32000.0, 0.0)
+    nn.init.constant_(model.read.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    precision = Precision("fp16-mixed", model, optimizer, on_nonfinite="skip:2")
+
+    def run(batch):
+        with precision.autocast():
+            return (model(batch) * 1e-5).square().mean()
+
+    good, bad = torch.zeros(4, 8), torch.full((4, 8), 41000.0 / 8)
+    assert precision.step(run(good)).applied
+    with pytest.warns(UserWarning, match="left out"):
+        result = precision.step(run(bad))
+    assert (result.applied, result.reason) == (False, "nonfinite_loss")
+    with trace_nonfinite(model) as trace:
+        precision.step(run(bad))
+    assert (trace.first_cause.op, trace.first_cause.block) == ("aten.add.Tensor", "blocks.layers.1")
+    assert precision.skipped_total == 2
+    assert hooks(model) == 1  # the policy's own
+    assert precision.step(run(good)).applied
+
+
+# C: a loss that is NaN from the forward on
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "bf16-mixed", "fp32"])
+def test_200_steps_of_a_nan_loss_stop_at_the_first_and_the_operation_is_named(policy):
+    model = Net(0.0, 0.0)
+    precision = Precision(policy, model, torch.optim.AdamW(model.parameters()))
+    scale, before = precision.loss_scale.value, [p.clone() for p in model.parameters()]
+
+    def loss():
+        with precision.autocast():
+            y = model(torch.zeros(4, 8)).float()
+            return y.mean() + (y - y.sum() - 100).sqrt().mean()
+
+    done = []
+
+    def run():
+        for step in range(200):
+            precision.step(loss())
+            done.append(step)
+
+    with pytest.raises(NonFiniteError) as error:
+        run()
+    assert (done, error.value.cause) == ([], "forward")
+    assert precision.loss_scale.value == scale
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    with trace_nonfinite(model) as trace, pytest.raises(NonFiniteError):
+        precision.step(loss())
+    cause = trace.first_cause
+    assert (cause.op, cause.kind) == ("aten.sqrt.default", "0 / 0 or invalid")
+    assert (cause.module, cause.class_name, cause.direction) == ("", "", "forward")
+    assert "outside the model's modules" in str(cause)
+
+
+# Kinds
+
+X = torch.tensor([0.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "kind"),
+    [
+        (lambda: X.half() * 30000, "aten.mul.Tensor", "overflow"),
+        (lambda: X.mul(1e30).square(), "aten.pow.Tensor_Scalar", "overflow"),
+        (lambda: (X * 1e6).half(), "aten._to_copy.default", "overflow"),
+        (lambda: X.half().mul_(30000), "aten.mul_.Tensor", "overflow"),
+        (lambda: torch.empty(2, dtype=torch.half).copy_(X * 1e6), "aten.copy_.default", "overflow"),
+        (lambda: torch.exp(X * 100, out=torch.empty(2)), "aten.exp.out", "overflow"),
+        (lambda: torch._foreach_mul([X, X], 2e38), "aten._foreach_mul.Scalar", "overflow"),
+        (lambda: torch.zeros(2).sub_(1).div_(X), "aten.div_.Tensor", "x / 0 or log 0"),
+        (lambda: X / 0, "aten.div.Tensor", "0 / 0 or invalid"),
+        (lambda: (X + 1) / 0, "aten.div.Tensor", "x / 0 or log 0"),
+        (lambda: (X * 1e30) / 1e-30, "aten.div.Tensor", "overflow"),
+        (lambda: torch.ones(2, 2) * 1e30 @ torch.tensor([1e30, -1e30]), "aten.mv.default", "over"),
+        (lambda: torch.complex(X, X * 1e30) ** 2, "aten.pow.Tensor_Scalar", "overflow"),
+        (lambda: X.log(), "aten.log.default", "x / 0 or log 0"),
+        (lambda: 1 / X, "aten.reciprocal.default", "x / 0 or log 0"),
+        (lambda: torch.ones(2) / X, "aten.div.Tensor", "x / 0 or log 0"),
+        (lambda: (torch.ones(2) * 1e20).half() / 1, "aten._to_copy.default", "overflow"),
+        (lambda: X / X, "aten.div.Tensor", "0 / 0 or invalid"),
+        (lambda: (-X).sqrt(), "aten.sqrt.default", "0 / 0 or invalid"),
+        (lambda: X[:0].mean(), "aten.mean.default", "0 / 0 or invalid"),
+        (lambda: X * -INF, "aten.mul.Tensor", "inf - inf or 0 * inf"),
+        (lambda: torch.full((2,), -INF) - torch.full((2,), -INF), "aten.sub.Tensor", "inf - inf"),
+        (lambda: torch.full((2,), INF) * 0, "aten.mul.Tensor", "inf - inf or 0 * inf"),
+        (lambda: X + math.nan, "aten.add.Tensor", "not finite in the input data"),
+        (lambda: X + INF, "aten.add.Tensor", "not finite in the input data"),
+        (lambda: torch.tensor([1.0, math.nan]) + 1, "aten.add.Tensor", "not finite in the input"),
+        (lambda: X + torch.tensor(INF), "aten.add.Tensor", "not finite in the input data"),
+        (
+            lambda: torch.full((2, 2), -INF).softmax(-1),
+            "aten._softmax.default",
+            "fully masked row",
+        ),
+        (
+            lambda: torch.full((2, 2), -INF).log_softmax(-1),
+            "aten._log_softmax.default",
+            "fully masked row",
+        ),
+    ],
+)
+def test_kinds(function, op, kind):
+    cause = trace_of(function)
+    assert cause.op == op
+    assert cause.kind.startswith(kind)
+    assert op in str(cause)
+
+
+def test_the_first_cause_stays():
+    assert trace_of(lambda: (X.log(), (-X).sqrt())).op == "aten.log.default"
+
+
+def test_counts_and_ranges():
+    cause = trace_of(lambda: torch.tensor([1.0, 3.0, -4.0, 0.0]).half().mul(30000.0))
+    assert (cause.inf, cause.nan, cause.elements, cause.share) == (2, 0, 4, 0.5)
+    tensor, number = cause.inputs
+    assert (tensor.name, tensor.dtype, tensor.largest) == ("self", torch.float16, 4.0)
+    assert (number.name, number.dtype, number.largest) == ("other", None, 30000.0)
+    assert "4 * 3.00e4 > 65504" in str(cause)
+
+
+def test_a_broken_weight_is_named():
+    model = Net(0.0, 0.0)
+    with torch.no_grad():
+        model.layers[1].fc.weight[0, 0] = -INF
+    cause = trace_of(model, torch.zeros(2, 8), model=model)
+    assert cause.kind == "not finite in the input data"
+    assert cause.module == "layers.1.fc"
+    assert any(i.name.endswith("= layers.1.fc.weight") and i.inf == 1 for i in cause.inputs)
+
+
+# What is intended
+
+
+MASK = torch.full((8, 8), -INF).triu(1)
+
+
+def masked_attention():
+    """-inf by every usual way, and softmax over it."""
+    scores = torch.randn(4, 4, requires_grad=True)
+    upper = torch.ones(4, 4).triu(1).bool()
+    out = [
+        scores.masked_fill(upper, -INF).softmax(-1),
+        scores.clone().masked_fill_(upper, -INF).softmax(-1),
+        torch.where(upper, -INF, scores).softmax(-1),
+        torch.where(upper, torch.tensor(-INF), scores).log_softmax(-1)[:, 0],
+        (scores + torch.full((4, 4), -INF).triu(1)).softmax(-1),
+        (scores + MASK[:4, :4]).softmax(-1),
+        F.scaled_dot_product_attention(scores, scores, scores, attn_mask=~upper),
+        F.scaled_dot_product_attention(
+            scores[None, None], scores[None, None], scores[None, None], is_causal=True
+        ),
+        torch.full((4,), INF).minimum(scores[0]),
+    ]
+    sum(o.sum() for o in out).backward()
+    assert scores.grad.isfinite().all()
+
+
+def test_masks_are_no_causes():
+    assert trace_of(masked_attention) is None
+
+
+def test_an_overflow_beside_a_mask_is_one():
+    mask = torch.tensor([0.0, -INF]).half()
+    cause = trace_of(lambda: torch.tensor([60000.0, 1.0]).half() * 2 + mask)
+    assert cause.op == "aten.mul.Tensor"
+    large = torch.tensor([60000.0, 1.0]).half()
+    cause = trace_of(lambda: torch.stack([large, mask]) + large)
+    assert (cause.op, cause.kind) == ("aten.add.Tensor", "overflow")
+    assert trace_of(lambda: mask + large) is None
+
+
+def test_allow_by_operation_and_by_module():
+    assert trace_of(lambda: X.log(), allow=["aten.log.*"]) is None
+    assert trace_of(lambda: X.log() * 0, allow=["aten.log.*"]).op == "aten.mul.Tensor"
+    assert trace_of(lambda: (-X).sqrt() + 1, allow=["aten.sqrt.default"]) is None  # NaN passes on
+    model = nn.Sequential(nn.Identity(), nn.LogSigmoid(), nn.Softplus())
+    model[1].forward = torch.log
+    assert trace_of(model, X, model=model).module == "1"
+    assert trace_of(model, X, model=model, allow=["1"]) is None
+    assert trace_of(model, X, model=model, allow="1") is None
+
+
+def test_uninitialised_memory_is_no_producer():
+    def run():
+        bits = torch.empty(64, dtype=torch.int16).fill_(0x7E00)  # NaN in fp16
+        real = torch.Tensor.new_empty(X, 64)
+        for value in (torch.empty(64), torch.empty_like(real), real):
+            value.normal_()
+            value.zero_()
+        half = torch.empty(64, dtype=torch.half)
+        half.view(torch.int16).copy_(bits)  # behind the tracer's back, as an allocator's garbage
+        half[:32] = 1
+        half.index_copy_(0, torch.arange(32, 48), torch.ones(16).half())
+        half[:48].add_(1)
+        half.view(8, 8).t()
+        half[48:] = 0
+        return half.sum()
+
+    assert trace_of(run) is None
+
+
+def test_memory_that_nothing_seen_has_written_is_reported_when_it_is_read():
+    def run():
+        half = torch.empty(8, dtype=torch.half)
+        half.view(torch.int16).fill_(0x7E00)
+        return half + 1
+
+    cause = trace_of(run)
+    assert cause.kind == "not finite in the input data"
+    assert "of torch.empty" in cause.inputs[0].name
+
+
+def test_views_of_what_is_not_finite_and_integers_are_passed_by():
+    data = torch.tensor([[math.nan, 1.0], [2.0, 3.0]])
+
+    def run():
+        view = data.t()[0].unsqueeze(0).expand(2, 2)
+        return view.isnan(), data.argmax(), data[1].sum(), torch.arange(3), data.nan_to_num()
+
+    assert trace_of(run) is None
+
+
+def test_an_intermediate_sum_beyond_fp32_is_no_cause():
+    assert trace_of(lambda: torch.full((8,), 3e38).neg()) is None
+
+
+# Modules, and what they return
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple
+    count: int = 1
+
+
+class Wrapped(nn.Module):
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.form = form
+
+    def forward(self, x):
+        y = self.inner(x)
+        return self.form(y.log())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda y: {"y": y, "ids": torch.arange(3)},
+        lambda y: (y, (None, "text")),
+        lambda y: Output(y, (y,)),
+        lambda y: y.argmax(),
+    ],
+)
+def test_modules_may_return_anything(form):
+    model = Wrapped(form)
+    nn.init.zeros_(model.inner.weight)
+    nn.init.zeros_(model.inner.bias)
+    cause = trace_of(model, X, model=model)
+    assert (cause.op, cause.module, cause.class_name) == ("aten.log.default", "", "Wrapped")
+    assert "forward of the model (Wrapped)" in str(cause)
+
+
+def test_blocks_of_sequentials():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.ReLU())
+    with torch.no_grad():
+        inner[1].weight.fill_(INF)
+    cause = trace_of(model, X, model=model)
+    assert (cause.module, cause.block) == ("0.0.1", "0.0")
+    assert "forward of 0.0.1 (Linear) in block 0.0" in str(cause)
+
+
+def test_autocast_and_what_runs_in_it():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1e5)
+    with torch.autocast("cpu", dtype=torch.float16):
+        cause = trace_of(model, X, model=model)
+    assert (cause.op, cause.dtype) == ("aten._to_copy.default", torch.float16)
+    assert cause.inputs[0].dtype == torch.float32
+    with torch.no_grad():
+        model.weight.fill_(6e4)
+    with torch.autocast("cpu", dtype=torch.float16):
+        cause = trace_of(model, X, model=model)
+    assert (cause.op, cause.dtype) == ("aten.addmm.default", torch.float16)
+
+
+@pytest.mark.parametrize("grad", ["grad", "no_grad", "inference"])
+def test_simulated_products_are_named_whichever_mode_is_outside(grad):
+    """Their operands are converted to fp32 and their result back; that is not what is reported."""
+    a = torch.full((2, 4), 200.0).half()
+    contexts = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
+    context = contexts.get(grad, torch.inference_mode)
+    model, seen = nn.Identity(), []
+    for outer, inner in ((0, 1), (1, 0)):
+        trace = trace_nonfinite(model)
+        modes = [trace, simulated_fp16()]
+        with context(), modes[outer], modes[inner]:
+            F.linear(a, a)
+        cause = trace.first_cause
+        assert (cause.kind, cause.dtype) == ("overflow", torch.float16)
+        assert [i.dtype for i in cause.inputs] == [torch.float16] * 2
+        assert [i.largest for i in cause.inputs] == [200.0, 200.0]
+        seen.append(cause.op)
+    assert set(seen) <= {"aten.mm.default", "aten.linear.default"}
+
+
+def test_a_nan_of_a_simulated_product_is_told_in_fp16():
+    a = torch.zeros(2, 2).half().requires_grad_()
+    with trace_nonfinite(nn.Identity()) as trace, simulated_fp16():
+        a @ torch.full((2, 2), -INF).half()
+    cause = trace.first_cause
+    assert (cause.op, cause.dtype) == ("aten.mm.default", torch.float16)
+    assert cause.kind == "inf - inf or 0 * inf"
+
+
+# Backward
+
+
+def test_an_overflow_of_the_backward_names_node_and_module():
+    model = Net(0.0, 0.0, 0.0)
+    for parameter in model.layers[1].fc.parameters():
+        parameter.register_hook(lambda g: g)
+    with torch.no_grad():
+        model.layers[1].fc.weight.fill_(1e20)
+        model.layers[1].norm.weight.fill_(0.0)
+    with trace_nonfinite(model) as trace:
+        (model(torch.randn(2, 8)).mean() * 1e25).backward()
+    cause = trace.first_cause
+    assert (cause.direction, cause.kind) == ("backward", "overflow")
+    assert (cause.module, cause.class_name, cause.block) == ("layers.1.fc", "Linear", "layers.1")
+    assert (cause.op, cause.node, cause.source) == ("aten.mm.default", "AddmmBackward0", "")
+    assert "backward of layers.1.fc (Linear) in block layers.1, AddmmBackward0" in str(cause)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 0
+
+
+class Custom(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
+
+
+def test_a_function_of_the_user_and_sqrt_at_zero():
+    model = nn.Sequential(nn.Linear(2, 2), Custom())
+    with trace_nonfinite(model) as trace:
+        model(X).sum().backward()
+    cause = trace.first_cause
+    assert (cause.op, cause.kind) == ("aten.div.Tensor", "x / 0 or log 0")
+    assert (cause.module, cause.node) == ("1", "DoubledBackward")
+    with trace_nonfinite(model) as trace:
+        X.clone().requires_grad_().sqrt().sum().backward()
+    cause = trace.first_cause
+    assert (cause.node, cause.kind, cause.module) == ("SqrtBackward0", "x / 0 or log 0", "")
+
+
+def test_an_overflow_while_gradients_add_up():
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.full((1, 2), 3e38)
+    with trace_nonfinite(model) as trace:
+        for _ in range(2):
+            (model(x) * 0 + (model.weight * x).sum()).backward()
+    cause = trace.first_cause
+    assert (cause.op, cause.direction) == ("aten.add_.Tensor", "backward")
+    assert cause.node == "AccumulateGrad of weight"
+    assert cause.inputs[0].largest == pytest.approx(3e38)  # before the sum
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
+def test_an_overflow_by_the_loss_scale_names_the_simulated_product(policy):
+    """Gradients of 2^16 / 32 fit in fp16; times a weight of 100, 8 of them do not."""
+    model = Net(0.0, 0.0)
+    nn.init.constant_(model.layers[1].fc.weight, 100.0)
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with trace_nonfinite(model) as trace:
+        with precision.autocast():
+            loss = model(torch.randn(4, 8)).mean()
+        assert precision.step(loss).reason in ("overflow", "nan_gradients")
+    cause = trace.first_cause
+    assert (cause.op, cause.kind, cause.dtype) == ("aten.mm.default", "overflow", torch.float16)
+    assert (cause.module, cause.direction, cause.node) == (
+        "layers.1.fc",
+        "backward",
+        "AddmmBackward0",
+    )
+    assert [i.largest for i in cause.inputs] == [2048.0, 100.0]
+    assert [i.dtype for i in cause.inputs] == [torch.float16] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    model = Net(0.0, 0.0, 0.0, checkpointing=reentrant)
+    with torch.no_grad():
+        model.layers[1].fc.weight.fill_(1e20)
+        model.layers[1].norm.weight.fill_(0.0)
+    x = torch.randn(2, 8, requires_grad=True)
+    with trace_nonfinite(model) as trace:
+        (model(x).mean() * 1e25).backward()
+    cause = trace.first_cause
+    assert (cause.direction, cause.module) == ("backward", "layers.1.fc")
+    model.zero_grad()
+    x.grad = None
+    with trace_nonfinite(model) as trace:
+        model(x).mean().backward()
+    assert trace.first_cause is None
+    assert hooks(model) == 0
+
+
+def test_what_calibration_and_the_check_try_out_is_no_cause():
+    """A calibrated start overflows on purpose; a norm beyond fp32 is taken again in fp64."""
+    model = Net(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    precision = Precision("fp16-mixed,init_scale=auto", model, optimizer)
+    with trace_nonfinite(model) as trace:
+        with precision.autocast():
+            loss = model(torch.randn(4, 8)).square().mean() * 100
+        assert precision.step(loss).applied
+    assert trace.first_cause is None
+    big = nn.Linear(2, 1, bias=False)
+    precision = Precision("fp32", big, torch.optim.SGD(big.parameters(), lr=0.0))
+    with trace_nonfinite(big) as trace:
+        assert precision.step((big.weight * 1e30).sum()).applied
+    assert trace.first_cause is None
+
+
+# Manners
+
+
+def test_a_trace_changes_no_bit():
+    def run(traced):
+        torch.manual_seed(1)
+        model = Net(0.0, 0.0)
+        precision = Precision("bf16-mixed", model, torch.optim.AdamW(model.parameters()))
+        for _ in range(3):
+            x = F.dropout(torch.randn(4, 8), 0.5)
+            if traced:
+                with trace_nonfinite(model) as trace:
+                    with precision.autocast():
+                        loss = F.dropout(model(x), 0.1).square().mean()
+                    precision.step(loss)
+                assert trace.first_cause is None
+            else:
+                with precision.autocast():
+                    loss = F.dropout(model(x), 0.1).square().mean()
+                precision.step(loss)
+        return [*model.parameters(), torch.rand(3)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise KeyError("mine")
+
+
+def test_hooks_go_on_exceptions_and_the_trace_can_go_on():
+    model = nn.Sequential(nn.Linear(2, 2), Failing())
+    trace = trace_nonfinite(model)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(hooks(model)))
+    with pytest.raises(KeyError, match="mine"), trace:
+        model(X)
+    assert (seen, hooks(model)) == ([7], 1)  # two on each of three modules, and this one
+    assert trace.first_cause is None
+    with trace:  # caught inside: the modules' stack must be empty again
+        with pytest.raises(KeyError):
+            model(X)
+        X.log()
+    assert (trace.first_cause.module, trace.first_cause.class_name) == ("", "")
+
+
+def test_traces_do_not_nest():
+    with trace_nonfinite(nn.Identity()) as trace:
+        with pytest.raises(RuntimeError, match="leave the outer one"):
+            trace_nonfinite(nn.Identity()).__enter__()
+        with pytest.raises(RuntimeError, match="leave the outer one"):
+            trace.__enter__()
+        X.log()
+    assert trace.first_cause is not None
+    X.log()  # nothing is left on
+
+
+def test_sparse_gradients_and_batch_norm():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(8))
+    with trace_nonfinite(model) as trace:
+        for _ in range(2):
+            model(torch.randint(8, (4, 2))).square().mean().backward()
+        model.eval()
+        model(torch.randint(8, (4, 2)))
+    assert trace.first_cause is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layers_of_torch_with_masks_and_fused_paths():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1)
+    x, padded = torch.randn(2, 4, 8), torch.tensor([[False, False, True, True]] * 2)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    with trace_nonfinite(model) as trace:
+        model(x, mask=mask, is_causal=True).sum().backward()
+        model.eval()
+        with torch.inference_mode():
+            model(x, src_key_padding_mask=padded)  # nested tensors
+    assert trace.first_cause is None
+    lstm = nn.LSTM(8, 8)
+    assert trace_of(lambda: lstm(x)[0].sum().backward(), model=lstm) is None
+
+
+def test_the_logarithms_of_a_ctc_loss_may_be_infinite():
+    scores = torch.randn(10, 2, 5, requires_grad=True)
+
+    def run():
+        lengths = torch.full((2,), 10), torch.full((2,), 3)
+        F.ctc_loss(scores.log_softmax(-1), torch.ones(2, 3, dtype=torch.long), *lengths).backward()
+
+    assert trace_of(run) is None
+
+
+def test_a_scripted_module_takes_no_hooks_and_is_traced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(torch.jit.script(nn.ReLU()), nn.LogSigmoid())
+    model[1].forward = torch.log
+    assert trace_of(model, X, model=model).module == "1"
+
+
+def test_a_compiled_function_runs_as_it_is_written():
+    compiled = torch.compile(lambda x: (x + 1).log(), backend="eager")
+    assert trace_of(compiled, X - 1).op == "aten.log.default"
