@@ -1,6 +1,7 @@
 """The tracer of the first NaN or infinity: it names the producer, and nothing that is intended."""
 
 import math
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import Cause, NonFiniteError, Precision, simulated_fp16, trace_nonfinite
+from halfstep.diagnostics.module_calls import ModuleCalls
+from halfstep.diagnostics.operations import count, inputs, kind_of, operation
 
 INF = math.inf
 
@@ -178,7 +181,9 @@ X = torch.tensor([0.0, 3.0])
         (lambda: (X * 1e6).half(), "aten._to_copy.default", "overflow"),
         (lambda: X.half().mul_(30000), "aten.mul_.Tensor", "overflow"),
         (lambda: torch.empty(2, dtype=torch.half).copy_(X * 1e6), "aten.copy_.default", "overflow"),
+        (lambda: torch.full((2,), INF).half().copy_(X * 1e6), "aten.copy_.default", "overflow"),
         (lambda: torch.exp(X * 100, out=torch.empty(2)), "aten.exp.out", "overflow"),
+        (lambda: torch.exp(X * 100, out=torch.full((2,), INF)), "aten.exp.out", "overflow"),
         (lambda: torch._foreach_mul([X, X], 2e38), "aten._foreach_mul.Scalar", "overflow"),
         (lambda: torch.zeros(2).sub_(1).div_(X), "aten.div_.Tensor", "x / 0 or log 0"),
         (lambda: X / 0, "aten.div.Tensor", "0 / 0 or invalid"),
@@ -271,6 +276,30 @@ def masked_attention():
 
 def test_masks_are_no_causes():
     assert trace_of(masked_attention) is None
+
+
+def test_an_infinity_in_a_buffer_is_meant():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("smallest", torch.full((2,), INF))
+    assert trace_of(lambda: model.smallest[:1] + X[:1], model=model) is None
+    model.running_mean[0] = math.nan
+    model.eval()
+    cause = trace_of(lambda: model(torch.ones(3, 2)), model=model)
+    assert any("= running_mean" in i.name and i.nan == 1 for i in cause.inputs)
+
+
+def test_attention_with_an_overflow_or_without_a_key():
+    """Rules for fused kernels, some of which only CUDA has."""
+    func = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    query, half = torch.ones(1, 1, 2, 4), torch.tensor([[0.0, -INF], [-INF, -INF]])
+    for mask, bad, kind in (
+        (half, math.nan, "fully masked row"),
+        (half[:1], math.nan, "overflow"),  # of the scores
+        (half, INF, "overflow"),
+    ):
+        out = torch.full((1, 1, 2, 4), bad)
+        given = inputs(operation(func), (query, query, query, mask, True), {}, {})
+        assert kind_of(func, operation(func), given, [out], count(out)) == kind
 
 
 def test_an_overflow_beside_a_mask_is_one():
@@ -530,6 +559,74 @@ def test_checkpointing(reentrant):
     assert hooks(model) == 0
 
 
+class Again(nn.Module):
+    """Fails only when the backward runs it again."""
+
+    def forward(self, x):
+        again = torch._C._current_graph_task_id() != -1
+        return ((x * 0).log() if again else x.exp()).exp()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_in_the_backward_is_a_forward(reentrant):
+    model = nn.Sequential(nn.Identity(), Again())
+    with trace_nonfinite(model) as trace:
+        y = checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
+        y.sum().backward()
+    cause = trace.first_cause
+    assert (cause.op, cause.module, cause.direction) == ("aten.log.default", "1", "forward")
+
+
+class Reporting(nn.Module):
+    """Two nodes in the forward; the backward of the second says where it takes itself to be."""
+
+    def __init__(self, say) -> None:
+        super().__init__()
+        self.say = say
+
+    def forward(self, x):
+        say = self.say
+
+        class Probe(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                say()
+                return grad
+
+        return Probe.apply(x * 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_modules_of_a_backward_in_another_thread(reentrant):
+    """As on CUDA: numbers of autograd's nodes are each thread's own, and start at 0."""
+    places, model = [], nn.Sequential()
+    for _ in range(3):
+        model.append(Reporting(lambda: places.append(calls.place({}))))
+    calls = ModuleCalls(model)
+    loss = []
+
+    def forward():
+        x = torch.ones(2, requires_grad=True)
+        y = model[0](x)
+        y = checkpoint(lambda y: model[2](model[1](y)), y, use_reentrant=reentrant)
+        loss.append(model[0](y).sum())
+
+    calls.hook()
+    for work in (forward, lambda: loss[0].backward()):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    calls.unhook()
+    assert [p.module for p in places] == ["0", "2", "1", "0"]
+    assert {(p.backward, p.class_name, p.node) for p in places} == {
+        (True, "Reporting", "ProbeBackward")
+    }
+
+
 def test_what_calibration_and_the_check_try_out_is_no_cause():
     """A calibrated start overflows on purpose; a norm beyond fp32 is taken again in fp64."""
     model = Net(0.0)
@@ -638,6 +735,12 @@ def test_the_logarithms_of_a_ctc_loss_may_be_infinite():
         F.ctc_loss(scores.log_softmax(-1), torch.ones(2, 3, dtype=torch.long), *lengths).backward()
 
     assert trace_of(run) is None
+
+
+def test_a_lazy_module():
+    model = nn.LazyLinear(2)
+    cause = trace_of(lambda: model(X * 1e38 * 1e38), model=model)
+    assert cause.op == "aten.mul.Tensor"
 
 
 def test_a_scripted_module_takes_no_hooks_and_is_traced():

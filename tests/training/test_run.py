@@ -387,3 +387,43 @@ def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no run"):
         load_trained(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(("answer", "rolled_back"), [("skip:1", False), ("rollback:2", True)])
+@pytest.mark.filterwarnings("ignore:.*on_nonfinite=:UserWarning")
+def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path, answer, rolled_back):
+    config = small_config(corpus, run__on_nonfinite=answer, run__max_steps=6, run__eval_every=0)
+    session, folder = start(config, tmp_path / "r")
+    session.loss_sum = break_forward(session.loss_sum)
+    for tick in train(session, folder):
+        if tick.record.step == 6:
+            break
+        if tick.record.step == 4:
+            before = {n: v.clone() for n, v in session.precision.masters.items()}
+    folder.close()
+    lines = metrics(tmp_path / "r")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert (lines[5]["applied"], lines[5]["skip_reason"]) == (False, "nonfinite_loss")
+    assert session.precision.skipped_total == 1
+    if rolled_back:  # step 5 was undone: the copy is of step 4
+        for name, value in session.precision.masters.items():
+            assert torch.equal(value, before[name])
+
+
+def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_path):
+    first = small_config(corpus, "bf16-split,moments=8bit")
+    session, folder = start(first, tmp_path / "r")
+    finish(session, folder)
+    exact = {n: v.clone() for n, v in session.precision.masters.items()}
+    for policy in ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-sr", "fp16-master"):
+        later = small_config(corpus, policy, run__max_steps=12)
+        other = open_session(with_run_folder(later, tmp_path / "r"), no_progress, resuming=True)
+        other.restore(newest(tmp_path / "r"), tmp_path)
+        assert other.step == 8
+        if policy != "bf16-sr":
+            for name, value in other.precision.masters.items():
+                assert torch.equal(value, exact[name]), (policy, name)
+        batch = other.micro_batches()
+        with other.precision.autocast():
+            total, count = other.loss_sum(batch[0])
+        assert other.precision.step(total / count).loss < 6

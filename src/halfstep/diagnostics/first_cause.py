@@ -113,7 +113,9 @@ class NonFiniteTrace(TorchDispatchMode):
             raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
         self._thread = get_ident()
         named = [*self._model.named_buffers(), *self._model.named_parameters()]
-        self._names = {storage_key(t): (n, isinstance(t, nn.Parameter)) for n, t in named}
+        for name, tensor in named:
+            if not nn.parameter.is_lazy(tensor):
+                self._names[storage_key(tensor)] = name, isinstance(tensor, nn.Parameter)
         self._modules.hook()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -220,8 +222,8 @@ class NonFiniteTrace(TorchDispatchMode):
         if not isinstance(given.original, Tensor):
             return False
         counts, key = given.counts, storage_key(given.original)
-        held, unwritten = key in self._allowed, self._unwritten(key)
-        if held and not (unwritten and given.name.split("[")[0] not in known.writes):
+        written = given.name.split("[")[0] in known.writes
+        if key in self._allowed and (written or not self._unwritten(key)):
             return False
         name, is_parameter = self._names.get(key, ("", False))
         is_buffer = bool(name) and not is_parameter

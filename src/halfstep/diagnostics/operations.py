@@ -245,12 +245,12 @@ def kind_of(
         return "not finite in the input data"
     plus, minus = (any(getattr(i.counts, n) for i in given) for n in ("plus_inf", "minus_inf"))
     if made.nan and not any(c.nan for c in tensors):
-        masked = minus or known.base == "_masked_softmax"
-        if known.softmax and masked and not plus:
+        if known.softmax and not plus and _masks_a_row(known, given):
             return "fully masked row"
-        if plus or minus:
+        if (plus or minus) and not known.attention:
             return "inf - inf or 0 * inf"
-        return "overflow" if known.base in _SUMS and tensors else "0 / 0 or invalid"
+        sums = known.attention or known.base in _SUMS
+        return "overflow" if sums and tensors else "0 / 0 or invalid"
     if any(c.minus_inf for c in numbers) or (known.base in _FILLS and (plus or minus)):
         return None
     if any(c.inf for c in numbers):
@@ -264,6 +264,14 @@ def kind_of(
         return None
     pole = known.base in _POLES and _at_zero(known, given, outputs[0])
     return "x / 0 or log 0" if pole else "overflow"
+
+
+def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
+    """Whether a softmax had nothing left to choose from; takes its NaN as given."""
+    if not known.attention:  # there is no other way to NaN from finite scores and -inf
+        return known.base == "_masked_softmax" or any(i.counts.minus_inf for i in given)
+    rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
+    return any(bool(row.all(dim=-1).any()) for row in rows)
 
 
 def _at_zero(known: Operation, given: Sequence[Input], output: Tensor) -> bool:

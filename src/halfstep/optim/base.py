@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.checks import check_gradient, check_group, check_updates
-from halfstep.optim.dispatch import run
+from halfstep.optim.dispatch import norm, run
 from halfstep.optim.kernel import Plan, Task, flat
 from halfstep.optim.moments import Moments
 from halfstep.optim.state import REMAINDER, Form, convert, tops_of, zero_moment
@@ -123,6 +123,10 @@ class LowPrecisionOptimizer(Optimizer):
         for plan, tasks in self._plans(gradients, multiplier):
             run(tasks, plan)
         return loss
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
+        return norm(gradients)
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 import halfstep.optim.cuda as cuda
 from halfstep.optim.kernel import Plan, Task, run_torch
 from halfstep.optim.native import native_kernel
+from halfstep.precision.gradients import global_norm
 
 
 def run(tasks: Sequence[Task], plan: Plan) -> None:
@@ -23,6 +25,19 @@ def run(tasks: Sequence[Task], plan: Plan) -> None:
         cuda.run(tasks, plan)
         return
     run_torch(tasks, plan)
+
+
+def norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is.
+
+    Args:
+        gradients: Dense, fp32, bf16 or fp16, on one device.
+    """
+    if gradients and gradients[0].device.type == "cpu":
+        kernel = native_kernel()
+        if not isinstance(kernel, str):
+            return torch.tensor(kernel.norm(gradients), dtype=torch.float32)
+    return global_norm(gradients)
 
 
 def kernel_name(device: torch.device) -> str:

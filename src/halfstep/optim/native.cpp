@@ -3,18 +3,21 @@
 // The definition of every operation stands in kernel.py, algorithms.py, moments.py and
 // precision/rounding.py; the bits are the same, which needs -ffp-contract=off.
 //
-// A block of 128 elements is decoded into fp32 arrays on the stack, updated and stored again: the
-// arrays stay in the first-level cache, so the kernels for weights, moments and algorithms add up
-// instead of multiplying. Each loop is plain, for the compiler to vectorise.
+// A few blocks of 128 elements are decoded into fp32 arrays on the stack, updated and stored again:
+// the arrays stay in the first-level cache, so the kernels for weights, moments and algorithms add
+// up instead of multiplying. What is fp32 already is updated where it lies. Each loop is plain, for
+// the compiler to vectorise.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace {
 
 constexpr int64_t kBlock = 128;
+constexpr int64_t kStage = 4 * kBlock;   // what is decoded at a time
 constexpr int64_t kChunk = 64 * kBlock;  // what a thread takes at a time
 constexpr uint32_t kAbs = 0x7FFFFFFFu, kInf = 0x7F800000u, kQuiet = 0x7FC00000u;
 
@@ -85,24 +88,36 @@ struct HalfstepPlan {
 
 namespace {
 
-void read_gradient(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n, float* g) {
-  if (p.gradient_dtype == kFp32) {
-    const float* x = static_cast<const float*>(t.gradient) + at;
-    for (int i = 0; i < n; ++i) g[i] = x[i] * p.multiplier;
-  } else if (p.gradient_dtype == kBf16) {
-    const uint16_t* x = static_cast<const uint16_t*>(t.gradient) + at;
-    for (int i = 0; i < n; ++i) g[i] = bf16_float(x[i]) * p.multiplier;
+void read_gradient(const void* from, int32_t dtype, int64_t at, int n, float multiplier, float* g) {
+  if (dtype == kFp32) {
+    const float* x = static_cast<const float*>(from) + at;
+    for (int i = 0; i < n; ++i) g[i] = x[i] * multiplier;
+  } else if (dtype == kBf16) {
+    const uint16_t* x = static_cast<const uint16_t*>(from) + at;
+    for (int i = 0; i < n; ++i) g[i] = bf16_float(x[i]) * multiplier;
   } else {
-    const uint16_t* x = static_cast<const uint16_t*>(t.gradient) + at;
-    for (int i = 0; i < n; ++i) g[i] = fp16_float(x[i]) * p.multiplier;
+    const uint16_t* x = static_cast<const uint16_t*>(from) + at;
+    for (int i = 0; i < n; ++i) g[i] = fp16_float(x[i]) * multiplier;
   }
 }
 
-void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n, float* w) {
-  if (p.weight_dtype == kFp32) {
-    std::memcpy(w, static_cast<const float*>(t.weight) + at, n * sizeof(float));
-    return;
+// Squares of a chunk: fp32 within a block of 128, in 16 sums, fp64 over blocks.
+double square_sum(const void* from, int32_t dtype, int64_t first, int64_t last) {
+  alignas(64) float g[kBlock];
+  double total = 0.0;
+  for (int64_t at = first; at < last; at += kBlock) {
+    const int n = static_cast<int>(std::min(kBlock, last - at));
+    read_gradient(from, dtype, at, n, 1.0f, g);
+    for (int i = n; i < kBlock; ++i) g[i] = 0.0f;
+    float sums[16] = {0.0f};
+    for (int j = 0; j < kBlock; j += 16)
+      for (int i = 0; i < 16; ++i) sums[i] += g[j + i] * g[j + i];
+    for (int i = 0; i < 16; ++i) total += sums[i];
   }
+  return total;
+}
+
+void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n, float* w) {
   const uint16_t* h = static_cast<const uint16_t*>(t.weight) + at;
   if (p.update == kSplit) {
     const int16_t* r = static_cast<const int16_t*>(t.remainder) + at;
@@ -123,10 +138,6 @@ void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n
 }
 
 void write_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n, const float* w) {
-  if (p.weight_dtype == kFp32) {
-    std::memcpy(static_cast<float*>(t.weight) + at, w, n * sizeof(float));
-    return;
-  }
   uint16_t* h = static_cast<uint16_t*>(t.weight) + at;
   const uint32_t first = static_cast<uint32_t>(at);
   if (p.update == kSplit) {
@@ -165,41 +176,22 @@ void write_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int 
 }
 
 template <bool kSigned>
-void read_moment(const void* from, uint8_t top, int32_t moments, int64_t at, int n, float* m) {
-  if (moments == kMomentsFp32) {
-    std::memcpy(m, static_cast<const float*>(from) + at, n * sizeof(float));
-  } else if (moments == kMomentsBf16) {
-    const uint16_t* x = static_cast<const uint16_t*>(from) + at;
-    for (int i = 0; i < n; ++i) m[i] = bf16_float(x[i]);
-  } else {
-    const uint8_t* x = static_cast<const uint8_t*>(from) + at;
-    if (top == kBroken) {
-      for (int i = 0; i < n; ++i) m[i] = float_of(kQuiet);
-      return;
-    }
-    const uint32_t base = (top + 1u) * 8u - (kSigned ? 127u : 255u);
-    for (int i = 0; i < n; ++i) {
-      uint32_t code = kSigned ? (x[i] & 0x7Fu) : x[i];
-      uint32_t b = code ? (code + base) << 20 : 0u;
-      m[i] = float_of(kSigned ? (b | ((x[i] & 0x80u) << 24)) : b);
-    }
+void read_codes(const uint8_t* x, uint8_t top, int n, float* m) {
+  if (top == kBroken) {
+    for (int i = 0; i < n; ++i) m[i] = float_of(kQuiet);
+    return;
+  }
+  const uint32_t base = (top + 1u) * 8u - (kSigned ? 127u : 255u);
+  for (int i = 0; i < n; ++i) {
+    uint32_t code = kSigned ? (x[i] & 0x7Fu) : x[i];
+    uint32_t b = code ? (code + base) << 20 : 0u;
+    m[i] = float_of(kSigned ? (b | ((x[i] & 0x80u) << 24)) : b);
   }
 }
 
 template <bool kSigned>
-void write_moment(void* to, uint8_t* top, int32_t moments, int64_t at, int n, const float* m,
-                  const uint32_t* random) {
-  if (moments == kMomentsFp32) {
-    std::memcpy(static_cast<float*>(to) + at, m, n * sizeof(float));
-    return;
-  }
+uint8_t write_codes(uint8_t* x, int n, const float* m, const uint32_t* random) {
   const int shift = kSigned ? 0 : 12;
-  if (moments == kMomentsBf16) {
-    uint16_t* x = static_cast<uint16_t*>(to) + at;
-    for (int i = 0; i < n; ++i)
-      x[i] = static_cast<uint16_t>(cut(canonical(bits_of(m[i])), random[i] >> shift, 0xFFFFu) >> 16);
-    return;
-  }
   uint32_t largest = 0;
   for (int i = 0; i < n; ++i) {
     uint32_t b = bits_of(m[i]) & kAbs;
@@ -208,11 +200,9 @@ void write_moment(void* to, uint8_t* top, int32_t moments, int64_t at, int n, co
   const bool broken = largest > kInf;
   largest = std::min(largest, 0x7F6FFFFFu);
   const uint32_t exponent = std::max(largest >> 23, 32u);
-  *top = broken ? kBroken : static_cast<uint8_t>(exponent);
   const int32_t base = static_cast<int32_t>((exponent + 1u) * 8u - (kSigned ? 127u : 255u));
   const uint32_t lowest = static_cast<uint32_t>(base + 1) << 20;
   const float smallest = float_of(lowest);
-  uint8_t* x = static_cast<uint8_t*>(to) + at;
   for (int i = 0; i < n; ++i) {
     const uint32_t b = bits_of(m[i]);
     uint32_t magnitude = b & kAbs;
@@ -230,9 +220,44 @@ void write_moment(void* to, uint8_t* top, int32_t moments, int64_t at, int n, co
     x[i] = static_cast<uint8_t>(kSigned ? (static_cast<uint32_t>(code) | ((b >> 24) & 0x80u))
                                         : static_cast<uint32_t>(code));
   }
+  return broken ? kBroken : static_cast<uint8_t>(exponent);
 }
 
-void move(const HalfstepPlan& p, int n, float* w, float* g, float* m, float* v) {
+// A moment that is not fp32, decoded; `which` 0 is signed, 1 is not.
+void read_moment(const HalfstepTask& t, const HalfstepPlan& p, int which, int64_t at, int n,
+                 float* m) {
+  if (p.moments == kMomentsBf16) {
+    const uint16_t* x = static_cast<const uint16_t*>(t.moment[which]) + at;
+    for (int i = 0; i < n; ++i) m[i] = bf16_float(x[i]);
+    return;
+  }
+  for (int64_t b = 0; b < n; b += kBlock) {
+    const uint8_t* x = static_cast<const uint8_t*>(t.moment[which]) + at + b;
+    const int length = static_cast<int>(std::min(kBlock, n - b));
+    const uint8_t top = t.top[which][(at + b) / kBlock];
+    which ? read_codes<false>(x, top, length, m + b) : read_codes<true>(x, top, length, m + b);
+  }
+}
+
+void write_moment(const HalfstepTask& t, const HalfstepPlan& p, int which, int64_t at, int n,
+                  const float* m, const uint32_t* random) {
+  if (p.moments == kMomentsBf16) {
+    uint16_t* x = static_cast<uint16_t*>(t.moment[which]) + at;
+    const int shift = which ? 12 : 0;
+    for (int i = 0; i < n; ++i)
+      x[i] = static_cast<uint16_t>(cut(canonical(bits_of(m[i])), random[i] >> shift, 0xFFFFu) >> 16);
+    return;
+  }
+  for (int64_t b = 0; b < n; b += kBlock) {
+    uint8_t* x = static_cast<uint8_t*>(t.moment[which]) + at + b;
+    const int length = static_cast<int>(std::min(kBlock, n - b));
+    t.top[which][(at + b) / kBlock] = which ? write_codes<false>(x, length, m + b, random + b)
+                                            : write_codes<true>(x, length, m + b, random + b);
+  }
+}
+
+void move(const HalfstepPlan& p, int n, float* __restrict w, float* __restrict g,
+          float* __restrict m, float* __restrict v) {
   const float* c = p.constant;
   if (p.rule == kAdamW) {
     const float beta1 = c[0], rest1 = c[1], beta2 = c[2], rest2 = c[3];
@@ -260,24 +285,28 @@ void move(const HalfstepPlan& p, int n, float* w, float* g, float* m, float* v) 
   }
 }
 
-void block(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n) {
-  alignas(64) float w[kBlock], g[kBlock], m[kBlock], v[kBlock];
-  alignas(64) uint32_t random[kBlock];
-  const int64_t number = at / kBlock;
-  const bool eight = p.moments == kMoments8, second = p.moment_count > 1;
-  read_gradient(t, p, at, n, g);
-  read_master(t, p, at, n, w);
-  read_moment<true>(t.moment[0], eight ? t.top[0][number] : 0, p.moments, at, n, m);
-  if (second) read_moment<false>(t.moment[1], eight ? t.top[1][number] : 0, p.moments, at, n, v);
+void stage(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n) {
+  alignas(64) float own_w[kStage], g[kStage], own_m[kStage], own_v[kStage];
+  alignas(64) uint32_t random[kStage];
+  const bool wide_w = p.weight_dtype == kFp32, wide = p.moments == kMomentsFp32;
+  const bool second = p.moment_count > 1;
+  float* w = wide_w ? static_cast<float*>(t.weight) + at : own_w;
+  float* m = wide ? static_cast<float*>(t.moment[0]) + at : own_m;
+  float* v = wide && second ? static_cast<float*>(t.moment[1]) + at : own_v;
+  read_gradient(t.gradient, p.gradient_dtype, at, n, p.multiplier, g);
+  if (!wide_w) read_master(t, p, at, n, w);
+  if (!wide) {
+    read_moment(t, p, 0, at, n, m);
+    if (second) read_moment(t, p, 1, at, n, v);
+  }
   move(p, n, w, g, m, v);
-  if (p.moments != kMomentsFp32) {
+  if (!wide_w) write_master(t, p, at, n, w);
+  if (!wide) {
     const uint32_t first = static_cast<uint32_t>(at);
     for (int i = 0; i < n; ++i) random[i] = mix((first + i) ^ t.moment_key);
+    write_moment(t, p, 0, at, n, m, random);
+    if (second) write_moment(t, p, 1, at, n, v, random);
   }
-  write_master(t, p, at, n, w);
-  write_moment<true>(t.moment[0], eight ? t.top[0] + number : nullptr, p.moments, at, n, m, random);
-  if (second)
-    write_moment<false>(t.moment[1], eight ? t.top[1] + number : nullptr, p.moments, at, n, v, random);
 }
 
 }  // namespace
@@ -298,10 +327,27 @@ extern "C" void halfstep_step(const HalfstepTask* tasks, int64_t task_count,
       const int64_t begin = std::max(from, before), end = std::min(to, before + own);
       if (begin < end) {
         const int64_t last = std::min((end - before) * kChunk, t.count);
-        for (int64_t at = (begin - before) * kChunk; at < last; at += kBlock)
-          block(t, *plan, at, static_cast<int>(std::min(kBlock, last - at)));
+        for (int64_t at = (begin - before) * kChunk; at < last; at += kStage)
+          stage(t, *plan, at, static_cast<int>(std::min(kStage, last - at)));
       }
       before += own;
     }
   }
+}
+
+// The sum of all squares. Sums of chunks are added in one order, whatever the number of threads.
+extern "C" double halfstep_square_sum(const void* const* tensors, const int64_t* counts,
+                                      const int32_t* dtypes, int64_t tensor_count,
+                                      int32_t threads) {
+  double total = 0.0;
+  for (int64_t i = 0; i < tensor_count; ++i) {
+    const int64_t chunks = (counts[i] + kChunk - 1) / kChunk;
+    std::vector<double> sums(static_cast<size_t>(chunks));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && chunks > 7)
+    for (int64_t c = 0; c < chunks; ++c)
+      sums[static_cast<size_t>(c)] =
+          square_sum(tensors[i], dtypes[i], c * kChunk, std::min((c + 1) * kChunk, counts[i]));
+    for (double sum : sums) total += sum;
+  }
+  return total;
 }

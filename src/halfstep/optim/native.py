@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -21,6 +22,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from halfstep.optim.kernel import Plan, Task
 from halfstep.precision.rounding import random_key
@@ -67,7 +69,17 @@ class NativeKernel:
     """The loaded library."""
 
     def __init__(self, path: Path) -> None:
-        self._step = ctypes.CDLL(str(path)).halfstep_step
+        library = ctypes.CDLL(str(path))
+        self._square_sum = library.halfstep_square_sum
+        self._square_sum.restype = ctypes.c_double
+        self._square_sum.argtypes = (
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.POINTER(ctypes.c_int64),
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int64,
+            ctypes.c_int32,
+        )
+        self._step = library.halfstep_step
         self._step.restype = None
         self._step.argtypes = (
             ctypes.POINTER(_Task),
@@ -100,6 +112,19 @@ class NativeKernel:
             (ctypes.c_float * 8)(*plan.constants),
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""
+        values = [gradient.contiguous() for gradient in gradients]
+        count = len(values)
+        total = self._square_sum(
+            (ctypes.c_void_p * count)(*(value.data_ptr() for value in values)),
+            (ctypes.c_int64 * count)(*(value.numel() for value in values)),
+            (ctypes.c_int32 * count)(*(_DTYPES[value.dtype] for value in values)),
+            count,
+            torch.get_num_threads(),
+        )
+        return math.sqrt(total) if total >= 0 else math.nan
 
 
 @cache

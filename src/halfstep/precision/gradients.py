@@ -13,8 +13,8 @@ from halfstep.precision.result import Reason
 
 # Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
 _SQUARES_FIT = 1e-15
-# Elements that are widened at a time: 4 MiB of fp32.
-_PIECE = 2**20
+# Elements that are widened at a time: 1 MiB of fp32.
+_PIECE = 2**18
 
 
 @dataclass(frozen=True, slots=True)

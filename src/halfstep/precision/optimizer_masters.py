@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.cast import cast_parameters_
-from halfstep.precision.gradients import multiply_
+from halfstep.precision.gradients import global_norm, multiply_
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.rules import parameter_dtypes
 
@@ -29,6 +29,9 @@ class KeepsMasters(Protocol):
         self, closure: None = None, *, gradients: Gradients | None = None, multiplier: float = 1.0
     ) -> Any:
         """Take a step with these gradients times a number."""
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """As :func:`halfstep.precision.gradients.global_norm`."""
 
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 numbers that a parameter stands for."""
@@ -112,6 +115,18 @@ class _Buffer:
             self.gradient = gradient if self.gradient is None else self.gradient
         else:
             self.gradient = self.gradient.float().add_(gradient)
+
+
+def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) -> Tensor:
+    """The gradients' 2-norm as fp32 scalar on their device, by halfstep's kernel if one is there.
+
+    See :func:`halfstep.precision.gradients.global_norm`.
+    """
+    if not any(gradient.is_sparse for gradient in gradients):
+        for optimizer in optimizers:
+            if isinstance(optimizer, KeepsMasters):
+                return optimizer.norm(gradients)
+    return global_norm(gradients)
 
 
 def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:

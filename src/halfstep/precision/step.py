@@ -39,11 +39,11 @@ from halfstep.precision.checks import (
     upcast_trainable_,
 )
 from halfstep.precision.ema import EMA
-from halfstep.precision.gradients import NonFinite, clip_factor, examine, global_norm
+from halfstep.precision.gradients import NonFinite, clip_factor, examine
 from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import make_masters
 from halfstep.precision.nonfinite import Guard, OnNonFinite, broken_loss, incurable
-from halfstep.precision.optimizer_masters import require_own_optimizer
+from halfstep.precision.optimizer_masters import common_norm, require_own_optimizer
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
@@ -171,7 +171,7 @@ class Precision:
         assert self._loss is not None
         scale = self.loss_scale.value
         try:
-            norms = global_norm(list(gradients.values())).to(self._loss.device)
+            norms = common_norm(self.optimizers, [*gradients.values()]).to(self._loss.device)
             loss_value, scaled_norm = torch.stack([self._loss, norms]).tolist()  # the one sync
             if not math.isfinite(loss_value):
                 return self._skip(loss_value, scaled_norm, None)

@@ -21,6 +21,7 @@ import tomli_w
 from halfstep.data.config import DataConfig
 from halfstep.errors import ConfigError
 from halfstep.models.gpt_config import GPTConfig
+from halfstep.precision.nonfinite import OnNonFinite
 from halfstep.precision.parse import parse_policy
 from halfstep.training.optimizer import OptimizerConfig
 from halfstep.training.schedule import ScheduleConfig
@@ -46,6 +47,9 @@ class RunConfig:
     """Evaluate every this many steps and at the end; 0: at the end only."""
     eval_batches: int = 16
     """Validation batches per evaluation, spread over the file; 0: all of it."""
+    on_nonfinite: str = "stop"
+    """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
+    or "rollback:N" (go back up to N steps to a copy in memory, once)."""
     lost_update_every: int = 50
     """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
     save_every: int = 100
@@ -75,6 +79,7 @@ class RunConfig:
         ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
+        OnNonFinite.parse(self.on_nonfinite)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}; allowed: 0 to 2^63 - 1")
         if self.batch_size % self.grad_accum:

@@ -27,7 +27,7 @@ from halfstep.training.step import train_step
 # What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
 # and where prepared data is kept.
 RESUMABLE = frozenset(
-    {"data.cache_dir", "max_steps", "max_seconds", "eval_every", "eval_batches",
+    {"data.cache_dir", "on_nonfinite", "max_steps", "max_seconds", "eval_every", "eval_batches",
      "lost_update_every", "save_every", "keep", "output_dir", "report_to"}
 )  # fmt: skip
 
@@ -109,6 +109,7 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                 lr = learning_rate(
                     config.optimizer.learning_rate,
                     config.schedule,
+                    session.step,
                     session.applied,
                     settings.max_steps,
                 )

@@ -178,7 +178,7 @@ def open_session(config: TrainConfig, progress: Progress, *, resuming: bool = Fa
         )
     policy = parse_policy(config.precision)
     optimizer = make_optimizer(model, config.optimizer, policy, seed=config.run.seed)
-    precision = Precision(policy, model, optimizer)
+    precision = Precision(policy, model, optimizer, on_nonfinite=config.run.on_nonfinite)
     loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
     session = Session(config, device, data, model.train(), precision, loss_sum)
     for part, first in (

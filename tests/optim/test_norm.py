@@ -1,0 +1,77 @@
+"""The norm by the compiled kernel: one read of the gradients, fp32 squares, fp64 sums."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.optim.dispatch import norm
+from halfstep.optim.native import native_kernel
+from halfstep.precision.gradients import examine, global_norm
+
+
+@pytest.fixture
+def kernel():
+    found = native_kernel()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def gradients(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(), (1,), (127,), (128,), (129,), (8192,), (8193,), (300, 211), (0,)]
+    return [(torch.randn(s, generator=generator) * 3).to(dtype) for s in sizes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_is_the_norm_of_the_definition(kernel, dtype):
+    tensors = gradients(dtype)
+    exact = math.sqrt(math.fsum((t.double().numpy() ** 2).sum() for t in tensors))
+    # 8 additions in fp32 within a block, all else in fp64
+    assert kernel.norm(tensors) == pytest.approx(exact, rel=8 * 2.0**-24)
+    assert norm(tensors).item() == np.float32(kernel.norm(tensors))
+    assert global_norm(tensors).item() == pytest.approx(exact, rel=1e-5)
+
+
+def test_dtypes_mix_and_strides_do_not_matter(kernel):
+    a, b = torch.randn(40, 50), torch.randn(60, 20).to(torch.bfloat16)
+    exact = math.sqrt((a.double() ** 2).sum() + (b.double() ** 2).sum())
+    assert kernel.norm([a.T, b]) == pytest.approx(exact, rel=8 * 2.0**-24)
+    assert kernel.norm([a[:, ::2]]) == pytest.approx(a[:, ::2].double().norm().item(), rel=1e-6)
+
+
+def test_the_number_of_threads_changes_no_bit(kernel):
+    tensors = [torch.randn(500_001), torch.randn(70_000).half()]
+    before = torch.get_num_threads()
+    try:
+        found = set()
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.add(kernel.norm(tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 128, 8192, 9999])
+def test_one_number_that_is_not_finite_is_seen_anywhere(kernel, dtype, bad, place):
+    tensor = torch.zeros(10_000, dtype=dtype)
+    tensor[place] = bad
+    assert not math.isfinite(kernel.norm([torch.ones(5), tensor]))
+
+
+def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
+    for size in (1e30, 1e-30):
+        tensor = torch.full((200,), size)
+        value, found = examine(norm([tensor]).item(), lambda: ("w",), [tensor])
+        assert not found.names
+        assert value == pytest.approx(size * math.sqrt(200), rel=1e-6)
+
+
+def test_nothing_has_no_norm(kernel):
+    assert kernel.norm([]) == 0.0
+    assert norm([]).item() == 0.0
