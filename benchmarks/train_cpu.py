@@ -111,7 +111,8 @@ def main() -> None:
     tuned = not arguments.default_malloc and keep_freed_memory()
 
     small = "gpt-small-cpu"
-    policies = ("fp32", "bf16-mixed", "bf16-master", "fp16-mixed", "fp16-master", "bf16-pure",
+    policies = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=bf16",
+                "bf16-split,moments=8bit", "bf16-sr", "fp16-mixed", "fp16-master", "bf16-pure",
                 "fp16-pure")  # fmt: skip
     rates = run(
         {policy: ours(small, policy) for policy in policies}
@@ -140,6 +141,11 @@ def main() -> None:
     ratios = {
         "bf16-mixed / fp32": (ratio("bf16-mixed", "fp32"), 2.2),
         "bf16-mixed / bare autocast bf16": (ratio("bf16-mixed", "bare autocast bf16"), 0.98),
+        "bf16-split / bf16-mixed": (ratio("bf16-split", "bf16-mixed"), 1.05),
+        "bf16-split,moments=8bit / bf16-mixed": (
+            ratio("bf16-split,moments=8bit", "bf16-mixed"),
+            1.05,
+        ),
         "bf16-master / bf16-mixed": (ratio("bf16-master", "bf16-mixed"), 1.1),
         "fp16-mixed / bare autocast fp16": (ratio("fp16-mixed", "bare autocast fp16"), 10.0),
         "fp16-mixed / fp32": (ratio("fp16-mixed", "fp32"), 0.5),
@@ -147,15 +153,15 @@ def main() -> None:
         "gpt-tiny fp32 / bare": (ratio("fp32", "bare fp32", tiny), 1 / 1.03),
     }
     for title, table in (("gpt-small-cpu, 8 x 256", rates), ("gpt-tiny, 16 x 128", tiny)):
-        print(f"\n{title:<24} {'tokens/s':>9} {'best':>9}  median of")
+        print(f"\n{title:<26} {'tokens/s':>9} {'best':>9}  median of")
         for name, row in table.items():
             print(
-                f"{name:<24} {row['tokens_per_second']:>9,.0f} "
+                f"{name:<26} {row['tokens_per_second']:>9,.0f} "
                 f"{row['best_tokens_per_second']:>9,.0f}  {row['samples']:.0f}"
             )
-    print(f"\n{'ratio of medians':<34} {'got':>6} {'aim':>6}")
+    print(f"\n{'ratio of medians':<38} {'got':>6} {'aim':>6}")
     for name, (got, aim) in ratios.items():
-        print(f"{name:<34} {got:>6.2f} {aim:>6.2f} {'reached' if got >= aim else 'MISSED'}")
+        print(f"{name:<38} {got:>6.2f} {aim:>6.2f} {'reached' if got >= aim else 'MISSED'}")
     if not arguments.no_save:
         results = {
             "freed_memory_kept": tuned,
