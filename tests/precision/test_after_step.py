@@ -11,6 +11,7 @@ from torch import nn
 from halfstep import NonFiniteError, Precision, PrecisionError
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.ema import EMA
+from halfstep.precision.parse import parse_policy
 from reference.training import OPTIMIZERS, batches, mlp, mse, scaled, snapshot
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split")
@@ -116,11 +117,118 @@ def test_rollback_goes_back_bit_for_bit_and_helps_once(policy):
     assert step(model, precision, 7).loss == step(fresh_model, fresh, 7).loss
 
 
-def test_without_a_copy_rollback_stops():
-    model, _, precision = make("fp32", on_nonfinite="rollback:5")
+@pytest.mark.filterwarnings("ignore:back to a copy")
+def test_rollback_of_1_goes_back_one_step_not_none():
+    model, _, precision = make("fp32", on_nonfinite="rollback:1")
+    weights = [{n: v.clone() for n, v in precision.masters.items()}]
+    for number in range(3):
+        assert step(model, precision, number).applied
+        weights.append({n: v.clone() for n, v in precision.masters.items()})
+    assert step(model, precision, 3, "gradient").rolled_back
+    assert_same(dict(precision.masters.items()), weights[2])
+
+
+@pytest.mark.filterwarnings("ignore:back to a copy")
+def test_rollback_puts_the_average_back_and_what_a_stranger_keeps():
+    class Stranger(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+                for p in group["params"]:
+                    self.state[p].setdefault("list", []).append(p.detach().clone())
+
+    model = mlp()
+    ema = EMA(model, decay=0.5)
+    optimizer = Stranger(model.parameters(), lr=0.1)
+    precision = Precision("fp32", model, optimizer, on_nonfinite="rollback:2", ema=ema)
+    for number in range(2):
+        step(model, precision, number)
+    kept = copy.deepcopy((ema.averages, optimizer.param_groups[0]["k"]))
+    step(model, precision, 2)
+    assert step(model, precision, 3, "loss").rolled_back
+    assert_same(kept[0], ema.averages)
+    assert optimizer.param_groups[0]["k"] == kept[1]
+    assert all(len(state["list"]) == 2 for state in optimizer.state.values())
+
+
+@pytest.mark.filterwarnings("ignore:the step is left out")
+def test_a_skipped_batch_that_poisons_running_statistics_stops():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp32", model, optimizer, on_nonfinite="skip:3")
+    x = torch.full((6, 4), math.nan)
+    with pytest.raises(NonFiniteError, match=r"1\.running_mean.*rollback"):
+        precision.step(mse(model(x), torch.zeros(6, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:the step is left out")
+def test_ordinary_overflow_does_not_use_up_the_skips():
+    model, _, precision = make("fp16-mixed", on_nonfinite="skip:1")
+    for number in range(4):
+        assert not step(model, precision, number, "gradient").applied
+    assert not step(model, precision, 4, "loss").applied
+
+
+def test_weights_loaded_past_the_masters_are_not_trained_in_silence():
+    for policy in ("bf16-master", "bf16-split"):
+        model, _, precision = make(policy)
+        model.load_state_dict({n: torch.full_like(p, 0.5) for n, p in model.state_dict().items()})
+        with pytest.raises(PrecisionError, match="take_weights_"):
+            step(model, precision)
+        precision.take_weights_()
+        assert all((v == 0.5).all() for _, v in precision.masters.items())
+        assert step(model, precision).applied
+    model, _, precision = make("bf16-mixed")
+    model.load_state_dict(model.state_dict())
     assert step(model, precision).applied
-    with pytest.raises(NonFiniteError):
-        step(model, precision, 1, "gradient")
+
+
+def test_a_refused_step_leaves_no_gradient_behind():
+    model, optimizer, precision = make("bf16-master")
+    late = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})
+    with pytest.raises(PrecisionError, match="came to the optimizer"):
+        step(model, precision)
+    del optimizer.param_groups[-1]
+    first = step(model, precision).grad_norm
+    fresh_model, _, fresh = make("bf16-master")
+    assert step(fresh_model, fresh).grad_norm == first
+
+
+def test_an_average_of_another_object_and_a_scheduler_that_wants_more_are_refused():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+    wrapped = Wrapped()
+    ema = EMA(wrapped.inner)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with pytest.raises(PrecisionError, match="other names"):
+        Precision("fp32", wrapped, optimizer, ema=ema)
+    with pytest.raises(PrecisionError, match="other names"), ema.applied_to(wrapped):
+        pass
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(PrecisionError, match="ReduceLROnPlateau"):
+        Precision("fp32", wrapped, optimizer, schedulers=[plateau])
+
+
+def test_a_calibrated_start_survives_a_change_of_policy():
+    model, _, old = make("bf16-mixed")
+    step(model, old)
+    other = mlp()
+    optimizer = OPTIMIZERS["sgd"](other.parameters())
+    precision = Precision("fp16-mixed,init_scale=auto", other, optimizer)
+    precision.load_state_dict(old.state_dict(), weights=model.state_dict())
+    x, y = batches(1)[0]
+    with precision.autocast():
+        loss = mse(other(x), y) * 1000
+    result = precision.step(loss)
+    assert (result.applied, result.calibrating) == (True, True)
+    assert result.loss_scale < 2**16
+    bounded = parse_policy("fp16-mixed,init_scale=auto,max_scale=4096")
+    assert parse_policy(str(bounded)) == bounded
 
 
 @pytest.mark.parametrize("on_skip", ["hold", "advance"])

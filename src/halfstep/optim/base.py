@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ class LowPrecisionOptimizer(Optimizer):
 
     Group options besides the algorithm's own:
 
-    * ``update``: how an update reaches a bf16 weight: ``"split"`` (a 16-bit remainder makes the
-      exact fp32 master), ``"split24"`` (an 8-bit remainder), ``"stochastic"`` (no remainder, right
-      on average), ``"kahan"`` (a bf16 residual) or ``"nearest"`` (small updates are lost). None
-      lets :class:`halfstep.Precision` choose, and is refused for bf16 weights without it.
+    * ``update``: how an update reaches a bf16 weight, see
+      :class:`~halfstep.precision.policy.PrecisionPolicy`. None lets :class:`halfstep.Precision`
+      choose, and is refused for bf16 weights without it.
     * ``moments``: ``"fp32"``, ``"bf16"`` or ``"8bit"``; the last two round stochastically.
     * ``seed``: of the random bits, which depend on it, the step and the element alone.
     """
@@ -55,12 +54,7 @@ class LowPrecisionOptimizer(Optimizer):
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``.
-
-        Raises:
-            PrecisionError: For an unknown ``update`` or ``moments``, or a parameter of a dtype that
-                these optimizers do not keep.
-        """
+        """Add a group, as in ``torch.optim.Optimizer``; see :func:`check_group` for what is refused."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -69,12 +63,16 @@ class LowPrecisionOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    def set_precision(self, update: Update, moments: Moments) -> None:
-        """Take the ways of keeping weights and moments from a policy.
+    def check_precision(self, update: Update, moments: Moments) -> None:
+        """Refuse the ways of a policy that this optimizer cannot take.
 
         Raises:
             PrecisionError: If a group was made with another one, or the optimizer has stepped.
         """
+        if moments not in get_args(Moments):
+            raise PrecisionError(
+                f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
+            )
         if self.state:
             raise PrecisionError("the optimizer has stepped already; set its precision before that")
         for group in self.param_groups:
@@ -84,8 +82,29 @@ class LowPrecisionOptimizer(Optimizer):
                         f"the optimizer was made with {key}={group[key]!r}, the policy says "
                         f"{wanted!r}; leave {key} out there, or change the policy"
                     )
+
+    def set_precision(self, update: Update, moments: Moments) -> None:
+        """Take the ways of keeping weights and moments from a policy.
+
+        Raises:
+            PrecisionError: As :meth:`check_precision`; nothing is changed then.
+        """
+        self.check_precision(update, moments)
         for group in self.param_groups:
             group["update"], group["moments"] = update, moments
+
+    def check_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Refuse gradients that a step cannot take.
+
+        Raises:
+            PrecisionError: If a bf16 weight has no ``update``, or a gradient is sparse, of another
+                shape or dtype.
+        """
+        check_updates(self.param_groups, type(self).__name__)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in gradients:
+                    check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
     def step(
@@ -99,17 +118,14 @@ class LowPrecisionOptimizer(Optimizer):
 
         Args:
             closure: Computes the loss anew and returns it; as in ``torch.optim``.
-            gradients: Used instead of each parameter's ``grad``: same shape, any of fp32, bf16 and
-                fp16, as a bf16 parameter's own ``grad`` cannot be fp32.
-            multiplier: Every gradient is multiplied by this on the fly (unscaling, clipping); the
-                gradients themselves are not changed.
+            gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
+            multiplier: Every gradient is multiplied by this on the fly (unscaling, clipping).
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            PrecisionError: If a bf16 weight has no ``update``, or a gradient is sparse; nothing is
-                changed then.
+            PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
         loss = None
         if closure is not None:
@@ -234,8 +250,8 @@ class LowPrecisionOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.
 
-        Moments are converted to this optimizer's format, which stays as it was made; exactly,
-        unless the saved ones are finer. Remainders are taken where both keep the same kind.
+        Moments are converted to this optimizer's format, exactly unless the saved ones are finer;
+        remainders are taken where both keep the same kind.
 
         Raises:
             PrecisionError: If a moment is missing or of another shape; nothing is changed then.

@@ -35,8 +35,8 @@ def check_group(group: dict[str, Any], owner: str) -> None:
         if parameter.dtype not in _WEIGHTS:
             raise PrecisionError(
                 f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
-                "weights. For fp16 weights use halfstep.Precision with policy fp16-master, which "
-                "gives it fp32 masters"
+                "weights. Call model.float() before you make it; halfstep.Precision with policy "
+                "fp16-master then casts the model and gives it fp32 masters"
             )
         if not is_dense(parameter):
             raise PrecisionError(

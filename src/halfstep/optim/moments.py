@@ -35,7 +35,7 @@ from halfstep.precision.rounding import round_stochastic
 Moments = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
-_BROKEN = 255
+BROKEN = 255
 _LOWEST_TOP = 32  # windows end above the subnormal numbers
 _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not to infinity
 
@@ -95,7 +95,7 @@ def encode(
     code = torch.where(magnitude > 0, code, 0)
     if signed:
         code = code | ((values.view(torch.int32) >> 24) & 0x80)
-    return code.to(torch.uint8), torch.where(broken, _BROKEN, top).to(torch.uint8)
+    return code.to(torch.uint8), torch.where(broken, BROKEN, top).to(torch.uint8)
 
 
 def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
@@ -116,7 +116,7 @@ def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
     if signed:
         bits = bits | (code & 0x80) << 24
     return torch.where(
-        _per_element(tops == _BROKEN, codes.numel()), math.nan, bits.view(torch.float32)
+        _per_element(tops == BROKEN, codes.numel()), math.nan, bits.view(torch.float32)
     )
 
 

@@ -17,13 +17,13 @@ from halfstep.precision.policy import Update
 from halfstep.precision.rounding import random_bits
 
 REMAINDER = "remainder"
-_TOPS = "_tops"
+TOPS = "_tops"
 _SIGNED = ("exp_avg", "momentum_buffer")
 
 
 def tops_of(moment: str) -> str:
     """The key of an 8-bit moment's block tops."""
-    return moment + _TOPS
+    return moment + TOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     """A saved state with its moments in a floating dtype, as ``torch.optim`` keeps them."""
     state = {}
     for name, value in entry.items():
-        if name.endswith(_TOPS):
+        if name.endswith(TOPS):
             continue
         if name == "step":
             state[name] = value

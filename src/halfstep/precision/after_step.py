@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.ema import EMA
@@ -17,9 +18,35 @@ OnSkip = Literal["hold", "advance"]
 class AfterStep:
     """Schedules hold still on a skipped step or advance, as chosen; the average holds still."""
 
-    def __init__(self, schedulers: Sequence[Any], on_skip: OnSkip, ema: EMA | None) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[Any],
+        on_skip: OnSkip,
+        ema: EMA | None,
+        names: Collection[str],
+    ) -> None:
+        """Check what is to be moved.
+
+        Args:
+            schedulers: Learning-rate schedulers.
+            on_skip: What they do on a skipped step.
+            ema: The average, or None.
+            names: The trainable parameters of the model.
+
+        Raises:
+            PrecisionError: For an unknown word, a scheduler that wants a metric, or an average of
+                another model.
+        """
         if on_skip not in get_args(OnSkip):
             raise PrecisionError(f"on_skip={on_skip!r}; allowed: {', '.join(get_args(OnSkip))}")
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise PrecisionError(
+                    "ReduceLROnPlateau wants a metric with each step; leave it out of schedulers= "
+                    "and step it yourself where result.applied"
+                )
+        if ema is not None:
+            ema.require(names)
         self._schedulers = schedulers
         self._on_skip = on_skip
         self._ema = ema
@@ -33,7 +60,10 @@ class AfterStep:
         """
         if applied and self._ema is not None:
             self._ema.update_(weights)
-        if applied or self._on_skip == "advance":
+        if applied:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        elif self._schedulers and self._on_skip == "advance":
             with warnings.catch_warnings():
                 # torch takes a schedule that moves on a skipped step for a wrong order of calls.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.precision.buffers import check_buffers
 from halfstep.precision.cast import CastInputs
+from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
 
@@ -33,7 +34,11 @@ def one_device(model: nn.Module) -> torch.device:
 
 
 def check_parameters(
-    policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
+    policy: PrecisionPolicy,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    upcast: bool = False,
 ) -> None:
     """Refuse, before anything is changed, what would fail or lie later."""
     for hook in model._forward_pre_hooks.values():
@@ -63,7 +68,12 @@ def check_parameters(
         )
     if policy.param_dtype == torch.float32:
         low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
-        if low:
+        if low and upcast:
+            if any(optimizer.state for optimizer in optimizers):
+                raise PrecisionError(
+                    "the optimizer has stepped already; upcast_trainable=True before its first step"
+                )
+        elif low:
             found = sorted({dtype_name(p.dtype) for p in low})
             raise PrecisionError(
                 f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
@@ -120,23 +130,11 @@ def lift_eps_(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[int, float
     return lifted
 
 
-def upcast_trainable_(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are.
-
-    Returns:
-        The bytes that this adds.
-
-    Raises:
-        PrecisionError: If an optimizer holds state in the old dtype already.
-    """
-    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    low = [p for p in low if p.element_size() < 4]
-    if low and any(optimizer.state for optimizer in optimizers):
-        raise PrecisionError("the optimizer has stepped already; upcast before its first step")
-    added = _upcast_bytes(low)
-    for parameter in low:
-        parameter.data, parameter.grad = parameter.data.float(), None
-    return added
+def upcast_trainable_(model: nn.Module) -> None:
+    """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data, parameter.grad = parameter.data.float(), None
 
 
 def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
@@ -151,6 +149,44 @@ def check_loss(loss: Tensor) -> None:
             f"{'requires' if loss.requires_grad else 'does not require'} a gradient; allowed: "
             "a scalar computed from trainable parameters. Were they frozen or detached?"
         )
+
+
+def load_scale(loss_scale: LossScale, state: Mapping[str, Any], policy: str) -> bool:
+    """Load a saved loss scale; another policy's is taken where it fits and else left alone.
+
+    Returns:
+        Whether it was taken.
+
+    Raises:
+        PrecisionError: If it is of the same policy and damaged; nothing is changed then.
+    """
+    try:
+        loss_scale.load_state_dict(dict(state["loss_scale"]))
+    except PrecisionError:
+        if state["policy"] == policy:
+            raise
+        return False
+    return True
+
+
+class WeightsLoaded:
+    """A hook that remembers that weights were loaded into the model, past what is trained."""
+
+    def __init__(self) -> None:
+        self.weights = False
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        """Note it."""
+        self.weights = True
+
+
+def stale_masters() -> PrecisionError:
+    """The error for weights that were loaded without what is trained behind them."""
+    return PrecisionError(
+        "the model's weights were loaded after Precision was made, and what is trained behind them "
+        "is still the old: load the saved precision state after them "
+        "(precision.load_state_dict), or take them as they are (precision.take_weights_())"
+    )
 
 
 def no_backward() -> PrecisionError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,10 +85,31 @@ class EMA:
             average.copy_(value)
             seen += 1
 
+    def require(self, names: Collection[str]) -> None:
+        """Refuse a model that lacks parameters of the average: it would never move.
+
+        Raises:
+            PrecisionError: Naming some of them.
+        """
+        missing = sorted(set(self.averages) - set(names))
+        if missing:
+            raise PrecisionError(
+                f"the average is of {missing[0]} and {len(missing) - 1} more parameters that this "
+                "model does not train under these names; make EMA and Precision from the same "
+                "object (a wrapper, as torch.compile's, has other names)"
+            )
+
     @contextlib.contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model has the averages, in its own dtypes; afterwards its own weights."""
+        """Inside, the model has the averages, in its own dtypes; afterwards its own weights.
+
+        For evaluation: a checkpoint made inside would mix averages with what the optimizer keeps.
+
+        Raises:
+            PrecisionError: If the model lacks parameters of the average.
+        """
         named = {n: p for n, p in model.named_parameters() if n in self.averages}
+        self.require(named)
         with torch.no_grad():
             own = {name: parameter.detach().clone() for name, parameter in named.items()}
         try:
@@ -112,10 +133,14 @@ class EMA:
         Raises:
             PrecisionError: If it is of another model; nothing is changed then.
         """
+        if set(state) != {"updates", "averages"} or not isinstance(state["updates"], int):
+            raise PrecisionError(
+                f"the saved average has keys {sorted(state)}, expected averages and updates"
+            )
         saved = state["averages"]
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.averages.items()}:
             odd = sorted(set(saved) ^ set(self.averages)) or ["shapes differ"]
             raise PrecisionError(f"the saved average is of another model: {', '.join(odd[:5])}")
         for name, average in self.averages.items():
             average.copy_(saved[name])
-        self.updates = int(state["updates"])
+        self.updates = state["updates"]

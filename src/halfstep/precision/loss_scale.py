@@ -87,6 +87,9 @@ class LossScaleConfig:
             value = getattr(self, name)
             if not _is_number(value, int) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
+        if self.calibrate:  # only stands for what will be measured
+            placeholder = min(max(self.init_scale, self.min_scale), self.max_scale)
+            object.__setattr__(self, "init_scale", placeholder)
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
             raise PrecisionError(
                 f"1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got "

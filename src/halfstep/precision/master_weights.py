@@ -14,7 +14,7 @@ micro-batches add up in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -212,9 +212,11 @@ def make_masters(
         PrecisionError: If an optimizer was made for other formats than the policy's; nothing is
             changed then.
     """
-    for optimizer in optimizers:
-        if isinstance(optimizer, KeepsMasters):
-            optimizer.set_precision(policy.update, policy.moment_format)
+    own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+    for optimizer in own:
+        optimizer.check_precision(policy.update, policy.moment_format)
+    for optimizer in own:
+        optimizer.set_precision(policy.update, policy.moment_format)
     if policy.has_masters:
         return Fp32Masters(model, parameter_dtypes(policy, model), optimizers)
     if policy.update != "nearest":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 
 Action = Literal["stop", "skip", "rollback"]
+_KEPT = ("params", "lr", "initial_lr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,10 @@ class OnNonFinite:
     """The choice, written ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
 
     Attributes:
-        action: ``"stop"`` raises at once. ``"skip"`` leaves up to ``count`` steps in a row out.
-            ``"rollback"`` goes back to a copy in memory that is taken every ``count`` applied
+        action: ``"stop"`` raises at once. ``"skip"`` leaves up to ``count`` such steps in a row
+            out. ``"rollback"`` goes back to a copy in memory that is taken every ``count`` applied
             steps, 1 to ``count`` steps ago, and raises if that has not helped: if it happens again
-            before the next copy.
+            before the next copy. Two copies are kept, so that one is at least a step old.
         count: Steps; unused for ``"stop"``.
     """
 
@@ -118,37 +120,70 @@ class Guard:
     """Goes on after an error where that was asked for: leaves the step out, or goes back."""
 
     def __init__(
-        self, choice: OnNonFinite, model: nn.Module, optimizers: Sequence[Optimizer]
+        self,
+        choice: OnNonFinite,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averages: Mapping[str, Tensor],
     ) -> None:
         self._choice = choice
         self._model = model
         self._optimizers = optimizers
-        self._snapshot: Snapshot | None = None
+        self._averages = averages
+        self._copies: list[tuple[int, Snapshot]] = []  # steps applied by then; the newest last
+        self._applied = 0
+        self._in_a_row = 0
         self._said = False
 
-    def applied(self, count: int) -> None:
-        """Take a copy to go back to, where it is time; ``count`` steps have been applied."""
-        if self._choice.action == "rollback" and count % self._choice.count == 0:
-            self._snapshot = Snapshot(self._model, self._optimizers)
+    def start(self, applied: int) -> None:
+        """Begin after ``applied`` steps, with a copy of what is there."""
+        self._applied, self._in_a_row, self._copies = applied, 0, []
+        self._copy()
 
-    def answer(self, error: NonFiniteError, in_a_row: int) -> bool:
+    def applied(self) -> None:
+        """Count an applied step, and take a copy where it is time."""
+        self._applied += 1
+        self._in_a_row = 0
+        if self._choice.action == "rollback" and self._applied % self._choice.count == 0:
+            self._copy()
+
+    def _copy(self) -> None:
+        if self._choice.action == "rollback":
+            taken = Snapshot(self._model, self._optimizers, self._averages)
+            self._copies = [*self._copies[-1:], (self._applied, taken)]
+
+    def answer(self, error: NonFiniteError) -> bool:
         """Go on, or raise ``error``.
 
-        Args:
-            error: What is wrong.
-            in_a_row: Steps left out in a row, this one included.
-
         Returns:
-            Whether weights and optimizer state went back.
+            Whether weights, buffers, averages and optimizer state went back.
+
+        Raises:
+            NonFiniteError: Also where leaving the step out does not help, because the forward has
+                left a NaN in a buffer (running statistics).
         """
         choice = self._choice
-        if choice.action == "skip" and in_a_row <= choice.count:
-            self._say(f"the step is left out, as on_nonfinite={choice} allows: {error}")
+        self._in_a_row += 1
+        what = str(error).removesuffix("; the weights are unchanged")
+        if choice.action == "skip" and self._in_a_row <= choice.count:
+            buffers = find_nonfinite(
+                (n, b) for n, b in self._model.named_buffers() if b.is_floating_point()
+            ).names
+            if buffers:
+                raise NonFiniteError(
+                    f"{what}; the step was left out, but its forward has left values that are not "
+                    f"finite in {some(buffers)}; use on_nonfinite=rollback:N, which puts buffers "
+                    "back",
+                    cause=error.cause,
+                    parameters=buffers,
+                ) from error
+            self._say(f"the step is left out, as on_nonfinite={choice} allows: {what}")
             return False
-        if choice.action == "rollback" and self._snapshot is not None:
-            self._snapshot.restore_()
-            self._snapshot = None  # if it happens again before the next copy, this did not help
-            self._say(f"back to a copy of earlier weights, on_nonfinite={choice}: {error}")
+        older = [copy for applied, copy in self._copies if applied < self._applied]
+        if choice.action == "rollback" and older:
+            older[-1].restore_()
+            self._copies = []  # if it happens again before the next copy, this did not help
+            self._say(f"back to a copy of earlier weights, on_nonfinite={choice}: {what}")
             return True
         raise error
 
@@ -159,16 +194,28 @@ class Guard:
 
 
 class Snapshot:
-    """A copy in memory of weights, buffers and optimizer state, to go back to."""
+    """A copy in memory of weights, buffers, averages and optimizer state, to go back to.
+
+    Learning rates stay: they belong to the schedule.
+    """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averages: Mapping[str, Tensor],
+    ) -> None:
         owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *owned)}
-        self._tensors = [(t, t.detach().clone()) for t in tensors.values()]
+        every = (*model.parameters(), *model.buffers(), *averages.values(), *owned)
+        self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
         self._states = [
-            (o, {p: {k: _copy(v) for k, v in state.items()} for p, state in o.state.items()})
+            (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers
+        ]
+        self._groups = [
+            (group, {k: copy.deepcopy(v) for k, v in group.items() if k not in _KEPT})
             for o in optimizers
+            for group in o.param_groups
         ]
 
     @torch.no_grad()
@@ -179,8 +226,6 @@ class Snapshot:
         for optimizer, states in self._states:
             optimizer.state.clear()
             for parameter, state in states.items():
-                optimizer.state[parameter] = {k: _copy(v) for k, v in state.items()}
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+                optimizer.state[parameter] = copy.deepcopy(state)
+        for group, options in self._groups:
+            group.update(copy.deepcopy(options))

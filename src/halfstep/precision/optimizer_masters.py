@@ -22,8 +22,14 @@ Gradients = Mapping[nn.Parameter, Tensor]
 class KeepsMasters(Protocol):
     """An optimizer that keeps what a 16-bit weight cannot hold: those of ``halfstep.optim``."""
 
+    def check_precision(self, update: Any, moments: Any) -> None:
+        """Refuse ways of keeping weights and moments that contradict its own."""
+
     def set_precision(self, update: Any, moments: Any) -> None:
         """Take the ways of keeping weights and moments."""
+
+    def check_step(self, gradients: Gradients) -> None:
+        """Refuse gradients that a step cannot take, before any optimizer steps."""
 
     def step(
         self, closure: None = None, *, gradients: Gradients | None = None, multiplier: float = 1.0
@@ -131,7 +137,9 @@ def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) ->
 
 def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
     """Step with the gradients times a number; only halfstep's optimizers leave them unchanged."""
-    own = [optimizer for optimizer in optimizers if isinstance(optimizer, KeepsMasters)]
+    own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+    for optimizer in own:
+        optimizer.check_step(gradients)
     if len(own) < len(optimizers):
         others = [o for o in optimizers if not isinstance(o, KeepsMasters)]
         theirs = {p for o in others for group in o.param_groups for p in group["params"]}

@@ -21,7 +21,7 @@ class StepResult:
     loss: float
     """Sum of the losses given to ``backward`` since the last step, unscaled."""
     grad_norm: float
-    """Global 2-norm of the unscaled gradients before clipping; not finite on a skipped step."""
+    """Global 2-norm of the unscaled gradients before clipping; not finite where they are not."""
     loss_scale: float
     """The scale that this step's gradients carried."""
     next_loss_scale: float

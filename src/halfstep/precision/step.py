@@ -29,13 +29,16 @@ from halfstep.precision.autocast import arithmetic, require_support
 from halfstep.precision.calibrate import calibrated
 from halfstep.precision.cast import around_model, cast_at_border
 from halfstep.precision.checks import (
+    WeightsLoaded,
     check_loss,
     check_max_norm,
     check_parameters,
     check_state,
+    load_scale,
     no_backward,
     no_gradients,
     one_device,
+    stale_masters,
     upcast_trainable_,
 )
 from halfstep.precision.ema import EMA
@@ -57,10 +60,9 @@ class Precision:
         >>> model = nn.Linear(4, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         >>> precision = Precision("bf16-mixed", model, optimizer)
-        >>> for _ in range(3):
-        ...     with precision.autocast():
-        ...         loss = model(torch.ones(8, 4)).square().mean()
-        ...     result = precision.step(loss, max_norm=1.0)
+        >>> with precision.autocast():
+        ...     loss = model(torch.ones(8, 4)).square().mean()
+        >>> result = precision.step(loss, max_norm=1.0)
         >>> result.applied, result.loss_scale
         (True, 1.0)
     """
@@ -88,13 +90,13 @@ class Precision:
                 stepped yet. Any will do; ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low
                 ``moments`` need those of :mod:`halfstep.optim`. With a ``*-master`` policy the
                 parameter groups get the fp32 masters instead.
-            on_nonfinite: What to do where no loss scale can help: ``"stop"``, ``"skip:K"`` (leave
-                up to K steps in a row out) or ``"rollback:N"`` (go back up to N steps, once).
-            schedulers: Learning-rate schedulers, stepped here after every step.
+            on_nonfinite: Where no loss scale can help: ``"stop"``, ``"skip:K"`` or ``"rollback:N"``
+                (:class:`~halfstep.precision.nonfinite.OnNonFinite`).
+            schedulers: Learning-rate schedulers, stepped here.
             on_skip: Whether they ``"hold"`` still on a skipped step or ``"advance"``.
             ema: Moved here after applied steps, towards the exact masters.
-            upcast_trainable: With fp32 weights in the policy: convert trainable 16-bit parameters
-                to fp32 in place instead of refusing them. Frozen ones stay as they are.
+            upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy wants
+                that, instead of refusing them; frozen ones stay as they are.
 
         Raises:
             PrecisionError: If policy, device, model and optimizer do not go together; nothing has
@@ -108,18 +110,25 @@ class Precision:
         self.applied_total = 0
         self.skipped_total = 0
         self.skipped_in_a_row = 0
+        self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
-        self._guard = Guard(OnNonFinite.parse(on_nonfinite), model, self.optimizers)
-        self._after = AfterStep(schedulers, on_skip, ema)
-        if upcast_trainable and self.policy.param_dtype == torch.float32:
-            upcast_trainable_(model, self.optimizers)
-        check_parameters(self.policy, model, self.optimizers)
+        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+        self._after = AfterStep(schedulers, on_skip, ema, trainable)
+        averages = ema.averages if ema is not None else {}
+        choice = OnNonFinite.parse(on_nonfinite)
+        self._guard = Guard(choice, model, self.optimizers, averages)
+        check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
+        if upcast_trainable and self.policy.param_dtype == torch.float32:
+            upcast_trainable_(model)
         self.masters = make_masters(self.policy, model, self.optimizers)
         self.masters.clear()  # what is left from before was scaled by nobody
         cast_at_border(model, self.policy)
         self._model = model
+        self._loaded = WeightsLoaded()
+        model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+        self._guard.start(0)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context for the forward and the loss; harmless to enter for any policy."""
@@ -129,8 +138,7 @@ class Precision:
         """Scale the loss and back-propagate; call once per micro-batch.
 
         Args:
-            loss: A scalar. For k micro-batches, hand over each loss divided so that the sum is the
-                loss of the whole batch.
+            loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
 
         Raises:
             PrecisionError: If the loss is no scalar or has no gradient.
@@ -145,32 +153,29 @@ class Precision:
         self._loss = value if self._loss is None else self._loss + value
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
-        """Check, unscale, clip and apply the gradients, or skip the step; then clear them.
-
-        Gradients are consumed: every ``grad`` is None afterwards, so ``zero_grad`` is not needed.
+        """Check, unscale, clip and apply the gradients, or skip the step; then clear them all.
 
         Args:
             loss: Handed to :meth:`backward` first; leave it out after calls of ``backward``.
             max_norm: Clip the global 2-norm of the unscaled gradients to this, or None.
 
         Returns:
-            What happened; reading it costs no further host synchronisation.
+            What happened.
 
         Raises:
-            NonFiniteError: If going on cannot help and ``on_nonfinite`` does not say otherwise: the
-                loss itself is not finite; gradients are not and there is no scale to lower; the
-                scale is at its floor; or too many steps in a row were skipped. Weights and
-                optimizer state are as before the step.
+            NonFiniteError: If going on cannot help and ``on_nonfinite`` does not say otherwise: no
+                finite loss; no scale to lower, or one at its floor; or too many steps in a row
+                skipped. Weights and optimizer state are as before the step.
             PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
             ValueError: If ``max_norm`` is not above 0.
         """
         check_max_norm(max_norm)
         if loss is not None:
             self.backward(loss)
-        gradients = self._gradients()
-        assert self._loss is not None
         scale = self.loss_scale.value
         try:
+            gradients = self._gradients()
+            assert self._loss is not None
             norms = common_norm(self.optimizers, [*gradients.values()]).to(self._loss.device)
             loss_value, scaled_norm = torch.stack([self._loss, norms]).tolist()  # the one sync
             if not math.isfinite(loss_value):
@@ -185,12 +190,13 @@ class Precision:
         finally:
             self._loss = None
             self.masters.clear()
-        calibrating = self._calibrating
+        calibrating = not self._settled
         self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
-        self._guard.applied(self.applied_total)
+        self._settled = True
         self._after(True, self.masters.items())
+        self._guard.applied()
         return self._result(
             applied=True, loss=loss_value, grad_norm=norm, loss_scale=scale, calibrating=calibrating
         )
@@ -200,7 +206,7 @@ class Precision:
         return self.masters.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs besides the model's and the optimizer's own state."""
+        """All that a resume needs besides the model's and the optimizer's state."""
         return {
             "policy": str(self.policy),
             "loss_scale": self.loss_scale.state_dict(),
@@ -219,48 +225,51 @@ class Precision:
         Args:
             state: From :meth:`state_dict`.
             weights: The model's saved weights, by name. With them another policy's state is taken
-                too: its exact masters become this policy's weights, and a loss scale of another
-                kind starts anew.
+                too: its masters become this policy's, and a loss scale that does not fit starts
+                anew.
 
         Raises:
             PrecisionError: If it is damaged, or of another policy or model; nothing is changed.
         """
         masters = check_state(state, self.policy, self.named_parameters(), weights)
-        if weights is None or set(state["loss_scale"]) == set(self.loss_scale.state_dict()):
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        self._uncalibrated = False
+        if load_scale(self.loss_scale, state, str(self.policy)):
+            self._uncalibrated = False
+            self._settled |= state["applied_total"] > 0
         self.applied_total = state["applied_total"]
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if masters:
             self.masters.load_(masters)
+        self._loaded.weights = False
+        self._guard.start(self.applied_total)
+
+    def take_weights_(self) -> None:
+        """Train on from the model's weights as they are: after ``model.load_state_dict``."""
+        weights = self._model.state_dict()
+        self.masters.load_({name: weights[name] for name in self.named_parameters()})
+        self._loaded.weights = False
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Parameter to gradient, for all that the optimizer is about to update."""
         if self._loss is None:
             raise no_backward()
+        if self._loaded.weights and self.policy.keeps_more_than_weights:
+            raise stale_masters()
         owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         late = [p for p in owned if p.requires_grad and not self.masters.covers(p)]
         gradients = self.masters.gradients(owned)
         if late or not gradients:
-            self._loss = None
             raise no_gradients(self._names(late))
         return gradients
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        names = {p: name for name, p in self._model.named_parameters()}
-        names |= {p: name for name, p in self.named_parameters().items()}
+        named = [*self._model.named_parameters(), *self.named_parameters().items()]
+        names = {parameter: name for name, parameter in named}
         return tuple(names.get(p, "a tensor that is not the model's") for p in parameters)
 
     def _skip(self, loss: float, norm: float, found: NonFinite | None) -> StepResult:
-        """Back off, go on or go back, or stop where nothing of that can help.
-
-        Args:
-            loss: Of the step.
-            norm: Scaled, as read.
-            found: The gradients concerned, or None if the loss itself is not finite.
-        """
-        scale, calibrating = self.loss_scale.value, self._calibrating
+        """Back off, go on or go back, or stop; ``found`` is None for a loss that is not finite."""
+        scale, calibrating = self.loss_scale.value, not self._settled
         self.skipped_total += 1
         self.skipped_in_a_row += 1
         error: NonFiniteError | None
@@ -268,7 +277,7 @@ class Precision:
             error = broken_loss(self.policy, loss, self._model)
         else:
             error = incurable(self.policy, self.loss_scale, found, loss, self.skipped_in_a_row)
-        rolled_back = error is not None and self._guard.answer(error, self.skipped_in_a_row)
+        rolled_back = error is not None and self._guard.answer(error)
         if found is not None:
             self.loss_scale.update(found_nonfinite=True)
         self._after(False, ())
@@ -276,16 +285,12 @@ class Precision:
             applied=False,
             reason="nonfinite_loss" if found is None else found.reason,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=norm / scale,
             loss_scale=scale,
             calibrating=calibrating,
             rolled_back=rolled_back,
             nonfinite_parameters=() if found is None else found.names,
         )
-
-    @property
-    def _calibrating(self) -> bool:
-        return self.policy.loss_scale.kind == "dynamic" and self.applied_total == 0
 
     def _result(self, **outcome: Any) -> StepResult:
         return StepResult(

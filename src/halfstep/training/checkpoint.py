@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.files import sync, sync_folder
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.state import REMAINDER, in_dtype
+from halfstep.optim.moments import BROKEN
+from halfstep.optim.state import REMAINDER, TOPS, in_dtype
 
 FORMAT = 1
 WEIGHTS = "weights.safetensors"
@@ -156,7 +157,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def _require_finite(checkpoint: Checkpoint) -> None:
     for tensors in (checkpoint.weights, checkpoint.optimizer):
         for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            broken = tensor.is_floating_point() and not bool(tensor.isfinite().all())
+            if broken or (name.endswith(TOPS) and bool((tensor == BROKEN).any())):
                 raise NonFiniteError(
                     f"{name} is not finite: no checkpoint is written from it, and the last one "
                     "stays as it is",
@@ -196,13 +198,16 @@ def optimizer_tensors(
     }
 
 
-def load_optimizer_tensors(
+def convert_optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
-) -> None:
-    """Put :func:`optimizer_tensors` back, each on its parameter's device.
+) -> dict[Tensor, dict[str, Any]]:
+    """The state that :func:`optimizer_tensors` saved, in this optimizer's formats.
 
-    Moments of another format are converted; ``Optimizer.load_state_dict`` would cast all of them to
-    the parameter's dtype, this keeps bits.
+    Each tensor comes to its parameter's device, and moments of another format are converted;
+    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype, this keeps bits.
+
+    Raises:
+        PrecisionError: If a moment is missing or of another shape.
     """
     parameters = {name: parameter for parameter, name in names.items()}
     saved: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -211,12 +216,23 @@ def load_optimizer_tensors(
         parameter = parameters[name]
         # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
         saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return {
+            parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
+        }
+    return {parameter: in_dtype(state, parameter.dtype) for parameter, state in saved.items()}
+
+
+def set_optimizer_state(
+    optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]]
+) -> None:
+    """Take converted states; remainders, which belong to the weights, stay."""
+    held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
     optimizer.state.clear()
-    for parameter, state in saved.items():
-        if isinstance(optimizer, LowPrecisionOptimizer):
-            optimizer.state[parameter] = optimizer.convert(parameter, state)
-        else:
-            optimizer.state[parameter] = in_dtype(state, parameter.dtype)
+    for parameter, state in states.items():
+        optimizer.state[parameter] = state
+    for parameter, remainder in held.items():
+        optimizer.state[parameter][REMAINDER] = remainder
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

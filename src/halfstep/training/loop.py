@@ -250,6 +250,8 @@ def _record(
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
         frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
         or None,
+        calibrating=result.calibrating or None,
+        rolled_back=result.rolled_back or None,
         skipped_total=result.skipped_total,
         tokens=session.tokens,
         tokens_per_second=run.batch_size * session.config.block_size / seconds,

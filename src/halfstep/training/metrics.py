@@ -41,6 +41,10 @@ class Record:
     frozen_below: dict[str, float] | None = None
     """On the same steps: parameter group to the learning rate below which half of its updates would
     be lost."""
+    calibrating: bool | None = None
+    """True while a dynamic scale looks for its level; a skip is expected then."""
+    rolled_back: bool | None = None
+    """True if the weights went back to an earlier step's."""
     skipped_total: int | None = None
     """Skipped steps so far."""
     tokens: int | None = None

@@ -21,10 +21,11 @@ from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.training.checkpoint import (
     Checkpoint,
-    load_optimizer_tensors,
+    convert_optimizer_tensors,
     load_rng_tensors,
     optimizer_tensors,
     rng_tensors,
+    set_optimizer_state,
 )
 from halfstep.training.config import TrainConfig, config_to_table
 from halfstep.training.environment import choose_device
@@ -145,9 +146,10 @@ class Session:
         names = {parameter: name for name, parameter in named.items()}
         moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
         (used,) = self.precision.optimizers
-        load_optimizer_tensors(used, names, moments)
+        states = convert_optimizer_tensors(used, names, moments)
         saved = {**state["precision"], "masters": {}}
         self.precision.load_state_dict(saved, weights=checkpoint.weights)
+        set_optimizer_state(used, states)
         load_rng_tensors(self.device, checkpoint.optimizer)
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
