@@ -54,7 +54,7 @@ class LowPrecisionOptimizer(Optimizer):
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; see :func:`check_group` for what is refused."""
+        """Add a group as ``torch.optim`` does; :func:`check_group` says what is refused."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -74,7 +74,7 @@ class LowPrecisionOptimizer(Optimizer):
                 f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
             )
         if self.state:
-            raise PrecisionError("the optimizer has stepped already; set its precision before that")
+            raise PrecisionError("the optimizer has stepped already; set its precision before")
         for group in self.param_groups:
             for key, wanted in (("update", update), ("moments", moments)):
                 if group[key] not in (None, wanted):
@@ -120,9 +120,6 @@ class LowPrecisionOptimizer(Optimizer):
             closure: Computes the loss anew and returns it; as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: Every gradient is multiplied by this on the fly (unscaling, clipping).
-
-        Returns:
-            The closure's loss, or None.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.

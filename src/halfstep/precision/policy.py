@@ -251,7 +251,8 @@ def _spell(policy: PrecisionPolicy) -> str:
         parts.append("init_scale=auto")
     for key in LOSS_SCALE_FIELDS:
         value = getattr(policy.loss_scale, key)
-        if value != getattr(default, key):
+        measured = policy.loss_scale.calibrate and key == "init_scale"
+        if value != getattr(default, key) and not measured:
             parts.append(f"{key}={value!r}")
     return ",".join([*parts, *_spell_rules(policy.rules)])
 

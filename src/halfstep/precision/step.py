@@ -107,9 +107,7 @@ class Precision:
         self.support = require_support(self.policy, self.device)
         self.loss_scale = make_loss_scale(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self.applied_total = 0
-        self.skipped_total = 0
-        self.skipped_in_a_row = 0
+        self.applied_total = self.skipped_total = self.skipped_in_a_row = 0
         self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
@@ -131,7 +129,7 @@ class Precision:
         self._guard.start(0)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context for the forward and the loss; harmless to enter for any policy."""
+        """The context for the forward and the loss, for any policy."""
         return around_model(self.policy, self._model, self.device)
 
     def backward(self, loss: Tensor) -> None:
@@ -141,7 +139,7 @@ class Precision:
             loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
 
         Raises:
-            PrecisionError: If the loss is no scalar or has no gradient.
+            PrecisionError: If it is no scalar or has no gradient.
         """
         check_loss(loss)
         with arithmetic(self.policy, self.device):
