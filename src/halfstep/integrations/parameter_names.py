@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.cast import upcast_
 from halfstep.precision.checks import some
 from halfstep.precision.policy import dtype_name
 
@@ -89,7 +90,6 @@ def half_trainable(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in owned if p.requires_grad and p.dtype == torch.float16]
 
 
-@torch.no_grad()
 def upcast_trainable_(optimizer: Optimizer, known: Mapping[Tensor, str]) -> int:
     """Make the trainable 16-bit parameters fp32 in place; see the scaler's method."""
     owned = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
@@ -104,13 +104,4 @@ def upcast_trainable_(optimizer: Optimizer, known: Mapping[Tensor, str]) -> int:
             f"{some(tuple(names[p] for p in low))}; convert the weights before the first step, or "
             "make a new optimizer after model.float()"
         )
-    added = 0
-    for parameter in low:
-        gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
-        for tensor in (parameter, gradient):
-            if tensor is not None:
-                stored = tensor._values() if tensor.is_sparse else tensor
-                added += stored.numel() * (4 - tensor.element_size())
-        parameter.data = parameter.data.float()
-        parameter.grad = None if gradient is None else gradient.float()
-    return added
+    return upcast_(low)

@@ -145,16 +145,18 @@ class LowPrecisionOptimizer(Optimizer):
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
     ) -> list[tuple[Plan, list[Task]]]:
         """Tasks that one kernel call can do together: same group, step and dtypes."""
-        check_updates(self.param_groups, type(self).__name__)
+        if gradients is None:
+            every = (p for group in self.param_groups for p in group["params"])
+            gradients = {p: p.grad for p in every if p.grad is not None}
+        self.check_step(gradients)
         stream = -1
         found: dict[tuple[Any, ...], tuple[Plan, list[Task]]] = {}
         work = []
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 stream += 1
-                gradient = parameter.grad if gradients is None else gradients.get(parameter)
+                gradient = gradients.get(parameter)
                 if gradient is not None:
-                    check_gradient(parameter, gradient)
                     work.append((number, group, parameter, gradient, stream))
         for number, group, parameter, gradient, stream in work:
             state = self._state(group, parameter)
@@ -210,9 +212,8 @@ class LowPrecisionOptimizer(Optimizer):
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 number that each element of the parameter stands for; a new tensor."""
         group, _ = self._find(parameter)
-        state: Mapping[str, Any] = self.state.get(parameter, {})
         data = parameter.detach()
-        remainder = state.get(REMAINDER)
+        remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
         value = master(flat(data, data), held, _update(group, parameter))
         if data.dtype == torch.float32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -80,6 +80,25 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
     """
     cast_parameters_(model, parameter_dtypes(policy, model))
     add_regions_(model, policy)
+
+
+@torch.no_grad()
+def upcast_(parameters: Iterable[Tensor]) -> int:
+    """Convert parameters of less than 32 bits to fp32 in place, with their gradients.
+
+    Returns:
+        The bytes that this adds.
+    """
+    added = 0
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
+        for tensor in (parameter, gradient):
+            if tensor is not None:
+                stored = tensor._values() if tensor.is_sparse else tensor
+                added += stored.numel() * (4 - tensor.element_size())
+        parameter.data = parameter.data.float()
+        parameter.grad = None if gradient is None else gradient.float()
+    return added
 
 
 class CastInputs:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.buffers import check_buffers
-from halfstep.precision.cast import CastInputs
+from halfstep.precision.cast import CastInputs, upcast_
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
@@ -132,9 +132,8 @@ def lift_eps_(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[int, float
 
 def upcast_trainable_(model: nn.Module) -> None:
     """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data, parameter.grad = parameter.data.float(), None
+    low = (torch.float16, torch.bfloat16)
+    upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in low)
 
 
 def _upcast_bytes(parameters: Iterable[Tensor]) -> int:

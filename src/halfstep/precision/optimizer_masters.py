@@ -138,7 +138,7 @@ def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) ->
 def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
     """Step with the gradients times a number; only halfstep's optimizers leave them unchanged."""
     own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-    for optimizer in own:
+    for optimizer in own if len(optimizers) > 1 else ():  # a single one checks for itself
         optimizer.check_step(gradients)
     if len(own) < len(optimizers):
         others = [o for o in optimizers if not isinstance(o, KeepsMasters)]
