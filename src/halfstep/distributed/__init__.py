@@ -1,0 +1,1 @@
+"""The same run on many devices: layouts, strategies and the agreement of ranks."""

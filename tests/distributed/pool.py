@@ -1,0 +1,94 @@
+"""Worker processes with one gloo group for their whole life: starting them takes seconds, once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 120  # a job that takes longer hangs
+COLLECTIVE_SECONDS = 40  # so does a collective
+
+
+class Pool:
+    """``size`` processes that run functions of test modules side by side."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = os.path.join(self._folder.name, "rendezvous")
+        self._pipes = []
+        self._processes = []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, rendezvous, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """Call ``function(rank, **arguments)`` in every process; the results by rank.
+
+        The function stands at the top of a module; arguments and results are pickled. Where it
+        raises in any process, AssertionError shows every process's traceback.
+        """
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, arguments))
+        answers: list[tuple[bool, Any]] = []
+        for pipe in self._pipes:
+            try:
+                answers.append(pipe.recv() if pipe.poll(SECONDS) else (False, "no answer: it hangs"))
+            except EOFError:
+                answers.append((False, "the process died"))
+        if not all(good for good, _ in answers):
+            self.close()  # their group may be in any state
+            self._start()
+            failed = [f"rank {r}: {text}" for r, (good, text) in enumerate(answers) if not good]
+            raise AssertionError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, rendezvous: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    while True:
+        try:
+            module, name, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)  # the interpreter's own end may abort after gloo's threads
+        try:
+            answer = (True, getattr(importlib.import_module(module), name)(rank, **arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
