@@ -8,7 +8,11 @@ import torch
 
 from halfstep.optim.dispatch import norm
 from halfstep.optim.native import native_kernel
-from halfstep.precision.gradients import examine, global_norm
+from halfstep.optim.optimizers import AdamW
+from halfstep.precision.examiner import Examiner
+from halfstep.precision.gradients import global_norm
+from halfstep.precision.master_weights import NoMasters
+from halfstep.precision.ranks import OneRank
 
 
 @pytest.fixture
@@ -66,8 +70,13 @@ def test_one_number_that_is_not_finite_is_seen_anywhere(kernel, dtype, bad, plac
 
 def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
     for size in (1e30, 1e-30):
-        tensor = torch.full((200,), size)
-        value, found = examine(norm([tensor]).item(), lambda: ("w",), [tensor])
+        model = torch.nn.Linear(10, 20, bias=False)
+        optimizers = [AdamW(model.parameters(), lr=0.1)]  # whose kernel measures
+        masters = NoMasters(model, optimizers, {})
+        model.weight.grad = torch.full((20, 10), size)
+        examiner = Examiner(model, masters, optimizers, OneRank())
+        _, value, found = examiner.judge(torch.ones(()), examiner.gradients())
+        assert found is not None
         assert not found.names
         assert value == pytest.approx(size * math.sqrt(200), rel=1e-6)
 

@@ -96,7 +96,7 @@ def test_push_rounds_to_nearest_even_bit_for_bit(dtype):
     values = torch.cat([x, torch.nextafter(x, x * 0), torch.nextafter(x, x * 0 + math.inf), -x])
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(len(values)))
-    masters = Fp32Masters(model, dtype, [])
+    masters = Fp32Masters(model, dtype, [], {})
     (master,) = masters.named_parameters().values()
     masters.load_({"weight": values})
     expected = floats.nearest(values.double().numpy(), table, math.inf)
@@ -227,7 +227,7 @@ def test_a_frozen_parameter_may_be_in_the_optimizer(name):
 def test_the_null_object_holds_the_model_s_own_parameters():
     model = mlp()
     model[0].weight.requires_grad_(False)
-    masters = NoMasters(model, [])
+    masters = NoMasters(model, [], {})
     held = masters.named_parameters()
     assert list(held) == ["0.bias", "2.weight", "2.bias"]
     assert all(held[n] is p for n, p in model.named_parameters() if n in held)

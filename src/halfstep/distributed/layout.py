@@ -38,6 +38,13 @@ class Layout:
         """Ranks with different data."""
         return self.data * self.shard
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is on each axis."""
+        places = {}
+        for name, size in reversed(self.axes.items()):
+            rank, places[name] = divmod(rank, size)
+        return places
+
     def __str__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
         return ",".join(parts) or "data=1"
@@ -54,7 +61,9 @@ class Layout:
         for part in filter(None, text.replace(" ", "").split(",")):
             name, equals, number = part.partition("=")
             if name not in cls.__dataclass_fields__ or not equals:
-                raise ConfigError(f"parallel={text!r}: {part!r}; allowed axes: {allowed}, as data=2")
+                raise ConfigError(
+                    f"parallel={text!r}: {part!r}; allowed axes: {allowed}, as data=2"
+                )
             if name in sizes:
                 raise ConfigError(f"parallel={text!r}: {name} stands twice")
             if not number.isdecimal() or int(number) < 1:

@@ -66,7 +66,8 @@ def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            parameter.data = parameter.data.to(wanted)
+            if parameter.dtype != wanted:  # a sharded one has it already, or is refused before
+                parameter.data = parameter.data.to(wanted)
 
 
 def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:

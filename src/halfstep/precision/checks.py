@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.precision.buffers import check_buffers
 from halfstep.precision.cast import CastInputs, upcast_
-from halfstep.precision.loss_scale import LossScale
-from halfstep.precision.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.local import is_sharded, local_part
+from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
 
 
@@ -150,24 +150,6 @@ def check_loss(loss: Tensor) -> None:
         )
 
 
-def load_scale(loss_scale: LossScale, state: Mapping[str, Any], policy: str) -> bool:
-    """Load a saved loss scale; another policy's is taken where it fits and else left alone.
-
-    Returns:
-        Whether it was taken.
-
-    Raises:
-        PrecisionError: If it is of the same policy and damaged; nothing is changed then.
-    """
-    try:
-        loss_scale.load_state_dict(dict(state["loss_scale"]))
-    except PrecisionError:
-        if state["policy"] == policy:
-            raise
-        return False
-    return True
-
-
 class WeightsLoaded:
     """A hook that remembers that weights were loaded into the model, past what is trained."""
 
@@ -220,10 +202,20 @@ def _check_cast(policy: PrecisionPolicy, model: nn.Module, kept: set[str]) -> No
     """Refuse weights and modules that 16-bit parameters would break; ``kept`` stay in fp32."""
     dtype = policy.param_dtype
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and name not in kept:
-            lost = parameter.to(dtype).isinf() & parameter.isfinite()
+        if not parameter.is_floating_point():
+            continue
+        wanted = torch.float32 if name in kept else dtype
+        if is_sharded(parameter) and parameter.dtype != wanted:
+            raise PrecisionError(
+                f"{name} is sharded in {dtype_name(parameter.dtype)} already, and policy {policy} "
+                f"keeps it in {dtype_name(wanted)}: cast the model before it is sharded, as "
+                "halfstep.distributed's strategies do"
+            )
+        if name not in kept:
+            part = local_part(parameter)
+            lost = part.to(dtype).isinf() & part.isfinite()
             if bool(lost.any()):
-                worst = float(parameter.abs().max())
+                worst = float(part.abs().max())
                 raise PrecisionError(
                     f"{name} holds {worst:g}, which {dtype_name(dtype)} cannot (largest "
                     f"{torch.finfo(dtype).max:g}); use a *-mixed policy"
@@ -238,58 +230,3 @@ def _check_cast(policy: PrecisionPolicy, model: nn.Module, kept: set[str]) -> No
                 f"fp32, whose kernels take no {dtype_name(dtype)} weights; use a *-mixed policy, "
                 f"or the rule keep_fp32=type:{type(module).__name__}"
             )
-
-
-def check_state(
-    state: Mapping[str, Any],
-    policy: PrecisionPolicy,
-    parameters: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor] | None,
-) -> dict[str, Tensor]:
-    """Refuse a saved precision state that is of another policy or model, or damaged.
-
-    Args:
-        state: What was saved.
-        policy: What this run uses.
-        parameters: What the optimizer updates, by name.
-        weights: The saved model's weights, which allow another policy's state; or None.
-
-    Returns:
-        The masters to take, by name; none where the model's own weights are they.
-    """
-    counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
-    expected = {"policy", "loss_scale", *counts, "masters"}
-    if set(state) != expected:
-        raise PrecisionError(
-            f"the saved precision state has keys {sorted(state)}, expected {sorted(expected)}"
-        )
-    if state["policy"] != str(policy) and weights is None:
-        raise PrecisionError(
-            f"the saved precision state is of policy {state['policy']!r}, this run uses "
-            f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
-            "model's weights= to change over"
-        )
-    for key in sorted(counts):
-        count = state[key]
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise PrecisionError(f"the saved precision state has {key}={count!r}: no count")
-    for key in ("loss_scale", "masters"):
-        if not isinstance(state[key], Mapping):
-            raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: no table")
-    masters = dict(state["masters"])
-    dtypes = {torch.float32}
-    if weights is not None and not masters:
-        masters = {name: weight for name, weight in weights.items() if name in parameters}
-        dtypes = set(DTYPES.values())
-    elif not masters and not policy.keeps_more_than_weights:
-        return {}
-    saved = {name: _shape(tensor, dtypes) for name, tensor in masters.items()}
-    if saved != {name: parameter.shape for name, parameter in parameters.items()}:
-        odd = sorted(set(saved) ^ set(parameters)) or ["shapes or dtypes differ"]
-        raise PrecisionError(f"saved master weights are of another model: {', '.join(odd[:5])}")
-    return masters
-
-
-def _shape(value: object, dtypes: set[torch.dtype]) -> object:
-    """What a saved master is known by: its shape, or something that equals no shape."""
-    return value.shape if isinstance(value, Tensor) and value.dtype in dtypes else type(value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.local import local_part
 from halfstep.precision.rounding import random_bits, round_stochastic
 
 
@@ -57,7 +58,7 @@ class EMA:
         self.seed = seed
         self.updates = 0
         self.averages = {
-            name: parameter.detach().to(dtype, copy=True)
+            name: local_part(parameter).detach().to(dtype, copy=True)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.is_floating_point()
         }
@@ -108,7 +109,7 @@ class EMA:
         Raises:
             PrecisionError: If the model lacks parameters of the average.
         """
-        named = {n: p for n, p in model.named_parameters() if n in self.averages}
+        named = {n: local_part(p) for n, p in model.named_parameters() if n in self.averages}
         self.require(named)
         with torch.no_grad():
             own = {name: parameter.detach().clone() for name, parameter in named.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from halfstep.precision.result import Reason
 
-# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
-_SQUARES_FIT = 1e-15
 # Elements that are widened at a time: 1 MiB of fp32.
 _PIECE = 2**18
 
@@ -94,29 +91,6 @@ def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
         if not value.isfinite().all():
             (nan if value.isnan().any() else inf).append(name)
     return NonFinite(tuple(nan), tuple(inf))
-
-
-def examine(
-    norm: float, names: Callable[[], Iterable[str]], gradients: Sequence[Tensor]
-) -> tuple[float, NonFinite]:
-    """Look closer where :func:`global_norm` cannot be taken at its word.
-
-    Args:
-        norm: From :func:`global_norm`, on the host.
-        names: Gives the gradients' names; asked only if needed.
-        gradients: As for :func:`global_norm`.
-
-    Returns:
-        The norm, in fp64 where squares left the range of fp32, and what is not finite.
-    """
-    if _SQUARES_FIT < norm < math.inf:
-        return norm, NonFinite((), ())
-    found = NonFinite((), ())
-    if not math.isfinite(norm):
-        found = find_nonfinite(zip(names(), gradients, strict=True))
-    if not found.names:
-        norm = float(exact_global_norm(gradients))
-    return norm, found
 
 
 def multiply_(gradients: Sequence[Tensor], factor: float) -> None:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.local import hand_over_, local_gradient, local_parameters
 from halfstep.precision.optimizer_masters import (
     Gradients,
     KeepsMasters,
     OptimizerMasters,
+    Parts,
     step_optimizers,
 )
 from halfstep.precision.policy import PrecisionPolicy
@@ -43,6 +45,9 @@ class MasterWeights(Protocol):
     def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The finished gradients of those that have one."""
 
+    def replace(self, gradients: Gradients) -> None:
+        """Set finished gradients: the sums over all ranks; other parameters keep theirs."""
+
     def clear(self) -> None:
         """Forget all gradients."""
 
@@ -57,15 +62,21 @@ class MasterWeights(Protocol):
 
 
 class NoMasters:
-    """The model's parameters are the masters."""
+    """The model's parameters are the masters; of sharded ones, this rank's parts."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parts: Parts) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._parts = parts
+        for name, weight in model.named_parameters():
+            if name in parts and weight.requires_grad:
+                weight.grad = None
+                weight.register_post_accumulate_grad_hook(_ToMaster(parts[name]))  # type: ignore[no-untyped-call]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's own trainable parameters."""
-        return {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        """The model's own trainable parameters, or their parts."""
+        named = self._model.named_parameters()
+        return {n: self._parts.get(n, p) for n, p in named if p.requires_grad}
 
     def covers(self, parameter: nn.Parameter) -> bool:
         """Always."""
@@ -74,6 +85,10 @@ class NoMasters:
     def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Each parameter's own ``grad``."""
         return {p: p.grad for p in parameters if p.grad is not None}
+
+    def replace(self, gradients: Gradients) -> None:
+        """Set ``grad``, in the parameter's dtype."""
+        _replace(gradients)
 
     def clear(self) -> None:
         """Set every ``grad`` to None."""
@@ -103,6 +118,7 @@ class Fp32Masters:
         model: nn.Module,
         param_dtype: torch.dtype | Mapping[str, torch.dtype],
         optimizers: Sequence[Optimizer],
+        parts: Parts,
     ) -> None:
         """Take fp32 copies, cast the model in place, and give the optimizers the copies.
 
@@ -112,6 +128,7 @@ class Fp32Masters:
             param_dtype: torch.bfloat16 or torch.float16, or one for each parameter by name; an fp32
                 one is its own master.
             optimizers: Their groups' parameters are replaced.
+            parts: Of sharded parameters, which have the dtype already.
         """
         self._masters: dict[str, nn.Parameter] = {}
         self._weights: list[Tensor] = []
@@ -120,18 +137,19 @@ class Fp32Masters:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or not parameter.is_floating_point():
                 continue
+            weight = parts.get(name, parameter)
             if not isinstance(param_dtype, torch.dtype) and param_dtype[name] == torch.float32:
-                self._masters[name] = parameter
-                continue
-            self._masters[name] = nn.Parameter(parameter.detach().float().clone())
-            self._weights.append(parameter)
-            self._copies.append(self._masters[name])
+                self._masters[name] = weight
+            else:
+                self._masters[name] = nn.Parameter(weight.detach().float().clone())
+                self._weights.append(weight)
+                self._copies.append(self._masters[name])
+            if self._masters[name] is not parameter:
+                parameter.grad = None
+                parameter.register_post_accumulate_grad_hook(_ToMaster(self._masters[name]))  # type: ignore[no-untyped-call]
         self._known = set(self._masters.values())
         cast_parameters_(model, param_dtype)
         replacements = dict(zip(self._weights, self._copies, strict=True))
-        for weight, master in replacements.items():
-            weight.grad = None
-            weight.register_post_accumulate_grad_hook(_ToMaster(master))  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replacements.get(p, p) for p in group["params"]]
@@ -147,6 +165,10 @@ class Fp32Masters:
     def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The masters' ``grad``, in fp32."""
         return {p: p.grad for p in parameters if p.grad is not None}
+
+    def replace(self, gradients: Gradients) -> None:
+        """Set the masters' ``grad``, in fp32."""
+        _replace(gradients)
 
     def clear(self) -> None:
         """Set every master's ``grad`` to None."""
@@ -175,20 +197,25 @@ class Fp32Masters:
 
 
 class _ToMaster:
-    """Add a finished 16-bit gradient to the master's fp32 gradient and free it."""
+    """Add a finished gradient to the master's, or the part's, in its dtype, and free it."""
 
     def __init__(self, master: nn.Parameter) -> None:
         self._master = master
 
     def __call__(self, weight: Tensor) -> None:
-        gradient = weight.grad
+        gradient = local_gradient(weight)
         if gradient is None:
             return
         if self._master.grad is None:
-            self._master.grad = gradient.float()
+            self._master.grad = gradient.to(self._master.dtype)
         else:
             self._master.grad.add_(gradient)
         weight.grad = None
+
+
+def _replace(gradients: Gradients) -> None:
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def _clear(optimizers: Sequence[Optimizer]) -> None:
@@ -202,6 +229,8 @@ def make_masters(
     policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> MasterWeights:
     """Cast the model to the policy's weights and give the optimizers what they shall update.
+
+    Of sharded parameters that is this rank's part (:mod:`halfstep.precision.local`).
 
     Args:
         policy: Says whether there are masters, and the format of the weights.
@@ -217,10 +246,12 @@ def make_masters(
         optimizer.check_precision(policy.update, policy.moment_format)
     for optimizer in own:
         optimizer.set_precision(policy.update, policy.moment_format)
+    parts = local_parameters(model)
+    hand_over_(optimizers, model, parts)
     if policy.has_masters:
-        return Fp32Masters(model, parameter_dtypes(policy, model), optimizers)
+        return Fp32Masters(model, parameter_dtypes(policy, model), optimizers, parts)
     if policy.update != "nearest":
-        return OptimizerMasters(model, policy, optimizers)
+        return OptimizerMasters(model, policy, optimizers, parts)
     if policy.is_pure:
         cast_parameters_(model, parameter_dtypes(policy, model))
-    return NoMasters(model, optimizers)
+    return NoMasters(model, optimizers, parts)

@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.checks import some
 from halfstep.precision.gradients import NonFinite, find_nonfinite
+from halfstep.precision.local import is_sharded, local_part
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.ranks import Ranks
 
 Action = Literal["stop", "skip", "rollback"]
 _KEPT = ("params", "lr", "initial_lr")
@@ -96,15 +98,20 @@ def incurable(
     return None
 
 
-def broken_loss(policy: PrecisionPolicy, loss: float, model: nn.Module) -> NonFiniteError:
+def broken_loss(
+    policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
+) -> NonFiniteError:
     """The error for a loss that is not finite before any gradient.
 
     Args:
         policy: What the run uses.
         loss: NaN or inf.
         model: Its weights may be what is not finite.
+        ranks: All of them get the same error.
     """
-    broken = find_nonfinite(model.named_parameters()).names
+    weights = dict(model.named_parameters())
+    found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
+    broken = ranks.union(found, list(weights)).names
     source, end = "the forward pass or the data made it", "; the weights are unchanged"
     if broken:
         source, end = f"the weights {some(broken)} are not finite", ""
@@ -125,8 +132,10 @@ class Guard:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         averages: Mapping[str, Tensor],
+        ranks: Ranks,
     ) -> None:
         self._choice = choice
+        self._ranks = ranks
         self._model = model
         self._optimizers = optimizers
         self._averages = averages
@@ -166,9 +175,8 @@ class Guard:
         self._in_a_row += 1
         what = str(error).removesuffix("; the weights are unchanged")
         if choice.action == "skip" and self._in_a_row <= choice.count:
-            buffers = find_nonfinite(
-                (n, b) for n, b in self._model.named_buffers() if b.is_floating_point()
-            ).names
+            floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
+            buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
             if buffers:
                 raise NonFiniteError(
                     f"{what}; the step was left out, but its forward has left values that are not "
@@ -207,7 +215,8 @@ class Snapshot:
         averages: Mapping[str, Tensor],
     ) -> None:
         owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        every = (*model.parameters(), *model.buffers(), *averages.values(), *owned)
+        whole = [p for p in model.parameters() if not is_sharded(p)]  # of others, owned has parts
+        every = (*whole, *model.buffers(), *averages.values(), *owned)
         self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
         self._states = [
             (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.precision.cast import cast_parameters_
 from halfstep.precision.gradients import global_norm, multiply_
+from halfstep.precision.local import local_gradient
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.rules import parameter_dtypes
 
 Gradients = Mapping[nn.Parameter, Tensor]
+Parts = Mapping[str, nn.Parameter]
+"""What this rank holds of sharded parameters: :func:`halfstep.precision.local.local_parameters`."""
 
 
 @runtime_checkable
@@ -51,7 +54,11 @@ class OptimizerMasters:
 
     @torch.no_grad()
     def __init__(
-        self, model: nn.Module, policy: PrecisionPolicy, optimizers: Sequence[Optimizer]
+        self,
+        model: nn.Module,
+        policy: PrecisionPolicy,
+        optimizers: Sequence[Optimizer],
+        parts: Parts,
     ) -> None:
         """Cast the model's floating parameters and give the optimizers their exact values.
 
@@ -59,20 +66,22 @@ class OptimizerMasters:
             model: Its Parameter objects stay the same objects; only their storage changes.
             policy: One with ``needs_own_optimizer``.
             optimizers: All of ``halfstep.optim``.
+            parts: Of sharded parameters, which have the dtype already.
         """
         self._owner: dict[nn.Parameter, KeepsMasters] = {}
         for optimizer in optimizers:
             assert isinstance(optimizer, KeepsMasters), "checked before anything is changed"
             for group in optimizer.param_groups:
                 self._owner |= dict.fromkeys(group["params"], optimizer)
-        named = ((n, p) for n, p in model.named_parameters() if p in self._owner)
-        self._named = {n: p for n, p in named if p.requires_grad}
+        weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        named = ((n, parts.get(n, p)) for n, p in weights.items())
+        self._named = {n: p for n, p in named if p in self._owner}
         exact = {name: p.detach().float() for name, p in self._named.items()}
         cast_parameters_(model, parameter_dtypes(policy, model))
         self._buffers = {p: _Buffer() for p in self._named.values()}
-        for parameter, buffer in self._buffers.items():
-            parameter.grad = None
-            parameter.register_post_accumulate_grad_hook(buffer)  # type: ignore[no-untyped-call]
+        for name, parameter in self._named.items():
+            weights[name].grad = parameter.grad = None
+            weights[name].register_post_accumulate_grad_hook(self._buffers[parameter])  # type: ignore[no-untyped-call]
         self.load_(exact)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -87,6 +96,11 @@ class OptimizerMasters:
         """16 bit after one micro-batch, which loses nothing; fp32 after several."""
         held = {p: self._buffers[p].gradient for p in parameters if p in self._buffers}
         return {p: gradient for p, gradient in held.items() if gradient is not None}
+
+    def replace(self, gradients: Gradients) -> None:
+        """Set the buffers, in the dtype they come in."""
+        for parameter, gradient in gradients.items():
+            self._buffers[parameter].gradient = gradient
 
     def clear(self) -> None:
         """Drop every buffer."""
@@ -116,7 +130,7 @@ class _Buffer:
         self.gradient: Tensor | None = None
 
     def __call__(self, weight: Tensor) -> None:
-        gradient, weight.grad = weight.grad, None
+        gradient, weight.grad = local_gradient(weight), None
         if self.gradient is None or gradient is None:
             self.gradient = gradient if self.gradient is None else self.gradient
         else:

@@ -16,6 +16,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Casts = Literal["op", "module"]
 Update = Literal["nearest", "split", "split24", "stochastic", "kahan"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
 # They separate rules and fields; a module name that holds one is matched with ? in its place.
@@ -77,6 +78,9 @@ class PrecisionPolicy:
     """Whether fp32 matrix products may round their operands to tf32 (10 mantissa bits)."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """How the loss is scaled."""
+    casts: Casts = "op"
+    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for all
+    operations of a module when FSDP2 gathers them: cheaper, and residual streams are 16 bit too."""
     rules: tuple[tuple[str, str], ...] = ()
     """Modules with another format: pairs of a glob over module names (or ``type:`` and a glob over
     class names) and ``"fp32"`` or the compute format. See :mod:`halfstep.precision.rules`."""
@@ -87,7 +91,8 @@ class PrecisionPolicy:
             dtype = getattr(self, f"{name}_dtype")
             if dtype not in DTYPES.values():
                 raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
-        for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
+        ways = (("update", Update), ("moments", Moments), ("casts", Casts))
+        for key, allowed in ((key, get_args(kind)) for key, kind in ways):
             if getattr(self, key) not in allowed:
                 raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
         p, c, m = self.param_dtype, self.compute_dtype, self.master_dtype
@@ -110,6 +115,12 @@ class PrecisionPolicy:
                     f"use params=bf16,master={dtype_name(kept)},update={self.update}; for fp16 "
                     "weights use fp16-master"
                 )
+        if self.casts == "module" and (low or c != torch.bfloat16 or self.rules):
+            raise PrecisionError(
+                f"casts=module with params={dtype_name(p)}, compute={dtype_name(c)}"
+                f"{' and rules' if self.rules else ''}: allowed: params=fp32,compute=bf16 without "
+                "rules, as bf16-module; use a *-mixed policy for others"
+            )
         if self.moments == dtype_name(m):
             object.__setattr__(self, "moments", "master")
         grad = p if self.is_pure else torch.float32
@@ -132,13 +143,15 @@ class PrecisionPolicy:
 
     @property
     def name(self) -> str:
-        """The preset's name, with moments and rules where only they differ, or all the fields."""
-        plain = replace(self, moments="master", rules=())
-        found = next((name for name, policy in POLICIES.items() if policy == plain), "")
-        if not found:
-            return _spell(self)
-        moments = [] if self.moments == "master" else [f"moments={self.moments}"]
-        return ",".join([found, *moments, *_spell_rules(self.rules)])
+        """The preset's name and what differs, if only reduce, moments and rules do; or all fields."""
+        for name, preset in POLICIES.items():
+            plain = replace(self, moments="master", rules=(), reduce_dtype=preset.reduce_dtype)
+            if plain == preset:
+                wire = self.reduce_dtype != preset.reduce_dtype
+                reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
+                moments = [] if self.moments == "master" else [f"moments={self.moments}"]
+                return ",".join([name, *reduce, *moments, *_spell_rules(self.rules)])
+        return _spell(self)
 
     @property
     def has_masters(self) -> bool:
@@ -168,7 +181,7 @@ class PrecisionPolicy:
     @property
     def casts_per_op(self) -> bool:
         """Whether fp32 weights are cast to the compute dtype operation by operation (autocast)."""
-        return self.compute_dtype != self.param_dtype
+        return self.compute_dtype != self.param_dtype and self.casts == "op"
 
     def __str__(self) -> str:
         return self.name
@@ -204,6 +217,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
     "fp32": PrecisionPolicy(),
     "tf32": PrecisionPolicy(tf32=True),
     "bf16-mixed": PrecisionPolicy(compute_dtype=torch.bfloat16),
+    "bf16-module": PrecisionPolicy(compute_dtype=torch.bfloat16, casts="module"),
     "fp16-mixed": PrecisionPolicy(
         compute_dtype=torch.float16, loss_scale=LossScaleConfig(kind="dynamic")
     ),
@@ -237,7 +251,7 @@ POLICY_FIELDS = {
     "reduce": "reduce_dtype",
     "master": "master_dtype",
 }
-WAYS = {"update": "nearest", "moments": "master"}
+WAYS = {"update": "nearest", "moments": "master", "casts": "op"}
 
 
 def _spell(policy: PrecisionPolicy) -> str:

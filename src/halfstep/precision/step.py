@@ -15,7 +15,7 @@ moments and step counters bit-identical.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,23 +33,24 @@ from halfstep.precision.checks import (
     check_loss,
     check_max_norm,
     check_parameters,
-    check_state,
-    load_scale,
     no_backward,
-    no_gradients,
     one_device,
     stale_masters,
     upcast_trainable_,
 )
 from halfstep.precision.ema import EMA
-from halfstep.precision.gradients import NonFinite, clip_factor, examine
+from halfstep.precision.examiner import Examiner
+from halfstep.precision.gradients import NonFinite, clip_factor
+from halfstep.precision.local import local_part
 from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import make_masters
 from halfstep.precision.nonfinite import Guard, OnNonFinite, broken_loss, incurable
-from halfstep.precision.optimizer_masters import common_norm, require_own_optimizer
+from halfstep.precision.optimizer_masters import require_own_optimizer
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.ranks import Ranks, ranks_of_this_process
 from halfstep.precision.result import StepResult
+from halfstep.precision.saved_state import check_state, load_scale
 
 
 class Precision:
@@ -78,6 +79,7 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights where it says so.
 
@@ -97,6 +99,8 @@ class Precision:
             ema: Moved here after applied steps, towards the exact masters.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy wants
                 that, instead of refusing them; frozen ones stay as they are.
+            ranks: Who must agree on each step; None: all of ``torch.distributed``'s default group
+                where it is initialised. All must then call each method together.
 
         Raises:
             PrecisionError: If policy, device, model and optimizer do not go together; nothing has
@@ -115,7 +119,8 @@ class Precision:
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
-        self._guard = Guard(choice, model, self.optimizers, averages)
+        self._ranks = ranks_of_this_process(self.device) if ranks is None else ranks
+        self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
         check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         if upcast_trainable and self.policy.param_dtype == torch.float32:
@@ -123,6 +128,7 @@ class Precision:
         self.masters = make_masters(self.policy, model, self.optimizers)
         self.masters.clear()  # what is left from before was scaled by nobody
         cast_at_border(model, self.policy)
+        self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
         self._model = model
         self._loaded = WeightsLoaded()
         model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
@@ -143,9 +149,10 @@ class Precision:
         """
         check_loss(loss)
         with arithmetic(self.policy, self.device):
-            if self._uncalibrated and bool(loss.isfinite()):
+            if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
-                self.loss_scale.start_at(calibrated(loss.reshape(()), self.policy.loss_scale))
+                exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
+                self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
             self.loss_scale.scale(loss.reshape(())).backward()  # type: ignore[no-untyped-call]
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
@@ -174,13 +181,9 @@ class Precision:
         try:
             gradients = self._gradients()
             assert self._loss is not None
-            norms = common_norm(self.optimizers, [*gradients.values()]).to(self._loss.device)
-            loss_value, scaled_norm = torch.stack([self._loss, norms]).tolist()  # the one sync
-            if not math.isfinite(loss_value):
+            loss_value, scaled_norm, found = self._examiner.judge(self._loss, gradients)
+            if found is None:
                 return self._skip(loss_value, scaled_norm, None)
-            scaled_norm, found = examine(
-                scaled_norm, lambda: self._names(gradients), list(gradients.values())
-            )
             if found.names:
                 return self._skip(loss_value, scaled_norm, found)
             norm = scaled_norm / scale
@@ -244,7 +247,8 @@ class Precision:
     def take_weights_(self) -> None:
         """Train on from the model's weights as they are: after ``model.load_state_dict``."""
         weights = self._model.state_dict()
-        self.masters.load_({name: weights[name] for name in self.named_parameters()})
+        named = self.named_parameters()
+        self.masters.load_({name: local_part(weights[name]) for name in named})
         self._loaded.weights = False
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
@@ -253,17 +257,7 @@ class Precision:
             raise no_backward()
         if self._loaded.weights and self.policy.keeps_more_than_weights:
             raise stale_masters()
-        owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        late = [p for p in owned if p.requires_grad and not self.masters.covers(p)]
-        gradients = self.masters.gradients(owned)
-        if late or not gradients:
-            raise no_gradients(self._names(late))
-        return gradients
-
-    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        named = [*self._model.named_parameters(), *self.named_parameters().items()]
-        names = {parameter: name for name, parameter in named}
-        return tuple(names.get(p, "a tensor that is not the model's") for p in parameters)
+        return self._examiner.gradients()
 
     def _skip(self, loss: float, norm: float, found: NonFinite | None) -> StepResult:
         """Back off, go on or go back, or stop; ``found`` is None for a loss that is not finite."""
@@ -272,7 +266,7 @@ class Precision:
         self.skipped_in_a_row += 1
         error: NonFiniteError | None
         if found is None:
-            error = broken_loss(self.policy, loss, self._model)
+            error = broken_loss(self.policy, loss, self._model, self._ranks)
         else:
             error = incurable(self.policy, self.loss_scale, found, loss, self.skipped_in_a_row)
         rolled_back = error is not None and self._guard.answer(error)

@@ -1,0 +1,86 @@
+"""Do the ranks still train the same model? Compared now and then, in one collective.
+
+Ranks that have once stepped differently stay different for good, and nothing else shows it: losses
+go on falling. Every rank makes a row of whole numbers: steps, loss scale, and for every parameter
+the sum of its bits. Ranks that hold the same part of a parameter must have the same sum.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.distributed.layout import Layout
+from halfstep.errors import PrecisionError
+from halfstep.precision.local import is_sharded, local_part
+from halfstep.precision.step import Precision
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_agreement(
+    precision: Precision, model: nn.Module, layout: Layout, *, step: int, when: str = ""
+) -> None:
+    """Stop a run whose ranks have parted ways. All ranks together.
+
+    Args:
+        precision: Its loss scale and counts are compared.
+        model: Its parameters are compared where ranks hold copies of the same part.
+        layout: Of all ranks of the default group.
+        step: Steps taken.
+        when: For the message: ``"before the first step"``.
+
+    Raises:
+        PrecisionError: The same on every rank: which rank differs from which, and in what.
+    """
+    if layout.size == 1:
+        return
+    weights = dict(model.named_parameters())
+    names = ["the step count", "the applied steps", "the loss scale", *weights]
+    scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
+    sums = [checksum(local_part(weight)) for weight in weights.values()]
+    row = torch.tensor([step, precision.applied_total, scale, *sums], device=precision.device)
+    rows = [torch.empty_like(row) for _ in range(layout.size)]
+    dist.all_gather(rows, row)
+    table = [found.tolist() for found in rows]
+    axes = [(), (), (), *(_sharded_axes(weight) for weight in weights.values())]
+    for column, (name, split) in enumerate(zip(names, axes, strict=True)):
+        for rank, other in _pairs(layout, split):
+            if table[rank][column] != table[other][column]:
+                told = f"{name} ({table[other][column]} and {table[rank][column]})"
+                what = told if column < 2 else name
+                raise PrecisionError(
+                    f"rank {rank} differs from rank {other} in {what}"
+                    f"{' ' + when if when else f' after step {step}'}: ranks that hold copies of "
+                    "one model have parted ways, and no later step can mend it; go on from the "
+                    "last checkpoint with --resume, and look for memory or network faults, or for "
+                    "code that changes weights on some ranks only"
+                )
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as whole numbers; the wrapped 64-bit sum of all elements."""
+    words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
+    return int(words.sum(dtype=torch.int64))
+
+
+def _sharded_axes(weight: Tensor) -> tuple[str, ...]:
+    """The mesh axes whose ranks hold different parts."""
+    if not is_sharded(weight):
+        return ()
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    named = zip(mesh.mesh_dim_names or (), placements, strict=True)
+    return tuple(name for name, placement in named if placement.is_shard())
+
+
+def _pairs(layout: Layout, split: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Each rank, and the first that holds the same part."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(layout.size):
+        where = layout.coordinates(rank)
+        part = tuple(where[axis] for axis in split)
+        yield rank, first.setdefault(part, rank)

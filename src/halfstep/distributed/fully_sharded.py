@@ -1,0 +1,77 @@
+"""Fully sharded data parallel by FSDP2: every rank holds a part of every parameter.
+
+A block's weights are gathered before it runs and dropped after; gradients are summed and scattered.
+torch averages gradients; here they are sums, as on one device with the same micro-batches. With
+fp32 parameters weights are gathered in fp32 and autocast works as on one device, bit for bit;
+``casts=module`` gathers them in the compute dtype, half the bytes, and further from fp32. 16-bit
+parameters, which only their own policies have, are gathered as they are.
+
+**Source:** Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP".
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
+
+
+class FullySharded(Strategy):
+    """The ``shard`` axis splits parameters and the batch; with ``data``, copies of that (HSDP)."""
+
+    _in_blocks = 0
+    _outside = 0
+
+    def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Shard the plan's blocks, and what is left with the model itself."""
+        assert self.mesh is not None
+        policy = self.policy
+        blocks = {p for block in plan.blocks for p in block.parameters()}
+        self._in_blocks = sum(p.numel() for p in blocks)
+        self._outside = sum(p.numel() for p in model.parameters()) - self._in_blocks
+        by_module = policy.casts == "module"
+        casts = MixedPrecisionPolicy(
+            param_dtype=policy.compute_dtype if by_module else None,
+            reduce_dtype=policy.reduce_dtype,
+            cast_forward_inputs=by_module,
+        )
+        for block in plan.blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=casts)
+        fully_shard(model, mesh=self.mesh, mp_policy=casts)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        for method in plan.methods:
+            register_fsdp_forward_method(model, method)
+
+    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
+        """By formula; the model's own parameters, outside of its blocks, are gathered once."""
+        by_module = self.policy.casts == "module"
+        gathered = self.policy.compute_dtype if by_module else self.policy.param_dtype
+        sent = self._bytes(micro_batches, gathered.itemsize, self.policy.reduce_dtype.itemsize)
+        return sent, self._bytes(micro_batches, 4, 4)
+
+    def _bytes(self, micro_batches: int, gather_bytes: int, reduce_bytes: int) -> Traffic:
+        shard, data = self.layout.shard, self.layout.data
+        total = Traffic()
+        for numbers, again in ((self._in_blocks, True), (self._outside, False)):
+            total += fully_sharded(
+                numbers,
+                shard,
+                gather_bytes=gather_bytes,
+                reduce_bytes=reduce_bytes,
+                micro_batches=micro_batches,
+                reshard_after_forward=again,
+            )
+            copies = data_parallel(numbers // shard, data, reduce_bytes=reduce_bytes)
+            total += Traffic(gradients=micro_batches * copies.gradients)
+        return total

@@ -1,0 +1,137 @@
+"""Which layouts can honour which policies, and the strategy for a layout.
+
+This is the one place that decides; the table in ``docs/distributed.md`` is printed from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.distributed.fully_sharded import FullySharded
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.replicated import DataParallel
+from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.tensor_sharded import TensorParallel
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a layout honours a policy.
+
+    Attributes:
+        refused: Why not; empty if it does.
+        nearest: For a refusal, what to ask for instead.
+        note: What holds where it does.
+    """
+
+    refused: str = ""
+    nearest: str = ""
+    note: str = ""
+
+
+EXACT = "as one device with the same micro-batches, bit for bit"
+
+
+def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
+    """Whether ``layout`` honours ``policy``, why not, and what to ask for instead."""
+    low = policy.param_dtype != torch.float32
+    if layout.shard > 1 and layout.tensor > 1:
+        return Verdict(
+            "parameters cannot be sharded over shard and over tensor at once yet",
+            f"parallel=data={layout.shard * layout.data},tensor={layout.tensor}",
+        )
+    if policy.casts == "module" and layout.shard == 1:
+        return Verdict(
+            "casts=module is FSDP2's way to gather weights, and no axis shards them",
+            "parallel=shard=N, or precision=bf16-mixed",
+        )
+    if layout.shard > 1:
+        if low and policy.rules:
+            return Verdict(
+                "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
+                "block's parameters in one format",
+                f"parallel=data={layout.shard}, or a *-mixed policy with the same rules",
+            )
+        if policy.loss_scale.calibrate:
+            return Verdict(
+                "init_scale=auto back-propagates a batch several times, and FSDP2's hooks take "
+                "one backward for each forward",
+                "init_scale=65536",
+            )
+        if low:
+            form = dtype_name(policy.param_dtype)
+            return Verdict(note=f"FSDP2 rounds the summed gradients to {form} once more")
+        if policy.casts == "module":
+            return Verdict(note="residual stream in bf16: further from fp32 than bf16-mixed")
+        return Verdict(note=EXACT if policy.reduce_dtype == torch.float32 else "")
+    if layout.tensor > 1:
+        if policy.loss_scale.calibrate:
+            return Verdict(
+                "init_scale=auto measures gradients before ranks have summed them",
+                "init_scale=65536",
+            )
+        form = dtype_name(policy.compute_dtype)
+        if form == "fp32":
+            return Verdict(note="sums over ranks in another order than on one device")
+        return Verdict(note=f"partial sums of activations are added in {form}")
+    if layout.data > 1:
+        return Verdict(note=EXACT if policy.reduce_dtype == torch.float32 else "")
+    return Verdict()
+
+
+def choose_strategy(
+    layout: Layout, policy: PrecisionPolicy, device: torch.device, *, compiled: bool = False
+) -> Strategy:
+    """The strategy of a layout; all ranks together, in a process group of ``layout.size`` ranks.
+
+    Args:
+        layout: Checked against the number of ranks (:meth:`Layout.choose`).
+        policy: The run's.
+        device: This rank's.
+        compiled: Whether the model runs through ``torch.compile``.
+
+    Raises:
+        PrecisionError: If the layout does not honour the policy, naming the nearest that does.
+        ConfigError: For ``torch.compile`` where it is not supported.
+    """
+    verdict = decide(policy, layout)
+    if verdict.refused:
+        raise PrecisionError(
+            f"precision {policy} cannot be honoured under parallel={layout}: {verdict.refused}; "
+            f"use {verdict.nearest}"
+        )
+    if compiled and (layout.shard > 1 or layout.tensor > 1):
+        raise ConfigError(
+            f"compile with parallel={layout} is not supported: the hooks that gather parameters "
+            "and sum activations would be traced into the graph; leave --compile out, or use "
+            f"parallel=data={layout.size}"
+        )
+    if layout.shard > 1:
+        return FullySharded(layout, policy, device)
+    if layout.tensor > 1:
+        return TensorParallel(layout, policy, device)
+    if layout.data > 1:
+        return DataParallel(layout, policy, device)
+    return Strategy(layout, policy, device)
+
+
+TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
+
+
+def table() -> str:
+    """Every named policy under every kind of layout, as a Markdown table."""
+    lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
+    lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")
+    for name, policy in POLICIES.items():
+        cells = []
+        for text in TABLE_LAYOUTS:
+            verdict = decide(policy, Layout.parse(text))
+            cells.append(
+                f"refused: {verdict.refused}" if verdict.refused else verdict.note or "yes"
+            )
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""How a model is laid out over the ranks of a run; this is one device, the others are its heirs.
+
+A training loop reads the same with any of them::
+
+    strategy.place_(model, plan)           before the optimizer is made
+    precision = Precision(policy, model, optimizer, ranks=strategy.ranks)
+    strategy.attach_(precision)
+    n = strategy.sum([targets])            over the whole batch, before any backward
+    for batch in this rank's micro-batches:
+        with strategy.micro_batch(last):
+            loss = loss_sum(batch) / n
+            precision.backward(loss)
+    strategy.finish()                      gradients are sums over ranks now
+    precision.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.traffic import Traffic
+from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.ranks import ManyRanks, OneRank, Ranks
+from halfstep.precision.rules import parameter_dtypes
+from halfstep.precision.step import Precision
+
+
+class Strategy:
+    """One device."""
+
+    def __init__(self, layout: Layout, policy: PrecisionPolicy, device: torch.device) -> None:
+        """Make the mesh; all ranks together.
+
+        Args:
+            layout: Of as many ranks as there are; checked by
+                :func:`halfstep.distributed.select.choose_strategy`.
+            policy: The run's.
+            device: This rank's.
+        """
+        self.layout = layout
+        self.policy = policy
+        self.device = device
+        self.mesh = _mesh(layout, device)
+        many = layout.size > 1
+        rank = dist.get_rank() if many else 0
+        self.batch_rank = rank // layout.tensor
+        """Which share of the batch this rank takes, of ``layout.batch_ranks``."""
+        self.ranks: Ranks = ManyRanks(device, loss_share=1 / layout.tensor) if many else OneRank()
+        """Who agrees on each step; for :class:`~halfstep.precision.step.Precision`."""
+        self._exact: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def place_(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Lay the model out. All ranks have the same weights before it.
+
+        Where weights are stored in 16 bits, they are cast here, before anything is sharded, and
+        what the cast loses is kept for the masters.
+
+        Raises:
+            ConfigError: If the model cannot be laid out so.
+        """
+        if self.policy.keeps_more_than_weights:
+            self._exact = {n: p.detach().clone() for n, p in model.named_parameters()}
+        if self.policy.param_dtype != torch.float32:
+            cast_parameters_(model, parameter_dtypes(self.policy, model))
+        self.shard_(model, plan)
+        named = dict(model.named_parameters())
+        self._exact = {n: part_like(full, named[n]) for n, full in self._exact.items()}
+
+    def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Turn parameters into this rank's parts of them."""
+
+    def attach_(self, precision: Precision) -> None:
+        """Give the masters what the cast before the sharding lost, and watch the gradients."""
+        if self._exact:
+            precision.masters.load_({n: self._exact[n] for n in precision.named_parameters()})
+            self._exact = {}
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """The context of a micro-batch's forward and backward.
+
+        Args:
+            last: Whether it is the step's last on this rank.
+        """
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Make the gradients the sums over all ranks with different data."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value's sum over the ranks with different data, in fp64; the same on every rank."""
+        if self.layout.size == 1:
+            return list(values)
+        table = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(table)
+        sums: list[float] = (table / self.layout.tensor).tolist()
+        return sums
+
+    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
+        """What this rank sends for gradients and parameters in a step; and were all of it fp32."""
+        return Traffic(), Traffic()
+
+
+def part_like(full: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, placed as a parameter is; all of it if that is plain."""
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh, placements = parameter.device_mesh, parameter.placements
+    part: Tensor = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    return part.clone()  # a slice would keep all of it
+
+
+def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The mesh of the axes that have several ranks; None for one rank."""
+    axes = {name: size for name, size in layout.axes.items() if size > 1}
+    if not axes:
+        return None
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

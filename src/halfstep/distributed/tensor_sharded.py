@@ -1,0 +1,34 @@
+"""Tensor parallel, with or without copies: ranks share every matrix product."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.replicated import DataParallel
+from halfstep.distributed.tensor_parallel import parallelize_
+from halfstep.errors import ConfigError
+
+
+class TensorParallel(DataParallel):
+    """The ``tensor`` axis splits matrices, the ``data`` axis the batch."""
+
+    sequence_parallel = False
+
+    def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Split the model as its plan says.
+
+        Raises:
+            ConfigError: If it has no plan, or its sizes cannot be split so.
+        """
+        if not plan.tensor:
+            raise ConfigError(
+                f"parallel={self.layout}: {type(model).__name__} has no tensor-parallel plan; use "
+                f"data={self.layout.size} or shard={self.layout.size}, or give it "
+                "ParallelPlan(tensor={'module name': 'colwise' | 'rowwise' | 'replicate' | "
+                "'vocab'}) with a style for every module that owns parameters"
+            )
+        assert self.mesh is not None
+        parallelize_(
+            model, plan.tensor, self.mesh["tensor"], sequence_parallel=self.sequence_parallel
+        )

@@ -1,0 +1,83 @@
+"""What this rank holds of a sharded parameter: the plain tensor that the optimizer updates.
+
+FSDP2 and tensor parallelism store a parameter as DTensor: a global shape, and on every rank a part.
+An update is element by element, so a rank can take it on its part alone, with any optimizer, any
+way of keeping masters and any kernel; mixed lists of DTensors and plain tensors, which torch's
+foreach and fused optimizers and its clipping refuse, never come about. A part is a plain parameter
+over the memory of the DTensor's local tensor.
+
+A DTensor is known here by what it can do, since importing ``torch.distributed.tensor`` takes longer
+than the rest of halfstep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: sharded, or replicated over a mesh."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """A DTensor's part on this rank, detached, in the same memory; a plain tensor is itself."""
+    if not is_sharded(tensor):
+        return tensor
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def parts_of(tensor: Tensor) -> int:
+    """How many ranks hold different parts of it: 1 for a plain or replicated tensor."""
+    if not is_sharded(tensor):
+        return 1
+    dtensor: Any = tensor
+    pairs = zip(dtensor.device_mesh.shape, dtensor.placements, strict=True)
+    return math.prod(size for size, placement in pairs if placement.is_shard())
+
+
+def local_gradient(weight: Tensor) -> Tensor | None:
+    """A finished gradient's part on this rank, placed as its weight is; summed where it is not.
+
+    Every rank must ask for the same weight at the same time.
+    """
+    gradient: Any = weight.grad
+    if gradient is None or not is_sharded(gradient):
+        return weight.grad
+    placements = weight.placements  # type: ignore[attr-defined]
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return local_part(gradient)
+
+
+def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parts of the model's sharded parameters, by the parameters' names; {} on one device."""
+    return {
+        name: nn.Parameter(local_part(parameter), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if is_sharded(parameter)
+    }
+
+
+@torch.no_grad()
+def hand_over_(
+    optimizers: Sequence[Optimizer], model: nn.Module, parts: Mapping[str, nn.Parameter]
+) -> None:
+    """Put the parts, with what the optimizers keep for them, in the sharded parameters' places."""
+    named = dict(model.named_parameters())
+    new: dict[Tensor, nn.Parameter] = {named[name]: part for name, part in parts.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(p, p) for p in group["params"]]
+        for old in [p for p in optimizer.state if p in new]:
+            kept = optimizer.state.pop(old)
+            optimizer.state[new[old]] = {
+                key: local_part(v) if isinstance(v, Tensor) else v for key, v in kept.items()
+            }
