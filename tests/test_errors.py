@@ -13,6 +13,7 @@ CODES = {
     "DataError": (2, ValueError),
     "CheckpointError": (2, RuntimeError),
     "NonFiniteError": (3, ArithmeticError),
+    "PeerError": (1, RuntimeError),
 }
 
 

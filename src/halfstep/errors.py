@@ -15,7 +15,7 @@ class HalfstepError(Exception):
 
     Attributes:
         exit_code: The process exit status of the command line: 2 means refused before any work was
-            lost, 3 means stopped by a numerics guard.
+            lost, 3 means stopped by a numerics guard, 1 that another rank failed.
     """
 
     exit_code = 2
@@ -60,6 +60,15 @@ class NonFiniteError(HalfstepError, ArithmeticError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive the way from a worker process to its parent."""
         return _nonfinite, (str(self), self.cause, self.parameters)
+
+
+class PeerError(HalfstepError, RuntimeError):
+    """Another rank of the run failed or is gone, so that this one cannot go on.
+
+    The other rank's own message tells the cause; this one only names the rank, where known.
+    """
+
+    exit_code = 1
 
 
 def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFiniteError:

@@ -21,6 +21,7 @@ ALLOWED = {
     "optim": {"errors", "formats", "precision"},
     "diagnostics": {"errors", "formats", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
+    "distributed": {"errors", "precision"},
     "training": {
         "errors",
         "files",
@@ -30,6 +31,7 @@ ALLOWED = {
         "data",
         "optim",
         "diagnostics",
+        "distributed",
     },
     # cli may import training, diagnostics, integrations and errors; and, as training's own values
     # pass through its hands, what training may import.
@@ -42,6 +44,7 @@ ALLOWED = {
         "training",
         "integrations",
         "diagnostics",
+        "distributed",
     },
     "__init__": set(),
     "__main__": {"cli"},

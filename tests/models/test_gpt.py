@@ -219,7 +219,12 @@ def test_the_plan_places_every_parameter_and_nothing_else():
     model = GPT(SMALL)
     plan = model.tp_plan()
     assert set(plan) == owners(model)
-    assert set(plan.values()) == {"colwise", "rowwise", "replicate", "vocab"}
+    styles = {style.partition(":")[0] for style in plan.values()}
+    assert styles == {"colwise", "rowwise", "replicate", "vocab"}
+    assert plan["wpe"] == "replicate:scatter"
+    assert plan["final_norm"] == "replicate:gather"
+    # Query, key and value of a head of 16 stay on one rank.
+    assert plan["layers.1.attn.qkv"] == "colwise:48"
 
 
 def test_the_plan_split_over_two_ranks_computes_the_same():
@@ -234,7 +239,7 @@ def test_the_plan_split_over_two_ranks_computes_the_same():
     def rank_of(block, i, rank):
         half = copy.deepcopy(block)
         for name, module in half.named_modules():
-            kind = plan.get(f"layers.{i}.{name}")
+            kind = plan.get(f"layers.{i}.{name}", "").partition(":")[0]
             if kind == "colwise":
                 module.weight.data = module.weight.data.chunk(2, dim=0)[rank]
                 module.bias.data = module.bias.data.chunk(2, dim=0)[rank]

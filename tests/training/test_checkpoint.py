@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, verified, never from non-finite numbers, never the last removed."""
 
+import hashlib
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.training.checkpoint import (
@@ -18,6 +20,7 @@ from halfstep.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from halfstep.training.pieces import Piece
 
 
 def example(seed: int = 0, **state) -> Checkpoint:
@@ -93,6 +96,7 @@ def test_every_single_flipped_bit_and_every_truncation_is_noticed(tmp_path):
         b"\xff",
         b"{}",
         json.dumps({"format": 2, "files": {}}).encode(),
+        json.dumps({"format": 3, "files": {}}).encode(),
         json.dumps({"format": 1, "files": {"../../etc/passwd": {"sha256": "0"}}}).encode(),
     ],
 )
@@ -101,6 +105,64 @@ def test_a_foreign_manifest_is_refused(tmp_path, manifest):
     (path / "manifest.json").write_bytes(manifest)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         load_checkpoint(path)
+
+
+def first_format(folder) -> Checkpoint:
+    """A checkpoint as halfstep 0.1.0 wrote it: no index, files of fixed names."""
+    original = example()
+    original.weights["none"] = torch.zeros(0, 3)
+    original.optimizer.update(
+        {
+            "b/exp_avg": torch.tensor([3, 200, 0], dtype=torch.uint8),
+            "b/exp_avg_tops": torch.tensor([127], dtype=torch.uint8),
+            "none/exp_avg": torch.zeros(0, 3),
+            "rng/cpu": torch.arange(16, dtype=torch.uint8),
+        }
+    )
+    folder.mkdir(parents=True)
+    save_file(original.weights, folder / "weights.safetensors")
+    save_file(original.optimizer, folder / "optimizer.safetensors")
+    (folder / "state.json").write_text(json.dumps({"format": 1, **original.state}))
+    files = {
+        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    return original
+
+
+def test_the_first_format_still_loads(tmp_path):
+    folder = tmp_path / "step-00000003"
+    original = first_format(folder)
+    assert_equal(original, load_checkpoint(folder))
+    pieces = {name: Piece.whole(tensor.shape) for name, tensor in original.weights.items()}
+    assert_equal(original, load_checkpoint(folder, pieces))
+    rows = load_checkpoint(folder, {**pieces, "a": Piece((7, 5), (4, 0), (3, 5))})
+    assert torch.equal(rows.weights["a"], original.weights["a"][4:])
+    assert torch.equal(rows.optimizer["a/exp_avg"], original.optimizer["a/exp_avg"][4:])
+    cut = load_checkpoint(folder, {**pieces, "b": Piece((3,), (1,), (2,))}).optimizer
+    # Code 200 has the sign bit and 72; the window of the top 127 ends at 8 * 128 - 127 = 897.
+    bits = torch.tensor([(1 << 31) + ((72 + 897) << 20) - (1 << 32), 0], dtype=torch.int32)
+    assert torch.equal(cut["b/exp_avg"].view(torch.int32), bits)
+    assert "b/exp_avg_tops" not in cut
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_damage_to_the_first_format_is_noticed(tmp_path, name):
+    folder = tmp_path / "step-00000003"
+    first_format(folder)
+    data = bytearray((folder / name).read_bytes())
+    data[-3] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name}: contents do not match"):
+        load_checkpoint(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(folder)
+
+
+def test_the_state_says_nothing_of_the_format(tmp_path):
+    assert load_checkpoint(save_checkpoint(tmp_path, 3, example(), keep=1)).state == example().state
 
 
 def test_missing_files_are_named(tmp_path):

@@ -11,7 +11,8 @@ from halfstep.data.progress import no_progress
 from halfstep.errors import ConfigError
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import load_config
-from halfstep.training.loop import require_resumable, resume, train, with_run_folder
+from halfstep.training.loop import train
+from halfstep.training.resume import require_resumable, resume, with_run_folder
 from halfstep.training.run_folder import create_run, reopen_run
 from halfstep.training.session import open_session
 
@@ -45,9 +46,9 @@ def config_for(corpus, policy, **overrides):
 def run(config, path, until=99):
     session = open_session(with_run_folder(config, path), no_progress)
     folder = reopen_run(path) if path.exists() else create_run(path, session)
-    resume(session, folder)
+    resume(session, folder.path / "checkpoints")
     ticks = []
-    for tick in train(session, folder):
+    for tick in train(session, folder.path):
         ticks.append(tick)
         if tick.record.step == until:
             break

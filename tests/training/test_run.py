@@ -13,7 +13,8 @@ from halfstep.models.hf import save_gpt2
 from halfstep.precision.policy import POLICIES
 from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import load_config, shipped_configs
-from halfstep.training.loop import require_resumable, resume, train, with_run_folder
+from halfstep.training.loop import train
+from halfstep.training.resume import require_resumable, resume, with_run_folder
 from halfstep.training.run_folder import create_run, load_trained, reopen_run, require_fresh
 from halfstep.training.session import open_session
 
@@ -50,7 +51,7 @@ def start(config, path):
 
 
 def finish(session, folder):
-    ticks = list(train(session, folder))
+    ticks = list(train(session, folder.path))
     folder.close()
     return ticks
 
@@ -85,14 +86,14 @@ def test_resume_is_bit_for_bit(corpus, tmp_path, policy):
     finish(session, folder)
 
     session, folder = start(config, tmp_path / "cut")
-    for tick in train(session, folder):
+    for tick in train(session, folder.path):
         if tick.record.step == 6:  # the last checkpoint is of step 4
             break
     folder.close()
     del session
     session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress)
     folder = reopen_run(tmp_path / "cut")
-    assert resume(session, folder).name == "step-00000004"
+    assert resume(session, folder.path / "checkpoints").name == "step-00000004"
     assert session.step == 4
     finish(session, folder)
 
@@ -156,7 +157,7 @@ def test_a_skipped_step_changes_nothing_and_holds_the_schedule(corpus, tmp_path)
     session, folder = start(config, tmp_path / "r")
     before = {n: p.detach().clone() for n, p in session.precision.named_parameters().items()}
     skipped = 0
-    for tick in train(session, folder):
+    for tick in train(session, folder.path):
         if not tick.record.applied:
             skipped += 1
             # inf - inf on the way can leave NaN alone in the parameters
@@ -395,7 +396,7 @@ def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path, an
     config = small_config(corpus, run__on_nonfinite=answer, run__max_steps=6, run__eval_every=0)
     session, folder = start(config, tmp_path / "r")
     session.loss_sum = break_forward(session.loss_sum)
-    for tick in train(session, folder):
+    for tick in train(session, folder.path):
         if tick.record.step == 6:
             break
         if tick.record.step == 4:

@@ -26,6 +26,8 @@ TRAIN_OPTIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("--grad-accum", "run.grad_accum", "micro-batches that the batch is split into",
      {"metavar": "N"}),
     ("--learning-rate", "optimizer.learning_rate", "peak learning rate", {"metavar": "LR"}),
+    ("--parallel", "run.parallel", "how the ranks share the work, such as data=2,tensor=2; "
+     "default: data=N for N ranks", {"metavar": "AXES"}),
     ("--seed", "run.seed", "seed of weights and batches", {"metavar": "N"}),
     ("--eval-every", "run.eval_every", "steps between evaluations", {"metavar": "N"}),
     ("--save-every", "run.save_every", "steps between checkpoints", {"metavar": "N"}),
@@ -40,7 +42,7 @@ TRAIN_OPTIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 
 _EXIT_CODES = (
     "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics guard, "
-    "4 interrupted with a checkpoint written"
+    "4 interrupted with a checkpoint written; with --nproc, that of the rank that failed first"
 )
 
 
@@ -71,6 +73,15 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_export(commands)
     _add_demo(commands)
     return parser
+
+
+def split_launcher(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Part ``train ... -- options of torchrun`` at the ``--``; None if there is none."""
+    words = list(arguments)
+    if words[:1] != ["train"] or "--" not in words:
+        return words, None
+    cut = words.index("--")
+    return words[:cut], words[cut + 1 :]
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -133,6 +144,11 @@ def _add_train(commands: Any) -> None:
         "--resume", action="store_true", help="go on with the run in --output-dir, bit for bit"
     )
     train.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    train.add_argument(
+        "--nproc", type=int, default=None, metavar="N",
+        help="start N ranks on this machine; options of torchrun may follow after --, such as "
+        "-- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST",
+    )  # fmt: skip
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

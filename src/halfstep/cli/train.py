@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfstep.cli.arguments import TRAIN_OPTIONS
 from halfstep.cli.console import RunDisplay, megabytes, write_out
+from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.training.allocator import keep_freed_memory
 from halfstep.training.config import TrainConfig, load_config
-from halfstep.training.loop import Tick, require_resumable, resume, train, with_run_folder
+from halfstep.training.environment import choose_device
+from halfstep.training.loop import Tick, train
+from halfstep.training.resume import require_resumable, resume, with_run_folder
 from halfstep.training.run_folder import (
+    CHECKPOINTS,
     create_run,
     default_run_folder,
+    is_run,
     reopen_run,
     require_fresh,
     run_config,
@@ -29,42 +35,62 @@ INTERRUPTED = 4
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, new or resumed; returns 0, or 4 if a signal ended the run early."""
+    """Train, new or resumed, on this process's rank; returns 0, or 4 if a signal ended it early."""
     overrides = _overrides(arguments)
-    path, config = _resolve(arguments, overrides)
+    config = _requested(arguments, overrides)
+    kind = choose_device(config.run.device).type
+    with open_world(kind, timeout_seconds=config.run.rank_timeout) as world:
+        named = config.run.output_dir or str(default_run_folder(config))
+        path = Path(world.remember("run folder", named))
+        resuming: bool = arguments.resume
+        if world.attempt > 0 and is_run(path) and not resuming:  # torchrun starts the ranks anew
+            config, resuming = _resumed(arguments, overrides, path), True
+        if not resuming:
+            world.main_only(lambda: require_fresh(path))
+            config = with_run_folder(config, path)
+        return _train(arguments, config, path, world, resuming=resuming)
+
+
+def _train(
+    arguments: argparse.Namespace, config: TrainConfig, path: Path, world: World, *, resuming: bool
+) -> int:
     require_sink(config.run.report_to)
     keep_freed_memory()
     title = f"{config.name} {config.precision}"
-    with RunDisplay(title, quiet=arguments.quiet) as display:
-        session = open_session(config, display.prepared, resuming=arguments.resume)
+    with RunDisplay(title, quiet=arguments.quiet or not world.is_main) as display:
+        session = open_session(config, display.prepared, resuming=resuming, world=world)
         support = session.precision.support
+        layout = f", {world.size} ranks as {session.strategy.layout}" if world.size > 1 else ""
         display.say(
             f"{title}: {session.model.num_parameters():,} parameters, "
-            f"{session.data.train.count:,} training tokens, on {session.device} "
+            f"{session.data.train.count:,} training tokens, on {session.device}{layout} "
             f"({support.status}: {support.reason})"
         )
-        if arguments.resume:
-            folder = reopen_run(path)
+        opened = reopen_run if resuming else partial(create_run, session=session)
+        folder = world.main_only(lambda: opened(path))
+        if resuming:
             before = run_config(path).precision
-            origin = resume(session, folder)
-            write_config(path, session.config)
+            origin = resume(session, path / CHECKPOINTS)
+            world.main_only(lambda: write_config(path, session.config))
             display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
             if before != config.precision:
                 display.say(f"the precision changes from {before} to {config.precision}")
-        else:
-            folder = create_run(path, session)
         last = None
         sink: MetricsSink = NoSink()
         try:
-            sink = open_sink(config.run.report_to, path, session.step + 1)
-            for tick in train(session, folder):
+            if world.is_main:
+                sink = open_sink(config.run.report_to, path, session.step + 1)
+            for tick in train(session, path):
                 display.stepped(tick, config.run.max_steps)
                 sink.write(tick.record)
                 last = tick
         finally:
             sink.close()
-            folder.close()
-    return _summary(session, path, last)
+            if folder is not None:
+                folder.close()
+    if world.is_main:
+        write_out(_summary(session, path, last))
+    return INTERRUPTED if last is not None and last.stopped_by.startswith("SIG") else 0
 
 
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
@@ -74,19 +100,20 @@ def _overrides(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in given if value is not None] + dotted
 
 
-def _resolve(
-    arguments: argparse.Namespace, overrides: list[tuple[str, Any]]
-) -> tuple[Path, TrainConfig]:
-    """The run folder and the configuration; refuses before anything is prepared."""
+def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) -> TrainConfig:
+    """The configuration of a new run or to go on by; refuses before anything is prepared."""
     if not arguments.resume:
-        config = load_config(arguments.config or DEFAULT_CONFIG, overrides)
-        path = Path(config.run.output_dir) if config.run.output_dir else default_run_folder(config)
-        require_fresh(path)
-        return path, with_run_folder(config, path)
+        return load_config(arguments.config or DEFAULT_CONFIG, overrides)
     named = dict(overrides).get("run.output_dir")
     if named is None:
         raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
-    path = Path(named)
+    return _resumed(arguments, overrides, Path(named))
+
+
+def _resumed(
+    arguments: argparse.Namespace, overrides: list[tuple[str, Any]], path: Path
+) -> TrainConfig:
+    """The configuration to go on by with the run in ``path``."""
     saved = run_config(path)
     if arguments.config is None:
         wanted = load_config(str(path / "config.toml"), overrides)
@@ -103,13 +130,12 @@ def _resolve(
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
         wanted = dataclasses.replace(wanted, model=shape)
     require_resumable(saved, wanted, other_precision="precision" in dict(overrides))
-    return path, wanted
+    return with_run_folder(wanted, path)
 
 
-def _summary(session: Session, path: Path, last: Tick | None) -> int:
+def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if last is None:
-        write_out(f"{path}: step {session.step} of {session.config.run.max_steps}: nothing to do")
-        return 0
+        return f"{path}: step {session.step} of {session.config.run.max_steps}: nothing to do"
     record = last.record
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
@@ -118,7 +144,11 @@ def _summary(session: Session, path: Path, last: Tick | None) -> int:
             parts.append(f"{last.evaluation.bits_per_byte:.4f} bits per byte")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
+    if record.sent_bytes:
+        parts.append(
+            f"each rank sent {megabytes(record.sent_bytes)} a step "
+            f"(in fp32 {megabytes(record.sent_bytes_fp32 or 0)})"
+        )
     if last.stopped_by:
         parts.append(f"stopped by {last.stopped_by}")
-    write_out("; ".join(parts))
-    return INTERRUPTED if last.stopped_by.startswith("SIG") else 0
+    return "; ".join(parts)

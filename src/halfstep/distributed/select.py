@@ -84,7 +84,12 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
 
 
 def choose_strategy(
-    layout: Layout, policy: PrecisionPolicy, device: torch.device, *, compiled: bool = False
+    layout: Layout,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    sequence_parallel: bool = False,
 ) -> Strategy:
     """The strategy of a layout; all ranks together, in a process group of ``layout.size`` ranks.
 
@@ -93,10 +98,11 @@ def choose_strategy(
         policy: The run's.
         device: This rank's.
         compiled: Whether the model runs through ``torch.compile``.
+        sequence_parallel: Whether tensor ranks split residual streams along the sequence.
 
     Raises:
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
-        ConfigError: For ``torch.compile`` where it is not supported.
+        ConfigError: For an option that the layout does not support.
     """
     verdict = decide(policy, layout)
     if verdict.refused:
@@ -110,10 +116,15 @@ def choose_strategy(
             "and sum activations would be traced into the graph; leave --compile out, or use "
             f"parallel=data={layout.size}"
         )
+    if sequence_parallel and layout.tensor == 1:
+        raise ConfigError(
+            f"sequence_parallel with parallel={layout}: there are no tensor ranks to share the "
+            "sequence; leave it out, or use parallel=tensor=N"
+        )
     if layout.shard > 1:
         return FullySharded(layout, policy, device)
     if layout.tensor > 1:
-        return TensorParallel(layout, policy, device)
+        return TensorParallel(layout, policy, device, sequence_parallel)
     if layout.data > 1:
         return DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)

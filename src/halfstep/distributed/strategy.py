@@ -97,6 +97,9 @@ class Strategy:
     def finish(self) -> None:
         """Make the gradients the sums over all ranks with different data."""
 
+    def settle_(self, model: nn.Module) -> None:
+        """Bring parameters back to where they are between steps, after forwards alone."""
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value's sum over the ranks with different data, in fp64; the same on every rank."""
         if self.layout.size == 1:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.replicated import DataParallel
 from halfstep.distributed.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError
+from halfstep.precision.policy import PrecisionPolicy
 
 
 class TensorParallel(DataParallel):
     """The ``tensor`` axis splits matrices, the ``data`` axis the batch."""
 
-    sequence_parallel = False
+    def __init__(
+        self,
+        layout: Layout,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """As the parent; ``sequence_parallel`` splits residual streams between tensor ranks too."""
+        super().__init__(layout, policy, device)
+        self._sequence_parallel = sequence_parallel
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Split the model as its plan says.
@@ -30,5 +42,5 @@ class TensorParallel(DataParallel):
             )
         assert self.mesh is not None
         parallelize_(
-            model, plan.tensor, self.mesh["tensor"], sequence_parallel=self.sequence_parallel
+            model, plan.tensor, self.mesh["tensor"], sequence_parallel=self._sequence_parallel
         )

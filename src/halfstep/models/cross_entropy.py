@@ -18,6 +18,7 @@ import torch
 from halfstep.errors import DataError
 from halfstep.models.head_scales import Fp16Scales, NoScales
 from halfstep.models.islands import autocast_off, matmul_dtype
+from halfstep.models.vocabulary import WHOLE, Vocabulary
 
 IGNORE_INDEX = -100
 """A target that counts for nothing. **Source:** the default of ``torch.nn.CrossEntropyLoss``."""
@@ -43,6 +44,7 @@ def linear_cross_entropy_sum(
     *,
     ignore_index: int = IGNORE_INDEX,
     chunk_bytes: int = CHUNK_BYTES,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over counted tokens of ``-log softmax(x W^T)[target]`` in fp32, and their number.
 
@@ -57,10 +59,12 @@ def linear_cross_entropy_sum(
         ignore_index: Tokens with this target add nothing to sum, count or gradients.
         chunk_bytes: Most bytes of one chunk's fp32 logits; 16 rows are taken at least. What is
             held at a time is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
+        vocabulary: Where the rows of ``weight_VD`` are; all ranks that hold parts must call alike.
 
     Returns:
         The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on
-        the device of ``x_ND``. With every target ignored, both and all gradients are 0.
+        the device of ``x_ND`` and the same on all ranks that hold parts of the vocabulary. With
+        every target ignored, both and all gradients are 0.
 
     Raises:
         ValueError: Shapes, dtypes or ``chunk_bytes`` do not fit.
@@ -71,19 +75,21 @@ def linear_cross_entropy_sum(
     """
     _check_arguments(x_ND, weight_VD, targets_N, chunk_bytes)
     vocab, device_type = weight_VD.shape[0], x_ND.device.type
-    dtype = matmul_dtype(x_ND, weight_VD)
+    x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
+    dtype = matmul_dtype(x_ND, local_VD)
     grad_is_on = torch.is_grad_enabled()
     try:
         with autocast_off(device_type):
             loss_sum = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
                 x_ND,
-                weight_VD,
+                local_VD,
                 targets_N,
                 ignore_index,
-                rows_per_chunk(vocab, device_type, chunk_bytes),
+                rows_per_chunk(vocabulary.columns(vocab), device_type, chunk_bytes),
                 dtype,
                 grad_is_on and x_ND.requires_grad,
-                grad_is_on and weight_VD.requires_grad,
+                grad_is_on and local_VD.requires_grad,
+                vocabulary,
             )
     except RuntimeError as error:
         if device_type == "cpu":
@@ -112,6 +118,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         dtype: torch.dtype,
         need_x: bool,
         need_weight: bool,
+        vocabulary: Vocabulary,
     ) -> torch.Tensor:
         """Computes loss and both gradients chunk by chunk; autocast must be off."""
         accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
@@ -124,21 +131,22 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
         grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
         grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
-        scales = Fp16Scales(xs_ND, weight) if dtype == torch.float16 else NoScales()
+        fp16 = dtype == torch.float16
+        scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
 
         for start in range(0, xs_ND.shape[0], rows):
             here = slice(start, start + rows)
             x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
             logits_RV = torch.mm(x_RD, weight.t())
             # From here to the cast below is the fp32 island: one chunk of fp32 logits, no more.
-            log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=accumulate)
+            log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
             del logits_RV
-            log_pt_R1 = log_p_RV.gather(1, target_R1)
             loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
             if not (need_x or need_weight):
                 continue
             error_RV = log_p_RV.exp_()
-            error_RV.scatter_(1, target_R1, torch.expm1(log_pt_R1))  # p_t - 1 without cancellation
+            # p_t - 1 without cancellation.
+            vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
             scales.choose(log_pt_R1)
             error_RV = scales.error(error_RV).to(dtype)
             if grad_x_ND is not None:
@@ -170,7 +178,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             None if grad is None else (grad * grad_loss).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None, None)
 
 
 def _check_arguments(

@@ -115,7 +115,9 @@ class GPT(nn.Module):
         """
         tokens_BT, targets_BT = batch
         x_NC = self.hidden(tokens_BT).flatten(0, 1)
-        return linear_cross_entropy_sum(x_NC, self.wte.weight, targets_BT.flatten())
+        return linear_cross_entropy_sum(
+            x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
+        )
 
     def last_logits(
         self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
@@ -167,10 +169,13 @@ class GPT(nn.Module):
 
     def _head(self, x_C: torch.Tensor) -> torch.Tensor:
         """Logits in fp32 of hidden states ``(..., C)``; the same matmul as the loss head."""
-        dtype = matmul_dtype(x_C, self.wte.weight)
+        vocabulary = self.wte.vocabulary
+        x_C, weight_VC = vocabulary.share(x_C), vocabulary.local(self.wte.weight)
+        dtype = matmul_dtype(x_C, weight_VC)
         with autocast_off(x_C.device.type):
-            logits_V = F.linear(x_C.to(dtype), self.wte.weight.to(dtype))
-        return logits_V.to(torch.promote_types(dtype, torch.float32))  # fp64 stays fp64
+            logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
+        wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
+        return vocabulary.gather(logits_V.to(wide))
 
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in order: what to shard, checkpoint or compile one by one."""
@@ -180,21 +185,27 @@ class GPT(nn.Module):
         """How tensor parallelism places each module that owns parameters, by module name.
 
         ``colwise`` splits a linear layer's outputs and ``rowwise`` its inputs (sum the results);
-        ``replicate`` keeps all on every rank; ``vocab`` splits an embedding over its tokens. The
-        number of ranks must divide ``n_head``. ``wte`` is also the head: a strategy that has no
-        vocabulary-parallel loss must replicate it.
+        ``colwise:U`` keeps U outputs together: here query, key and value of a head, so that the
+        number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank; ``vocab``
+        splits an embedding over its tokens, and with it the head, as ``wte`` is both.
 
-        **Source:** Shoeybi et al. 2019, "Megatron-LM", §3.
+        Where the sequence between blocks is split over ranks too, it is from ``wte`` and
+        ``replicate:scatter``, which takes a rank's part of its input's positions, to
+        ``replicate:gather``, whose output is made whole again.
+
+        **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing
+        Activation Recomputation in Large Transformer Models", §4.2.2.
         """
-        plan = {"wte": "vocab", "wpe": "replicate"}
+        head = 3 * self.config.n_embd // self.config.n_head
+        plan = {"wte": "vocab", "wpe": "replicate:scatter"}
         for i in range(self.config.n_layer):
             plan[f"layers.{i}.attn_norm"] = "replicate"
-            plan[f"layers.{i}.attn.qkv"] = "colwise"
+            plan[f"layers.{i}.attn.qkv"] = f"colwise:{head}"
             plan[f"layers.{i}.attn.proj"] = "rowwise"
             plan[f"layers.{i}.mlp_norm"] = "replicate"
             plan[f"layers.{i}.mlp.up"] = "colwise"
             plan[f"layers.{i}.mlp.down"] = "rowwise"
-        plan["final_norm"] = "replicate"
+        plan["final_norm"] = "replicate:gather"
         return plan
 
     def num_parameters(self) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from halfstep.models.vocabulary import Vocabulary
+
 
 class NoScales:
     """The null object beside :class:`Fp16Scales`: fp32 and bf16 have range enough as they are."""
@@ -56,10 +58,16 @@ class Fp16Scales(NoScales):
     _SMALLEST = 2.0**-20
     """Floor for miss and max|X|: 0 must not divide, and less is fp32 rounding noise."""
 
-    def __init__(self, x_ND: torch.Tensor, weight_VD: torch.Tensor) -> None:
-        """Measures both operands once for all chunks; the numbers stay on their device."""
+    def __init__(self, x_ND: torch.Tensor, weight_VD: torch.Tensor, vocabulary: Vocabulary) -> None:
+        """Measures both operands once for all chunks; the numbers stay on their device.
+
+        Args:
+            x_ND: The same on all ranks that hold parts of the vocabulary.
+            weight_VD: The rows that are here.
+            vocabulary: Makes the scales those of the whole table, so the same on all ranks.
+        """
         self._x_max = _largest(x_ND).clamp_(min=self._SMALLEST)
-        self._w_factor = (2 * _largest(weight_VD)).clamp_(min=1)
+        self._w_factor = (2 * vocabulary.largest(_largest(weight_VD))).clamp_(min=1)
 
     def choose(self, log_pt_R1: torch.Tensor) -> None:
         """Chooses s and r for one chunk from ``log_pt_R1 <= 0``, in nats, without a host sync."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.models.gpt_config import GPTConfig
 from halfstep.models.islands import autocast_off
+from halfstep.models.vocabulary import WHOLE, Vocabulary
 
 
 class LayerNorm(nn.LayerNorm):
@@ -60,6 +61,9 @@ class Embedding(nn.Embedding):
 
     **Source:** measured with torch 2.13; ``tests/models/test_layers.py`` pins it.
     """
+
+    vocabulary: Vocabulary = WHOLE
+    """Where the rows are, for a head that uses the table too; tensor parallelism replaces it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the table: ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exact."""

@@ -79,8 +79,8 @@ class PrecisionPolicy:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """How the loss is scaled."""
     casts: Casts = "op"
-    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for all
-    operations of a module when FSDP2 gathers them: cheaper, and residual streams are 16 bit too."""
+    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for a
+    module when FSDP2 gathers its weights: cheaper, and residual streams are 16 bit too."""
     rules: tuple[tuple[str, str], ...] = ()
     """Modules with another format: pairs of a glob over module names (or ``type:`` and a glob over
     class names) and ``"fp32"`` or the compute format. See :mod:`halfstep.precision.rules`."""
@@ -143,7 +143,7 @@ class PrecisionPolicy:
 
     @property
     def name(self) -> str:
-        """The preset's name and what differs, if only reduce, moments and rules do; or all fields."""
+        """The preset's name, and reduce, moments and rules where only these differ; or all."""
         for name, preset in POLICIES.items():
             plain = replace(self, moments="master", rules=(), reduce_dtype=preset.reduce_dtype)
             if plain == preset:

@@ -5,185 +5,191 @@ A checkpoint is a folder ``step-00000020``::
     weights.safetensors    what the optimizer updates: parameters, or fp32 masters
     optimizer.safetensors  "NAME/exp_avg" ...; "rng/cpu", "rng/cuda"
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
-    manifest.json          SHA-256 of each of the above
+    manifest.json          SHA-256 of each of the above, and the index of tensors
+
+Of N ranks that hold pieces of the tensors each writes ``weights-00001-of-0000N.safetensors`` and
+the same of the optimizer, as far as it has something to write. The index
+(:mod:`halfstep.training.index`) says which file has which box of which tensor, so that any number
+of ranks, or one process, reads just what it needs, whatever the layout.
 
 It is written under a temporary name, every file and folder is synced, then it is renamed: a folder
-with the final name is complete. No file format notices a flipped bit by itself, so loading checks
-the manifest before anything is changed. Nothing is ever unpickled.
+with the final name is complete (:mod:`halfstep.training.commit`). No file format notices a flipped
+bit by itself, so loading checks every file that it reads against the manifest before anything is
+changed. Nothing is ever unpickled; ``torch.distributed.checkpoint`` is not used because it reads
+its ``.metadata`` with a raw unpickler, which runs what the file says (measured with torch 2.13).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.files import sync, sync_folder
+from halfstep.errors import CheckpointError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.moments import BROKEN
-from halfstep.optim.state import REMAINDER, TOPS, in_dtype
+from halfstep.optim.state import REMAINDER, in_dtype
+from halfstep.training.commit import Team, list_checkpoints, save_part
+from halfstep.training.index import (
+    FORMAT,
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    Entry,
+    Index,
+    check_index,
+    read_json,
+)
+from halfstep.training.parts import Part, own_part
+from halfstep.training.pieces import Piece
+from halfstep.training.regions import Reader, first_format_index, require_sha256
 
-FORMAT = 1
-WEIGHTS = "weights.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_TEMPORARY = ".unfinished-"  # being written or being removed
+__all__ = [
+    "Checkpoint",
+    "convert_optimizer_tensors",
+    "list_checkpoints",
+    "load_checkpoint",
+    "load_rng_tensors",
+    "optimizer_tensors",
+    "rng_tensors",
+    "save_checkpoint",
+    "set_optimizer_state",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All that a checkpoint holds.
+    """All that a checkpoint holds, or this rank's pieces of it.
 
     Attributes:
         weights: Parameter name to tensor.
         optimizer: ``"NAME/KEY"`` to tensor, and random-number states under ``"rng/"``.
-        state: Plain JSON values.
+        state: Plain JSON values; of several ranks that save, rank 0's are written.
+        pieces: Parameter name, or a whole key of ``optimizer``, to the piece that the tensors are.
+            A parameter's moments are the same piece as it is, its step counter is whole. A tensor
+            that is not in here is whole, and rank 0 writes it.
     """
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+
+    def part(self, rank: int = 0) -> Part:
+        """What a rank writes of it; shares memory with the tensors.
+
+        Raises:
+            CheckpointError: If a tensor does not have its piece's shape.
+        """
+        return own_part(self.weights, self.optimizer, self.state, self.pieces, rank)
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run's ``checkpoints`` folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
-def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    checkpoint: Checkpoint,
+    keep: int,
+    team: Team = Team(),  # noqa: B008  (frozen)
+) -> Path:
     """Write a checkpoint, then remove all but the newest ``keep``.
 
     Args:
-        folder: The run's ``checkpoints`` folder; made if absent.
+        folder: The run's ``checkpoints`` folder, which all ranks share; made if absent.
         step: Optimizer steps taken.
         checkpoint: What to write; every weight and moment must be finite.
         keep: How many to keep, at least 1; none is removed before the new one is safely there.
+        team: The ranks that each call this for the step. They need not do so at the same time:
+            there is no collective; rank 0 waits for the others' receipts.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder; one of this step that exists stays as it is. It is complete when
+        rank 0 returns.
 
     Raises:
-        NonFiniteError: If a weight or moment is NaN or inf; nothing is written or removed, so the
-            last finite checkpoint stays.
-        CheckpointError: If it cannot be written (full disk, no permission); nothing half-made and
-            nothing removed.
+        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0;
+            nothing stays written and nothing is removed, so the last finite checkpoint stays.
+        CheckpointError: If it cannot be written (full disk, no permission), on rank 0 also if
+            another rank could not or has not answered in time; nothing half-made and nothing
+            removed.
     """
-    _require_finite(checkpoint)
-    final = folder / f"step-{step:08d}"
-    if final.exists():
-        return final
-    temporary = folder / f"{_TEMPORARY}{final.name}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-        safetensors.torch.save_file(_storable(checkpoint.weights), temporary / WEIGHTS)
-        safetensors.torch.save_file(_storable(checkpoint.optimizer), temporary / OPTIMIZER)
-        (temporary / STATE).write_text(json.dumps({"format": FORMAT, **checkpoint.state}, indent=1))
-        files = {n: {"sha256": _sha256(temporary / n)} for n in (WEIGHTS, OPTIMIZER, STATE)}
-        (temporary / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
-        sync_folder(temporary)
-        os.rename(temporary, final)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        kept = list_checkpoints(folder)
-        last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-        raise CheckpointError(
-            f"checkpoint {final} cannot be written: {error}; {last}. Free space or move the run's "
-            "folder to another disk, then go on with --resume"
-        ) from error
-    for old in list_checkpoints(folder)[:-keep]:
-        try:  # renamed first: a kill leaves no half of one
-            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
-        except OSError as error:
-            raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
-    return final
+    return save_part(folder, step, checkpoint.part(team.rank), keep, team)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint after checking every file against the manifest.
+def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Checkpoint:
+    """Read a checkpoint, or a rank's pieces of it, whatever layout saved it.
+
+    Args:
+        path: Its folder.
+        wanted: The piece of every parameter that this rank holds; the moments come in the same
+            piece. None reads whole tensors.
+
+    Returns:
+        Tensors in memory of their own. A moment in 8-bit codes comes with its block tops where the
+        piece is one that a rank saved, bit for bit; otherwise decoded to fp32, which
+        :func:`convert_optimizer_tensors` brings into the run's format.
 
     Raises:
-        CheckpointError: If it is missing, incomplete, damaged, foreign or of a newer format; the
-            message names the file.
+        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format or, where
+            pieces are wanted, of another model; the message names the file and the tensor.
+
+    Every file is checked against its SHA-256 before something is read from it; with ``wanted``,
+    only the files that hold something of it, so that N ranks need not each read everything.
     """
-    manifest = _read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
+    index = _index(path)
+    require_sha256(path / STATE, index.files[STATE])
+    state = read_json(path / STATE)
+    if wanted is not None:
+        _require_model(path, index.tensors[WEIGHTS], wanted)
+    found: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
+    with Reader(path, index) as reader:
+        if wanted is None:
+            reader.open_all()
+        for section, tensors in found.items():
+            for name, entry in index.tensors[section].items():
+                piece = _wanted(path, section, name, entry, wanted or {})
+                tensors |= reader.tensor(section, name, piece)
+    return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
+
+
+def _index(path: Path) -> Index:
+    manifest = path / MANIFEST
+    raw = read_json(manifest)
+    if raw.get("format") == FORMAT:
+        return check_index(raw, manifest)
+    if raw.get("format") == 1:
+        return first_format_index(raw, manifest)
+    raise CheckpointError(
+        f"{manifest}: format {str(raw.get('format'))[:40]!r}, this halfstep reads 1 to {FORMAT}"
+    )
+
+
+def _require_model(path: Path, saved: Mapping[str, Entry], wanted: Mapping[str, Piece]) -> None:
+    odd = sorted(set(saved) ^ set(wanted)) or [
+        f"{name} is {entry.shape}, the model's {wanted[name].shape}"
+        for name, entry in saved.items()
+        if entry.shape != wanted[name].shape
+    ]
+    if odd:
+        raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
+
+
+def _wanted(
+    path: Path, section: str, name: str, entry: Entry, wanted: Mapping[str, Piece]
+) -> Piece | None:
+    """The piece of a tensor that belongs to the wanted piece of its parameter; None is all."""
+    piece = wanted.get(name if section == WEIGHTS else name.rpartition("/")[0])
+    if piece is None or not entry.shape or piece.local == piece.shape:
+        return None
+    if entry.shape != piece.shape:
         raise CheckpointError(
-            f"{path / MANIFEST}: format {manifest.get('format')!r}, this halfstep reads {FORMAT}"
+            f"{path}: {name} has shape {entry.shape}, its parameter {piece.shape}: it cannot be "
+            f"cut into pieces as the parameter is; resume on ranks that hold the parameter whole"
         )
-    files = manifest.get("files")
-    if not isinstance(files, dict) or set(files) != {WEIGHTS, OPTIMIZER, STATE}:
-        raise CheckpointError(f"{path / MANIFEST}: not a halfstep checkpoint manifest")
-    for name, expected in files.items():
-        try:
-            actual = _sha256(path / name)
-        except OSError as error:
-            raise CheckpointError(f"{path / name}: cannot be read: {error}") from error
-        if actual != expected.get("sha256"):
-            raise CheckpointError(
-                f"{path / name}: contents do not match the manifest: the file is damaged. Remove "
-                f"{path} to go on from the checkpoint before it"
-            )
-    try:
-        return Checkpoint(
-            safetensors.torch.load_file(path / WEIGHTS),
-            safetensors.torch.load_file(path / OPTIMIZER),
-            _read_json(path / STATE),
-        )
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-
-
-def _require_finite(checkpoint: Checkpoint) -> None:
-    for tensors in (checkpoint.weights, checkpoint.optimizer):
-        for name, tensor in tensors.items():
-            broken = tensor.is_floating_point() and not bool(tensor.isfinite().all())
-            if broken or (name.endswith(TOPS) and bool((tensor == BROKEN).any())):
-                raise NonFiniteError(
-                    f"{name} is not finite: no checkpoint is written from it, and the last one "
-                    "stays as it is",
-                    cause="weights",
-                    parameters=(name,),
-                )
-
-
-def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
-    return value
+    return piece
 
 
 def optimizer_tensors(

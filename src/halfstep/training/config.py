@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tomli_w
 
 from halfstep.data.config import DataConfig
+from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.models.gpt_config import GPTConfig
 from halfstep.precision.nonfinite import OnNonFinite
@@ -60,6 +61,18 @@ class RunConfig:
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
     report_to: Literal["none", "tensorboard"] = "none"
     """Where metrics go besides metrics.jsonl."""
+    parallel: str = ""
+    """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
+    "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
+    sequence_parallel: bool = False
+    """With tensor ranks: split norms and residual streams between them along the sequence."""
+    agree_every: int = 100
+    """Compare loss scale, counts and replicated weights between ranks every this many steps; 0:
+    at the start only."""
+    rank_timeout: float = 300.0
+    """Seconds after which a rank that does not answer ends the run."""
+    background_save: bool = True
+    """Write checkpoints beside training; a step then waits for a copy only."""
     device: str = "auto"
     """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     compile: bool = False
@@ -75,10 +88,13 @@ class RunConfig:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= 1")
         for name in (
             "max_seconds", "block_size", "eval_every", "eval_batches", "save_every",
-            "lost_update_every",
+            "lost_update_every", "agree_every",
         ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
+        if not self.rank_timeout > 0:
+            raise ConfigError(f"run.rank_timeout={self.rank_timeout}; allowed: seconds > 0")
+        Layout.parse(self.parallel)
         OnNonFinite.parse(self.on_nonfinite)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}; allowed: 0 to 2^63 - 1")

@@ -19,23 +19,29 @@ from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
-def choose_device(spec: str) -> torch.device:
+def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
+
+    Args:
+        spec: ``auto`` and ``cuda`` mean the rank's own GPU.
+        local_rank: The rank's number on its machine.
 
     Raises:
         ConfigError: For any other word, or a CUDA device that torch does not see.
     """
     if spec == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        found = torch.cuda.is_available()
+        return torch.device("cuda", local_rank) if found else torch.device("cpu")
     if spec == "cpu":
         return torch.device("cpu")
     kind, _, index = spec.partition(":")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
         raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N")
     count = torch.cuda.device_count()
-    if int(index or 0) >= count:
+    number = int(index) if index else local_rank
+    if number >= count:
         raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", number)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -42,6 +42,7 @@ def evaluate(
     around: Callable[[], AbstractContextManager[None]],
     device: torch.device,
     density: float | None = None,
+    over_ranks: Callable[[Sequence[float]], list[float]] = list,
 ) -> Evaluation:
     """Measure the mean loss over batches; every counted target once.
 
@@ -53,19 +54,20 @@ def evaluate(
         around: Gives the context of a forward pass in the training precision.
         device: Where the model is.
         density: Tokens per byte of text, for bits per byte; None if unknown.
+        over_ranks: Adds up sums over the ranks that share the batches.
 
     Raises:
         DataError: If there is no target at all.
     """
-    total = 0.0
-    count = 0
+    total = count = 0.0
     for batch in batches:
         with around():
             loss, n = loss_sum(to_device(batch, device))
         total += float(loss)
         count += int(n)
+    total, count = over_ranks([total, count])
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")
     loss_mean = total / count
     bits = None if density is None else loss_mean / math.log(2) * density
-    return Evaluation(loss_mean, count, bits)
+    return Evaluation(loss_mean, int(count), bits)

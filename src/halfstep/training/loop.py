@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.diagnostics.group_report import LOUD, GroupReport
 from halfstep.diagnostics.lost_updates import LostUpdateMeter
-from halfstep.errors import ConfigError, NonFiniteError
+from halfstep.errors import NonFiniteError
 from halfstep.precision.result import StepResult
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from halfstep.training.config import TrainConfig
-from halfstep.training.environment import gemm_flops_per_second
+from halfstep.training.checkpoint import list_checkpoints
 from halfstep.training.evaluate import Evaluation
 from halfstep.training.interrupt import Interrupt
-from halfstep.training.metrics import MetricsFile, Record, peak_memory_bytes
-from halfstep.training.run_folder import RunFolder
+from halfstep.training.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
+from halfstep.training.pace import Pace
+from halfstep.training.run_folder import CHECKPOINTS, METRICS
+from halfstep.training.saver import Saver
 from halfstep.training.schedule import learning_rate
 from halfstep.training.session import Session
 from halfstep.training.step import train_step
 
-# What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
-# and where prepared data is kept.
-RESUMABLE = frozenset(
-    {"data.cache_dir", "on_nonfinite", "max_steps", "max_seconds", "eval_every", "eval_batches",
-     "lost_update_every", "save_every", "keep", "output_dir", "report_to"}
-)  # fmt: skip
+STOPS = ("", "max_seconds", "SIGINT", "SIGTERM")
+"""Why a run ends before its last step; of several ranks' reasons, the last one here counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
-        checkpoint: The checkpoint written after the step, if any.
+        checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name or ``"max_seconds"``.
         verdicts: Of the lost-update meter on groups that lose much, once a group and process.
@@ -53,57 +50,40 @@ class Tick:
     verdicts: tuple[str, ...] = ()
 
 
-def resume(session: Session, folder: RunFolder) -> Path | None:
-    """Bring a session to its run's newest checkpoint; None if there is none yet.
-
-    Raises:
-        CheckpointError: If the newest checkpoint is damaged or of another run.
-    """
-    found = list_checkpoints(folder.checkpoints)
-    if not found:
-        return None
-    session.restore(load_checkpoint(found[-1]), found[-1])
-    return found[-1]
-
-
-def require_resumable(
-    saved: TrainConfig, wanted: TrainConfig, *, other_precision: bool = False
-) -> None:
-    """Refuse to resume with a configuration that computes something else.
-
-    Args:
-        saved: Of the run.
-        wanted: To go on with.
-        other_precision: Another precision was asked for by name; a checkpoint's exact masters
-            allow it.
-
-    Raises:
-        ConfigError: Naming every key that differs and may not.
-    """
-    a, b = _flat(saved), _flat(wanted)
-    allowed = RESUMABLE | ({"precision"} if other_precision else set())
-    changed = [key for key in a if a[key] != b[key] and key not in allowed]
-    if changed:
-        listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
-        raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
-
-
-def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
+def train(session: Session, path: Path) -> Iterator[Tick]:
     """Train to the end of the run, or until a signal or the time limit; yield after every step.
 
-    Metrics are written before each yield, checkpoints every ``save_every`` steps and at the end.
+    Rank 0 writes metrics before each yield; all save a checkpoint every ``save_every`` steps and at
+    the end. All ranks iterate together.
+
+    Args:
+        session: New, or brought to a checkpoint.
+        path: The run folder, which all ranks share.
 
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
+        PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
-    config, settings = session.config, session.config.run
-    pace = _Pace(session)
+    config, settings, world = session.config, session.config.run, session.world
+    folder = path / CHECKPOINTS
+    pace = Pace(session)
     max_norm = config.optimizer.max_norm or None
-    metrics = MetricsFile(folder.metrics, keep_until_step=session.step)
+    session.check_agreement("before the first step")
+    saver = Saver(
+        folder,
+        settings.keep,
+        world.rank,
+        world.size,
+        world.share(secrets.token_hex(8)),
+        settings.background_save,
+    )
+    metrics: MetricsFile | NoMetrics = NoMetrics()
+    if world.is_main:
+        metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
     started = time.perf_counter()
     try:
-        with Interrupt() as interrupt, closing(_Losses(session)) as losses:
+        with closing(saver), Interrupt() as interrupt, closing(_Losses(session)) as losses:
             while session.step < settings.max_steps:
                 begin = time.perf_counter()
                 lr = learning_rate(
@@ -118,6 +98,7 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                     result = train_step(
                         session.loss_sum,
                         session.precision,
+                        session.strategy,
                         batches,
                         learning_rate=lr,
                         max_norm=max_norm,
@@ -131,16 +112,16 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                 session.tokens += settings.batch_size * config.block_size
                 seconds = time.perf_counter() - begin
 
-                stopped_by = interrupt.requested
-                if settings.max_seconds and time.perf_counter() - started > settings.max_seconds:
-                    stopped_by = stopped_by or "max_seconds"
+                late = settings.max_seconds and time.perf_counter() - started > settings.max_seconds
+                reason = interrupt.requested or ("max_seconds" if late else "")
+                stopped_by = STOPS[world.largest(STOPS.index(reason))]
                 finished = session.step == settings.max_steps
                 last = finished or bool(stopped_by)
                 evaluation = None
                 if (
                     _due(session.step, settings.eval_every)
                     or finished
-                    or (last and not interrupt.requested)
+                    or stopped_by == "max_seconds"
                 ):
                     begin = time.perf_counter()
                     evaluation = session.evaluate()
@@ -148,11 +129,11 @@ def train(session: Session, folder: RunFolder) -> Iterator[Tick]:
                 lost = losses.measured() if result.applied else ()
                 record = _record(session, result, lr, seconds, pace, evaluation, lost)
                 metrics.write(record)  # before the checkpoint, so that no resume misses the line
-                checkpoint = None
+                if _due(session.step, settings.agree_every):
+                    session.check_agreement()
                 if _due(session.step, settings.save_every) or last:
-                    checkpoint = save_checkpoint(
-                        folder.checkpoints, session.step, session.checkpoint(), settings.keep
-                    )
+                    saver.save(session.step, session.checkpoint())
+                checkpoint = saver.wait() if last else saver.finished()
                 pace.stepped(seconds)
                 left, verdicts = pace.seconds_left(), losses.verdicts(lost)
                 yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
@@ -167,8 +148,9 @@ class _Losses:
 
     def __init__(self, session: Session) -> None:
         run = session.config.run
+        every = run.lost_update_every if session.world.is_main else 0  # on what it holds itself
         self._meter = LostUpdateMeter(
-            session.precision, every=run.lost_update_every, seed=run.seed, start=session.applied
+            session.precision, every=every, seed=run.seed, start=session.applied
         )
         self._told: set[str] = set()
 
@@ -187,42 +169,6 @@ class _Losses:
         self._meter.close()
 
 
-class _Pace:
-    """How fast the run goes: for the metrics' rates and for the time left."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.flops_per_step = (
-            session.model.flops_per_token(session.config.block_size)
-            * session.config.run.batch_size
-            * session.config.block_size
-        )
-        self.gemm = gemm_flops_per_second(session.precision.policy, session.device)
-        self._steps: list[float] = []
-        self._evaluations: list[float] = []
-
-    def stepped(self, seconds: float) -> None:
-        self._steps = [*self._steps[-19:], seconds]
-
-    def evaluated(self, seconds: float) -> None:
-        self._evaluations = [*self._evaluations[-4:], seconds]
-
-    def seconds_left(self) -> float:
-        """Steps left at the recent median, and evaluations left."""
-        run, step = self._session.config.run, self._session.step
-        per_step = sorted(self._steps)[len(self._steps) // 2]
-        steps = run.max_steps - step
-        every = run.eval_every or run.max_steps
-        evaluations = -(-run.max_steps // every) - step // every
-        # Before the first evaluation: a forward is a third of a step's arithmetic.
-        per_evaluation = (
-            sum(self._evaluations) / len(self._evaluations)
-            if self._evaluations
-            else per_step / 3 * run.eval_batches
-        )
-        return steps * per_step + max(evaluations, 0) * per_evaluation
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -232,12 +178,13 @@ def _record(
     result: StepResult,
     lr: float,
     seconds: float,
-    pace: _Pace,
+    pace: Pace,
     evaluation: Evaluation | None,
     lost: Sequence[GroupReport],
 ) -> Record:
     run = session.config.run
     rate = pace.flops_per_step / seconds
+    sent, fp32 = session.strategy.traffic(run.grad_accum)
     return Record(
         step=session.step,
         applied=result.applied,
@@ -253,6 +200,8 @@ def _record(
         calibrating=result.calibrating or None,
         rolled_back=result.rolled_back or None,
         skipped_total=result.skipped_total,
+        sent_bytes=sent.total or None,
+        sent_bytes_fp32=fp32.total or None,
         tokens=session.tokens,
         tokens_per_second=run.batch_size * session.config.block_size / seconds,
         flops_per_second=rate,
@@ -261,28 +210,9 @@ def _record(
     )
 
 
-def _stopped(error: NonFiniteError, step: int, folder: RunFolder) -> NonFiniteError:
-    kept = list_checkpoints(folder.checkpoints)
+def _stopped(error: NonFiniteError, step: int, folder: Path) -> NonFiniteError:
+    kept = list_checkpoints(folder)
     last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
     return NonFiniteError(
         f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
     )
-
-
-def _flat(config: TrainConfig) -> dict[str, object]:
-    """Key to value; the run's own keys without their section, as the table above spells them."""
-    values: dict[str, object] = {}
-    for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
-        part = getattr(config, name)
-        if isinstance(part, str):
-            values[name] = part
-            continue
-        prefix = "" if name == "run" else f"{name}."
-        for key in type(part).__dataclass_fields__:
-            values[prefix + key] = getattr(part, key)
-    return values
-
-
-def with_run_folder(config: TrainConfig, path: Path) -> TrainConfig:
-    """The configuration with its run folder filled in."""
-    return replace(config, run=replace(config.run, output_dir=str(path)))

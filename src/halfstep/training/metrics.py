@@ -47,6 +47,10 @@ class Record:
     """True if the weights went back to an earlier step's."""
     skipped_total: int | None = None
     """Skipped steps so far."""
+    sent_bytes: int | None = None
+    """With several ranks: bytes that each sends for gradients and parameters in a step."""
+    sent_bytes_fp32: int | None = None
+    """What it would send if all of it travelled in fp32."""
     tokens: int | None = None
     """Target tokens trained on so far, skipped steps included."""
     tokens_per_second: float | None = None
@@ -101,6 +105,16 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class NoMetrics:
+    """The null object: of ranks that do not write."""
+
+    def write(self, record: Record) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _kept(path: Path, last_step: int) -> list[str]:

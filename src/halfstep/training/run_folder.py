@@ -34,6 +34,8 @@ from halfstep.training.config import (
 from halfstep.training.environment import environment
 from halfstep.training.session import Session
 
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 # What a process that was killed while it made the folder may have left there.
 _UNFINISHED = {"run.lock", "tokenizer", "env.json", "config.toml.tmp"}
 
@@ -44,16 +46,6 @@ class RunFolder:
 
     path: Path
     _lock: IO[str]
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics file."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
 
     def close(self) -> None:
         """Release the lock."""
@@ -144,7 +136,7 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
         CheckpointError: If it has no checkpoint, or a damaged one.
     """
     run_config(path)
-    found = list_checkpoints(path / "checkpoints")
+    found = list_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
     checkpoint = load_checkpoint(found[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,15 @@ from typing import Any
 
 import torch
 
-from halfstep.data.batches import batch, validation_batches
+from halfstep.data.batches import IGNORED, batch, validation_batches
 from halfstep.data.prepare import PreparedData, prepare
 from halfstep.data.tokenizer import Tokenizer
+from halfstep.distributed.agreement import check_agreement
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import plan_of
+from halfstep.distributed.select import choose_strategy
+from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import load_gpt2
@@ -22,15 +29,14 @@ from halfstep.precision.step import Precision
 from halfstep.training.checkpoint import (
     Checkpoint,
     convert_optimizer_tensors,
-    load_rng_tensors,
     optimizer_tensors,
-    rng_tensors,
     set_optimizer_state,
 )
 from halfstep.training.config import TrainConfig, config_to_table
 from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Evaluation, evaluate, tokens_per_byte
 from halfstep.training.optimizer import make_optimizer
+from halfstep.training.pieces import Piece, piece_of
 from halfstep.training.step import Batch, LossSum
 
 Progress = Callable[[str, int, int], None]
@@ -41,12 +47,16 @@ class Session:
     """A run in memory: model, optimizer and precision, data, and how far it has come."""
 
     config: TrainConfig
+    world: World
     device: torch.device
     data: PreparedData
     model: GPT
+    strategy: Strategy
     precision: Precision
     loss_sum: LossSum
     """The model's loss, compiled where asked."""
+    pieces: dict[str, Piece]
+    """What this rank holds of every parameter."""
     step: int = 0
     """Steps taken, skipped ones included."""
     tokens: int = 0
@@ -57,30 +67,49 @@ class Session:
         """Steps that updated the weights."""
         return self.step - self.precision.skipped_total
 
+    @property
+    def share(self) -> range:
+        """This rank's sequences of a step's batch; shares differ by one where ranks do not fit."""
+        size, ranks = self.config.run.batch_size, self.strategy.layout.batch_ranks
+        return _share(size, self.strategy.batch_rank, ranks)
+
     def micro_batches(self) -> list[Batch]:
-        """The next step's batch, split for accumulation; a pure function of seed and step."""
+        """This rank's part of the next step's batch, split for accumulation.
+
+        A pure function of seed, step and share; so is the random state it leaves for dropout.
+        """
         run = self.config.run
-        size = run.batch_size // run.grad_accum
+        share = self.share
+        parts = [_share(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
+        torch.manual_seed(_dropout_seed(run.seed, self.step, self.strategy.batch_rank))
         return [
             batch(
                 self.data.train,
                 seed=run.seed,
                 step=self.step,
-                sequences=range(first, first + size),
+                sequences=share[part.start : part.stop],
                 block_size=self.config.block_size,
             )
-            for first in range(0, run.batch_size, size)
+            for part in parts
         ]
 
     def validation_batches(self) -> Iterable[Batch]:
-        """What one evaluation measures: always the same windows."""
+        """This rank's rows of what one evaluation measures: always the same windows."""
         run = self.config.run
-        return validation_batches(
+        layout = self.strategy.layout
+        whole = validation_batches(
             self.data.validation,
             block_size=self.config.block_size,
             batch_size=run.batch_size // run.grad_accum,
             max_batches=run.eval_batches * run.grad_accum or None,
         )
+        for tokens_BT, targets_BT in whole:
+            rows = _share(len(tokens_BT), self.strategy.batch_rank, layout.batch_ranks)
+            if rows:
+                here = slice(rows.start, rows.stop)
+                yield tokens_BT[here], targets_BT[here]
+            else:  # all ranks run as often: a row that does not count
+                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
 
     def evaluate(self) -> Evaluation:
         """Validation loss in the training precision."""
@@ -92,8 +121,10 @@ class Session:
                 self.precision.autocast,
                 self.device,
                 tokens_per_byte(self.data.validation),
+                self.strategy.sum,
             )
         finally:
+            self.strategy.settle_(self.model)
             self.model.train()
 
     def _data_hashes(self) -> list[str]:
@@ -115,15 +146,20 @@ class Session:
         }
         names = {parameter: name for name, parameter in named.items()}
         (used,) = self.precision.optimizers
-        optimizer = optimizer_tensors(used, names) | rng_tensors(self.device)
-        return Checkpoint(dict(self.precision.masters.items()), optimizer, state)
+        optimizer = optimizer_tensors(used, names)
+        return Checkpoint(dict(self.precision.masters.items()), optimizer, state, self.pieces)
+
+    def check_agreement(self, when: str = "") -> None:
+        """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
+        check_agreement(self.precision, self.model, self.strategy.layout, step=self.step, when=when)
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
         """Go on from a checkpoint of a run with the same model and data, in any precision.
 
-        With another policy than the checkpoint's, its exact fp32 masters become this policy's
-        weights and the moments are converted to this policy's format.
+        Its tensors are this rank's pieces, whatever layout saved them. With another policy than the
+        checkpoint's, its exact fp32 masters become this policy's weights and the moments are
+        converted to this policy's format.
 
         Raises:
             CheckpointError: If it belongs to another run; nothing is changed then.
@@ -144,45 +180,74 @@ class Session:
             odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
             raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
         names = {parameter: name for name, parameter in named.items()}
+        # the first format kept a random state, which now follows from seed and step
         moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
         (used,) = self.precision.optimizers
         states = convert_optimizer_tensors(used, names, moments)
         saved = {**state["precision"], "masters": {}}
         self.precision.load_state_dict(saved, weights=checkpoint.weights)
         set_optimizer_state(used, states)
-        load_rng_tensors(self.device, checkpoint.optimizer)
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
 
 
-def open_session(config: TrainConfig, progress: Progress, *, resuming: bool = False) -> Session:
-    """Prepare data and build the model; refuse here whatever cannot be run.
+def open_session(
+    config: TrainConfig,
+    progress: Progress,
+    *,
+    resuming: bool = False,
+    world: World = World.alone(),  # noqa: B008  (frozen)
+) -> Session:
+    """Prepare data and build the model; refuse here whatever cannot be run. All ranks together.
 
     Args:
         config: Of a new run, or the resolved one of a run to go on with.
         progress: Called while data is prepared.
         resuming: Weights will be restored, so ``run.init_from`` is not read again.
+        world: The ranks.
 
     Raises:
-        HalfstepError: For data, configuration, precision or model folder that cannot be used. No
-            run folder exists yet.
+        HalfstepError: For data, configuration, precision, layout or model folder that cannot be
+            used. No run folder exists yet.
     """
-    device = choose_device(config.run.device)
-    require_support(parse_policy(config.precision), device)
-    data = prepare(config.data, progress=progress)
-    torch.manual_seed(config.run.seed)  # dropout; weights and batches have generators of their own
-    model = _make_model(config, data.tokenizer, resuming).to(device)
-    config = dataclasses.replace(config, model=model.config)
-    if config.run.block_size > model.config.block_size:
+    run = config.run
+    device = choose_device(run.device, world.local_rank)
+    if world.size > 1 and run.device.startswith("cuda:"):
         raise ConfigError(
-            f"run.block_size={config.run.block_size} is over the {model.config.block_size} "
-            f"positions of run.init_from={config.run.init_from}"
+            f"run.device={run.device} would put all {world.size} ranks on one GPU; use --device "
+            "cuda, which gives each its own"
         )
     policy = parse_policy(config.precision)
-    optimizer = make_optimizer(model, config.optimizer, policy, seed=config.run.seed)
-    precision = Precision(policy, model, optimizer, on_nonfinite=config.run.on_nonfinite)
-    loss_sum: LossSum = torch.compile(model.loss_sum) if config.run.compile else model.loss_sum
-    session = Session(config, device, data, model.train(), precision, loss_sum)
+    require_support(policy, device)
+    layout = Layout.choose(run.parallel, world.size)
+    strategy = choose_strategy(
+        layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
+    )
+    if run.batch_size < layout.batch_ranks * run.grad_accum:
+        raise ConfigError(
+            f"run.batch_size={run.batch_size} is too small for {layout.batch_ranks} ranks with "
+            f"different data and run.grad_accum={run.grad_accum} micro-batches each; allowed: "
+            f"{layout.batch_ranks * run.grad_accum} or more"
+        )
+    data = world.first_on_machine(lambda: prepare(config.data, progress=progress))
+    model = _make_model(config, data.tokenizer, resuming).to(device)
+    config = dataclasses.replace(config, model=model.config)
+    if run.block_size > model.config.block_size:
+        raise ConfigError(
+            f"run.block_size={run.block_size} is over the {model.config.block_size} "
+            f"positions of run.init_from={run.init_from}"
+        )
+    strategy.place_(model, plan_of(model))
+    optimizer = make_optimizer(model, config.optimizer, policy, seed=run.seed)
+    precision = Precision(
+        policy, model, optimizer, on_nonfinite=run.on_nonfinite, ranks=strategy.ranks
+    )
+    strategy.attach_(precision)
+    loss_sum: LossSum = torch.compile(model.loss_sum) if run.compile else model.loss_sum
+    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters()}
+    session = Session(
+        config, world, device, data, model.train(), strategy, precision, loss_sum, pieces
+    )
     for part, first in (
         ("training", session.micro_batches),
         ("validation", lambda: next(iter(session.validation_batches()))),
@@ -192,6 +257,17 @@ def open_session(config: TrainConfig, progress: Progress, *, resuming: bool = Fa
         except DataError as error:
             raise DataError(f"the {part} data is too short: {error}") from error
     return session
+
+
+def _share(size: int, rank: int, ranks: int) -> range:
+    """Which of ``size`` things a rank takes; the shares follow each other without a gap."""
+    return range(rank * size // ranks, (rank + 1) * size // ranks)
+
+
+def _dropout_seed(seed: int, step: int, batch_rank: int) -> int:
+    """A seed for each step and share: a resumed run needs no random state, whatever its layout."""
+    text = f"dropout {seed} {step} {batch_rank}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.batches import IGNORED
+from halfstep.distributed.strategy import Strategy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -23,17 +24,19 @@ def count_targets(batches: Sequence[Batch]) -> int:
 def train_step(
     loss_sum: LossSum,
     precision: Precision,
+    strategy: Strategy,
     batches: Sequence[Batch],
     *,
     learning_rate: float,
     max_norm: float | None,
 ) -> StepResult:
-    """Take one step; the loss is the mean over all target tokens of all micro-batches.
+    """Take one step; the loss is the mean over all target tokens of all ranks' micro-batches.
 
     Args:
         loss_sum: Gives the summed loss (fp32 scalar) and the count of one micro-batch.
         precision: Model and optimizer under their policy.
-        batches: Micro-batches of (tokens, targets), int64 (B, T), on the host.
+        strategy: How they lie over the ranks, all of which call this together.
+        batches: This rank's micro-batches of (tokens, targets), int64 (B, T), on the host.
         learning_rate: For this step.
         max_norm: Clip the global gradient norm to this, or None.
 
@@ -43,12 +46,15 @@ def train_step(
     Raises:
         NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
     """
-    n = count_targets(batches)  # before any backward: k micro-batches then equal one batch
-    for batch in batches:
-        with precision.autocast():
-            total, _ = loss_sum(to_device(batch, precision.device))
-            loss = total / n
-        precision.backward(loss)
+    # before any backward: micro-batches and ranks of any size then add up to one batch
+    (n,) = strategy.sum([count_targets(batches)])
+    for number, batch in enumerate(batches, start=1):
+        with strategy.micro_batch(last=number == len(batches)):
+            with precision.autocast():
+                total, _ = loss_sum(to_device(batch, precision.device))
+                loss = total / n
+            precision.backward(loss)
+    strategy.finish()
     for optimizer in precision.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate

@@ -1,0 +1,69 @@
+"""For a training loop with torch's own DistributedDataParallel: sums in a format of your choice."""
+
+# No "from __future__ import annotations" here: DDP compares a hook's annotations with the types.
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.distributed.flat_sums import add_by_rank, check_reduce_dtype, gather
+
+Hook = Callable[[dist.ProcessGroup | None, Any], torch.futures.Future[Tensor]]
+
+
+def sum_hook(reduce_dtype: torch.dtype) -> Hook:
+    """A DDP communication hook: gradients are summed, not averaged, in ``reduce_dtype``.
+
+    Use it as ``ddp_model.register_comm_hook(group, sum_hook(torch.bfloat16))``, with ``group`` that
+    of DDP, or None for the default one. Divide the loss by what the whole batch of all ranks
+    counts, not by a rank's share.
+
+    Args:
+        reduce_dtype: On the wire: fp32, bf16 or fp16. 16 bit numbers are added in fp32 and rounded
+            once, as in :mod:`halfstep.distributed.flat_sums`; the exchange of parts is then waited
+            for within the hook, and only the gathering overlaps with backward.
+
+    Returns:
+        The hook.
+
+    Raises:
+        PrecisionError: For another format.
+    """
+    check_reduce_dtype(reduce_dtype)
+
+    def hook(
+        state: dist.ProcessGroup | None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
+    ) -> torch.futures.Future[Tensor]:
+        group = dist.group.WORLD if state is None else state
+        assert group is not None, "DDP has one"
+        buffer = bucket.buffer()
+        if reduce_dtype == torch.float32:
+            wide = buffer.float()
+            work = dist.all_reduce(wide, group=group, async_op=True)
+            return _then(work, buffer, wide)
+        ranks = dist.get_world_size(group)
+        padded = -(-buffer.numel() // ranks) * ranks
+        wire = torch.zeros(padded, dtype=reduce_dtype, device=buffer.device)
+        wire[: buffer.numel()].copy_(buffer)
+        received = torch.empty_like(wire)
+        dist.all_to_all_single(received, wire, group=group)
+        part = torch.empty_like(wire[: padded // ranks])
+        total = torch.empty_like(part, dtype=torch.float32)
+        add_by_rank(received.view(ranks, -1), total, part)
+        return _then(gather(wire, part, group), buffer, wire[: buffer.numel()])
+
+    return hook
+
+
+def _then(work: Any, buffer: Tensor, sums: Tensor) -> torch.futures.Future[Tensor]:
+    """When the work is done: the bucket's buffer with the sums in it."""
+
+    def write(done: torch.futures.Future[Any]) -> Tensor:
+        done.value()  # raises what the collective raised
+        return buffer if sums is buffer else buffer.copy_(sums)
+
+    future: torch.futures.Future[Tensor] = work.get_future().then(write)
+    return future

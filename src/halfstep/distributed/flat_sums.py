@@ -1,0 +1,160 @@
+"""Sums of flat buffers over the ranks, in two phases that overlap with other work.
+
+In fp32 that is one all-reduce. In 16 bits a ring all-reduce would round after every one of its
+n - 1 additions; here each rank sends every other one its part, adds what it received in fp32, and
+sends the sum around::
+
+    buffer    = round16(gradients)                       one rounding on each rank
+    received  = all_to_all(parts of buffer)              (n - 1) / n of the bytes
+    part      = round16(received[0] + received[1] + ...) in fp32, by rank; one rounding
+    result    = all_gather(part)                         (n - 1) / n of the bytes
+
+The bytes are those of a ring all-reduce in 16 bits, and the order of the additions is fixed, so the
+bits of the result do not depend on how the numbers are spread over buffers.
+
+An fp16 overflow becomes inf and stays it; NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
+from halfstep.errors import PrecisionError
+from halfstep.precision.policy import DTYPES, dtype_name
+
+
+class FlatSum(Protocol):
+    """One buffer's sum; every rank makes the same calls in the same order."""
+
+    buffer: Tensor
+    """This rank's numbers, 1-D, written before :meth:`start`."""
+    result: Tensor
+    """The sum, after :meth:`wait`; it may be the same memory."""
+    sent_bytes: int
+    """What one rank sends for one sum."""
+
+    def start(self) -> None:
+        """Launch the first phase."""
+
+    def advance(self) -> None:
+        """Launch the second phase; needed before the next buffer starts."""
+
+    def wait(self) -> None:
+        """Let the host (on CUDA: the current stream) wait for ``result``."""
+
+
+class DirectSum:
+    """An all-reduce in place."""
+
+    def __init__(self, elements: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.result = self.buffer = torch.zeros(elements, device=device)
+        self.sent_bytes = all_reduce(self.buffer.nbytes, dist.get_world_size(group))
+        self._group = group
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Launch it."""
+        self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
+
+    def advance(self) -> None:
+        """There is one phase."""
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._work.wait()
+        self._work = None
+
+
+class Scratch:
+    """What buffers need between their phases, one after the other: memory of the largest one."""
+
+    def __init__(self, elements: int, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.received = torch.zeros(elements, dtype=dtype, device=device)
+        self.total = torch.zeros(elements // ranks, device=device)
+
+
+class RoundedSum:
+    """16 bits on the wire, additions in fp32."""
+
+    def __init__(
+        self,
+        elements: int,
+        group: dist.ProcessGroup,
+        scratch: Scratch,
+        result_dtype: torch.dtype,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            elements: A multiple of the number of ranks.
+            group: Whose ranks add.
+            scratch: Of the wire's dtype, for as many elements or more.
+            result_dtype: Of ``result``: the wire's dtype or fp32.
+        """
+        self._group, self._scratch = group, scratch
+        self._ranks = dist.get_world_size(group)
+        self.buffer = torch.zeros_like(scratch.received[:elements])
+        self._part = torch.zeros_like(self.buffer[: elements // self._ranks])
+        same = result_dtype == self.buffer.dtype
+        self.result = self.buffer if same else torch.zeros_like(self.buffer, dtype=result_dtype)
+        size = self.buffer.nbytes
+        self.sent_bytes = reduce_scatter(size, self._ranks) + all_gather(size, self._ranks)
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Send every rank its part."""
+        self._work = dist.all_to_all_single(
+            self._scratch.received[: self.buffer.numel()],
+            self.buffer,
+            group=self._group,
+            async_op=True,
+        )
+
+    def advance(self) -> None:
+        """Add the parts that came, by rank, and send the sum to all."""
+        self._work.wait()
+        received = self._scratch.received[: self.buffer.numel()].view(self._ranks, -1)
+        add_by_rank(received, self._scratch.total[: self._part.numel()], self._part)
+        self._work = gather(self.buffer, self._part, self._group)
+
+    def wait(self) -> None:
+        """Wait for all parts, and widen them."""
+        self._work.wait()
+        self._work = None
+        if self.result is not self.buffer:
+            self.result.copy_(self.buffer)
+
+
+def add_by_rank(received: Tensor, total: Tensor, part: Tensor) -> None:
+    """Write the sum of the rows, added in fp32 from the first to the last and rounded once.
+
+    Args:
+        received: (ranks, elements), 16 bit.
+        total: (elements,) fp32, overwritten.
+        part: (elements,), 16 bit: the result.
+    """
+    total.copy_(received[0])
+    for other in received[1:]:
+        total.add_(other)
+    part.copy_(total)
+
+
+def gather(result: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start to gather the ranks' parts one after the other; torch 2.13 has a new name for it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(result, part, group=group, async_op=True)
+
+
+def check_reduce_dtype(dtype: torch.dtype) -> None:
+    """Refuse a format that gradients cannot be summed in.
+
+    Raises:
+        PrecisionError: If it is none of fp32, bf16 and fp16.
+    """
+    if dtype not in DTYPES.values():
+        raise PrecisionError(f"reduce={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")

@@ -1,0 +1,185 @@
+"""Pieces: which box of a whole tensor a rank holds, and who writes it into a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from halfstep.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a whole tensor.
+
+    Attributes:
+        shape: Of the whole tensor.
+        offset: The box's first index along each dim.
+        local: The box's own shape; with a 0 in it, the box is empty.
+        written: Whether this rank writes it into a checkpoint. Of the ranks that hold the same box
+            exactly one does.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    written: bool = True
+
+    @classmethod
+    def whole(cls, shape: Iterable[int], *, written: bool = True) -> Piece:
+        """All of a tensor."""
+        shape = tuple(shape)
+        return cls(shape, (0,) * len(shape), shape, written)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.local)
+
+    def is_same_box(self, other: Piece) -> bool:
+        """Whether both are the same part of equally shaped tensors."""
+        return (self.shape, self.offset, self.local) == (other.shape, other.offset, other.local)
+
+
+def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
+    """The piece of a whole tensor that this rank holds.
+
+    Args:
+        tensor: A DTensor, or a plain tensor, which every rank holds whole and rank 0 writes.
+        rank: This process's global rank; None asks ``torch.distributed``.
+
+    Returns:
+        The piece. It is written where the rank's coordinate is 0 on every mesh axis along which the
+        tensor is replicated, and the mesh holds global rank 0: of several meshes side by side, each
+        of which holds the tensor (tensor parallel within data parallel), one writes.
+
+    Raises:
+        CheckpointError: If the tensor is not cut into boxes, or holds sums that are not finished.
+    """
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if not isinstance(tensor, DTensor):
+        return Piece.whole(tensor.shape, written=rank == 0)
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # a rank outside the mesh
+        return Piece(shape, (0,) * len(shape), (0,) * len(shape), written=False)
+    piece = local_piece(shape, tensor.placements, tuple(mesh.mesh.shape), coordinate)
+    held = tuple(tensor.to_local().shape)
+    if piece.local != held:
+        raise CheckpointError(
+            f"a DTensor of shape {shape} placed {tensor.placements} holds {held} on rank {rank}, "
+            f"its placements say {piece.local}: it cannot be saved; make it by distribute_tensor, "
+            "fully_shard or parallelize_module"
+        )
+    return replace(piece, written=piece.written and bool((mesh.mesh == 0).any()))
+
+
+def local_piece(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> Piece:
+    """The piece that a coordinate of a mesh holds.
+
+    Args:
+        shape: Of the whole tensor.
+        placements: One for each mesh axis.
+        sizes: Of the mesh axes.
+        coordinate: The rank's place on each mesh axis.
+
+    Raises:
+        CheckpointError: If it is no box, or a placement is neither a shard nor replicated.
+
+    Axes are taken from left to right, each cuts what the axes before it left, into parts as
+    ``torch.chunk`` makes them: ceil(n / parts) elements, the last ones fewer or none. FSDP2 over
+    tensor parallel cuts the same dim from right to left: its placement has a ``split_factor``.
+    """
+    indices: list[Sequence[int]] = [range(n) for n in shape]
+    written = True
+    for placement, parts, number in zip(placements, sizes, coordinate, strict=True):
+        if placement.is_replicate():
+            written = written and number == 0
+            continue
+        factor = getattr(placement, "split_factor", None)
+        if factor is None and type(placement) is not Shard:
+            raise CheckpointError(
+                f"a DTensor of shape {tuple(shape)} is placed {placement} on a mesh axis; a "
+                "checkpoint takes Shard and Replicate: redistribute it before"
+            )
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        indices[dim] = (
+            _chunk(indices[dim], parts, number)
+            if factor is None
+            else [
+                index
+                for part in range(factor)
+                for index in _chunk(_chunk(indices[dim], factor, part), parts, number)
+            ]
+        )
+    for found in indices:
+        if found and found[-1] - found[0] + 1 != len(found):  # they ascend
+            raise CheckpointError(
+                f"a DTensor of shape {tuple(shape)} placed {tuple(placements)} on a mesh of "
+                f"{tuple(sizes)} is not cut into boxes: it cannot be saved; choose a layout whose "
+                "sizes divide its dims"
+            )
+    local = tuple(len(found) for found in indices)
+    return Piece(tuple(shape), tuple(f[0] if f else 0 for f in indices), local, written)
+
+
+def _chunk(indices: Sequence[int], parts: int, number: int) -> Sequence[int]:
+    size = -(-len(indices) // parts)
+    return indices[number * size : (number + 1) * size]
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(a: Piece, b: Piece) -> tuple[Slices, Slices] | None:
+    """Where two boxes of one tensor meet, as slices of the first and of the second; None: nowhere.
+
+    Two boxes of a tensor of 0 dims meet.
+    """
+    in_a, in_b = [], []
+    for a0, a_size, b0, b_size in zip(a.offset, a.local, b.offset, b.local, strict=True):
+        start, stop = max(a0, b0), min(a0 + a_size, b0 + b_size)
+        if start >= stop:
+            return None
+        in_a.append(slice(start - a0, stop - a0))
+        in_b.append(slice(start - b0, stop - b0))
+    return tuple(in_a), tuple(in_b)
+
+
+def fault(shape: Sequence[int], pieces: Sequence[Piece]) -> str:
+    """What keeps non-empty pieces from making up a tensor, each element once; empty if nothing."""
+    for piece in pieces:
+        ends = [o + n for o, n in zip(piece.offset, piece.local, strict=True)]
+        if any(end > whole for end, whole in zip(ends, shape, strict=True)):
+            return f"the piece of shape {piece.local} at {piece.offset} is outside {tuple(shape)}"
+    if shape and pieces:  # neighbours along the dim with most cuts: others cannot meet
+        dim = max(range(len(shape)), key=lambda d: len({p.offset[d] for p in pieces}))
+        ordered = sorted(pieces, key=lambda p: p.offset[dim])
+    else:
+        dim, ordered = 0, list(pieces)
+    reaching: list[Piece] = []
+    for piece in ordered:
+        if shape:
+            start = piece.offset[dim]
+            reaching = [p for p in reaching if p.offset[dim] + p.local[dim] > start]
+        for other in reaching:
+            if overlap(piece, other) is not None:
+                return (
+                    f"two pieces overlap: {piece.local} at {piece.offset}, {other.local} at "
+                    f"{other.offset}"
+                )
+        reaching.append(piece)
+    held, whole = sum(piece.numel for piece in pieces), math.prod(shape)
+    return "" if held == whole else f"its pieces hold {held} of the {whole} elements"

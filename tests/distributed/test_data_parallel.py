@@ -1,0 +1,502 @@
+"""Sums of gradients over ranks against their definition, for every way that gradients are kept."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from distributed.reduction import (
+    BIG,
+    DTYPES,
+    Branches,
+    Net,
+    Watch,
+    backward,
+    batch,
+    gradients,
+    make,
+    packed,
+    reduced,
+    share,
+    unpacked,
+)
+from halfstep.distributed.data_parallel import GradientReducer, broadcast_
+from halfstep.errors import PrecisionError
+
+pytestmark = pytest.mark.distributed
+
+POLICIES = ("fp32", "bf16-mixed", "bf16-master", "fp16-master", "bf16-split", "bf16-sr",
+            "bf16-kahan", "bf16-pure")  # fmt: skip
+
+
+def kept_as(policy, reduce):
+    """The dtype in which a policy keeps finished sums."""
+    low = policy in ("bf16-split", "bf16-sr", "bf16-kahan")
+    return torch.bfloat16 if policy == "bf16-pure" else DTYPES[reduce if low else "fp32"]
+
+
+def definition(parts, reduce, kept=torch.float32):
+    """fp32: added; 16 bits: each rounded once, added in fp32 by rank, and rounded once."""
+    wire = DTYPES[reduce]
+    total = parts[0].to(wire).float()
+    for part in parts[1:]:
+        total = total + part.to(wire).float()
+    return total.to(wire).to(kept)
+
+
+def assert_sums(found, shares, policy, reduce):
+    """Bit for bit the definition, on every rank."""
+    kept = kept_as(policy, reduce)
+    for rank_found in found:
+        assert list(rank_found) == list(shares[0])
+        for name, (dtype, numbers) in rank_found.items():
+            expected = definition([s[name] for s in shares], reduce, kept)
+            assert dtype == str(kept), name
+            assert torch.equal(torch.from_numpy(numbers), expected.float()), name
+
+
+def same_on_all(found):
+    for other in found[1:]:
+        assert list(other) == list(found[0])
+        for name, (dtype, numbers) in other.items():
+            assert dtype == found[0][name][0]
+            assert numbers.tobytes() == found[0][name][1].tobytes(), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_two_ranks_get_the_sum_of_their_shares(pool2, policy, micro_batches):
+    reduce = "bf16" if policy == "bf16-pure" else "fp32"
+    found = pool2.run(reduced, policy=policy, reduce=reduce, micro_batches=micro_batches, steps=2)
+    shares = [share(policy, rank, micro_batches=micro_batches) for rank in range(2)]
+    assert_sums(found, shares, policy, reduce)
+
+
+def test_shares_are_those_of_plain_torch():
+    """The oracle above rests on Precision for a rank's share; here on nothing of ours."""
+    model = Net()
+    tokens, targets = batch(0)
+    (F.cross_entropy(model(tokens, True), targets, reduction="sum") / 16).backward()
+    ours = share("fp32", 0)
+    plain = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert list(ours) == list(plain)
+    assert all(torch.equal(ours[n], plain[n]) for n in plain)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split"])
+def test_four_ranks_get_the_sum_to_rounding(pool4, policy):
+    found = pool4.run(reduced, policy=policy, reduce="fp32", bucket_bytes=500)
+    same_on_all(found)
+    shares = [share(policy, rank) for rank in range(4)]
+    for name, got in unpacked(found[0]).items():
+        parts = torch.stack([s[name].double() for s in shares])
+        # three additions in any order, each rounded to a relative 2^-24 of at most the sum of sizes
+        bound = 3 * 2.0**-24 * parts.abs().sum(0) * (1 + 1e-6)
+        assert bool(((got.double() - parts.sum(0)).abs() <= bound).all()), name
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-pure"])
+@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
+def test_16_bit_sums_are_rounded_once_per_rank_and_once(pool4, policy, reduce):
+    found = pool4.run(reduced, policy=policy, reduce=reduce, bucket_bytes=700, steps=2)
+    same_on_all(found)
+    assert_sums(found, [share(policy, rank) for rank in range(4)], policy, reduce)
+
+
+@pytest.mark.parametrize("policy", ["fp16-master", "bf16-sr"])
+def test_16_bit_sums_with_micro_batches(pool2, policy):
+    found = pool2.run(reduced, policy=policy, reduce="bf16", micro_batches=2)
+    assert_sums(found, [share(policy, r, micro_batches=2) for r in range(2)], policy, "bf16")
+
+
+@pytest.mark.parametrize("policy", ["bf16-pure", "fp16-pure"])
+def test_fp32_sums_of_16_bit_gradients_are_rounded_once(pool2, policy):
+    found = pool2.run(reduced, policy=policy, reduce="fp32")
+    kept = torch.bfloat16 if policy == "bf16-pure" else torch.float16
+    shares = [share(policy, rank) for rank in range(2)]
+    for name, (dtype, numbers) in found[0].items():
+        expected = (shares[0][name].float() + shares[1][name].float()).to(kept)
+        assert dtype == str(kept)
+        assert torch.equal(torch.from_numpy(numbers), expected.float())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_a_parameter_unused_on_one_rank_counts_as_zeros(pool2, policy, reduce):
+    found = pool2.run(reduced, policy=policy, reduce=reduce, spare=(True, False), steps=2)
+    shares = [share(policy, rank, spare=rank == 0) for rank in range(2)]
+    assert "spare.weight" not in shares[1]
+    for name, g in shares[0].items():
+        shares[1].setdefault(name, torch.zeros_like(g))
+    same_on_all(found)
+    assert_sums(found, shares, policy, reduce)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
+@pytest.mark.parametrize("bucket_bytes", [1, BIG])
+def test_a_parameter_unused_on_all_ranks_has_no_gradient(pool2, policy, bucket_bytes):
+    reduce = "bf16" if policy == "bf16-pure" else "fp32"
+    found = pool2.run(reduced, policy=policy, reduce=reduce, spare=(False, False), steps=2,
+                      bucket_bytes=bucket_bytes)  # fmt: skip
+    shares = [share(policy, rank, spare=False) for rank in range(2)]
+    assert not any("spare" in name for name in found[0])
+    assert_sums(found, shares, policy, reduce)
+
+
+def test_only_earlier_micro_batches_reach_a_parameter(pool2):
+    """Its bucket is never full in the last one, and its gradient must not be lost."""
+    found = pool2.run(early_only)
+    for numbers in found:
+        assert numbers == [2.0, 3.0]  # of (1, 2) on rank 0, doubled to (1, 1) on rank 1
+
+
+def early_only(rank):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))])
+    precision = make("fp32", model)
+    reducer = GradientReducer(precision, dist.group.WORLD, torch.float32)
+    precision.backward((model[0] + model[1] * (2 - rank)).sum())
+    with reducer.last():
+        precision.backward((model[1] * 0).sum())
+    reducer.finish()
+    return [float(p.grad) for p in model]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_bucket_sizes_do_not_change_a_bit(pool2, pool4, policy):
+    for pool, reduce in ((pool2, "fp32"), (pool4, "bf16")):
+        options = {"policy": policy, "reduce": reduce, "micro_batches": 2}
+        one = pool.run(reduced, bucket_bytes=BIG, **options)
+        for size in (1, 300, 2000):
+            many = pool.run(reduced, bucket_bytes=size, **options)
+            same_on_all([one[0], *many])
+        late = pool.run(reduced, bucket_bytes=300, overlap=False, **options)
+        same_on_all([one[0], *late])
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_ranks_may_finish_gradients_in_any_order(pool4, reduce):
+    orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2], [2, 3, 1, 5, 0, 4]]
+    answers = pool4.run(branches, orders=orders, reduce=reduce)
+    assert len({tuple(finished) for finished, _, _ in answers}) == 4
+    assert len({tuple(collectives) for _, collectives, _ in answers}) == 1
+    found = [grads for _, _, grads in answers]
+    same_on_all(found)
+    shares = []
+    for rank, order in enumerate(orders):
+        model = Branches()
+        model(branch_input(rank), order).backward()
+        shares.append(dict(model.named_parameters()))
+    for name, got in unpacked(found[0]).items():
+        parts = torch.stack([s[name].grad for s in shares])
+        if reduce == "bf16":
+            assert torch.equal(got, definition(list(parts), "bf16"))
+        else:
+            bound = 3 * 2.0**-24 * parts.double().abs().sum(0) * (1 + 1e-6)  # as above
+            assert bool(((got.double() - parts.double().sum(0)).abs() <= bound).all())
+
+
+def branch_input(rank):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def branches(rank, orders, reduce):
+    model = Branches()
+    precision = make("fp32", model)
+    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce], bucket_bytes=1)
+    finished = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: finished.append(name))
+    with Watch() as watch:
+        with reducer.last():
+            precision.backward(model(branch_input(rank), orders[rank]))
+        reducer.finish()
+    return finished, watch.calls, packed(gradients(precision))
+
+
+SPECIAL = [
+    [1.0, 70000.0, 40000.0, float("inf"), float("inf"), float("nan"), -float("inf"), 2.0**-30],
+    [2.0, 1.0, 40000.0, 1.0, -float("inf"), 1.0, -1.0, 2.0**-30],
+]
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
+def test_inf_and_nan_stay_what_they_are(pool2, reduce):
+    inf, nan = float("inf"), float("nan")
+    for numbers in pool2.run(given, values=SPECIAL, reduce=reduce):
+        got = torch.tensor(numbers)
+        expected = torch.tensor([3.0, 70001.0, 80000.0, inf, nan, nan, -inf, 2.0**-29])
+        if reduce == "bf16":
+            expected = expected.bfloat16().float()
+        if reduce == "fp16":  # largest number 65504; smallest 2^-24
+            expected[1], expected[2], expected[7] = inf, inf, 0.0
+        assert torch.equal(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+        assert torch.equal(got.isnan(), expected.isnan())
+
+
+def given(rank, values, reduce):
+    """A parameter whose gradient is ``values[rank]``."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(len(values[rank])))])
+    precision = make("fp32", model)
+    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce])
+    weights = torch.tensor(values[rank])
+    with reducer.last():
+        (model[0] * weights).sum().backward()
+    reducer.finish()
+    return model[0].grad.tolist()
+
+
+@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
+def test_random_numbers_of_all_sizes_are_added_by_rank(pool4, reduce):
+    generator = torch.Generator().manual_seed(3)
+    # 1000 numbers: no multiple of ranks or alignment; from below the smallest to the largest
+    values = torch.randn(4, 1000, generator=generator)
+    values *= 2.0 ** torch.randint(-30, 15, (4, 1000), generator=generator)
+    # beside 2^14, fp32 loses 2^-12: what is left depends on the order
+    for column in range(0, 1000, 2):
+        shuffled = torch.randperm(4, generator=generator)
+        values[:, column] = torch.tensor([2.0**14, 2.0**-12, -(2.0**14), 2.0**-12])[shuffled]
+    expected = definition(list(values), reduce)
+    for first in (1, 2, 3):
+        assert not torch.equal(definition(list(values.roll(-first, 0)), reduce), expected)
+    for numbers in pool4.run(given, values=values.tolist(), reduce=reduce):
+        assert torch.equal(torch.tensor(numbers), expected)
+
+
+def test_an_overflow_on_the_wire_skips_the_step_on_both_ranks(pool2):
+    for applied, reason, same in pool2.run(overflow):
+        assert (applied, reason, same) == (False, "overflow", True)
+
+
+def overflow(rank):
+    model = nn.Linear(4, 2)
+    precision = make("fp16-mixed", model)
+    before = model.weight.detach().clone()
+    reducer = GradientReducer(precision, dist.group.WORLD, torch.float16)
+    with precision.autocast():
+        # times the loss scale 2^16: finite in fp32, beyond fp16 on rank 0 alone
+        loss = model.weight.sum() * (2.0 if rank == 0 else 0.5)
+    with reducer.last():
+        precision.backward(loss)
+    reducer.finish()
+    result = precision.step()
+    return result.applied, result.reason, torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("bucket_bytes", [1, 500, BIG])
+def test_bytes_are_those_that_were_sent(pool2, pool4, reduce, bucket_bytes):
+    for pool in (pool2, pool4):
+        for counted, fp32, sent, start, during in pool.run(
+            watched, reduce=reduce, bucket_bytes=bucket_bytes
+        ):
+            assert counted == sent
+            assert fp32 == counted * (1 if reduce == "fp32" else 2)
+            assert start == 0, "nothing is sent before the last micro-batch"
+            assert (during > 0) == (bucket_bytes < BIG), "full buckets start within backward"
+
+
+def watched(rank, reduce, bucket_bytes):
+    model = Net()
+    precision = make("bf16-master", model)
+    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce],
+                              bucket_bytes=bucket_bytes)  # fmt: skip
+    with Watch() as watch:
+        backward(precision, model, rank, 0, True)
+        start = len(watch.calls)
+        with reducer.last():
+            # the embedding is last, and is used by the head too: one gradient
+            backward(precision, model, rank, 1, bucket_bytes < BIG)
+            during = len(watch.calls)
+        reducer.finish()
+    sent = watch.sent(dist.get_world_size())
+    return reducer.bytes_per_step, reducer.fp32_bytes_per_step, sent, start, during
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
+def test_gradients_are_views_of_buffers_in_the_weights_layout(pool2, policy):
+    for storages, strides in pool2.run(layout, policy=policy):
+        assert storages == 1
+        assert strides == [((12, 1, 6, 2), (12, 1, 6, 2)), ((1,), (1,))]
+
+
+def layout(rank, policy):
+    model = nn.Conv2d(2, 3, (3, 2))
+    model.weight.data = torch.empty_strided((3, 2, 2, 3), (12, 1, 6, 2)).normal_()
+    precision = make(policy, model)
+    reduce = torch.bfloat16 if policy == "bf16-pure" else torch.float32
+    reducer = GradientReducer(precision, dist.group.WORLD, reduce)
+    with reducer.last(), precision.autocast():
+        precision.backward(sum(p.float().square().sum() for p in model.parameters()))
+    reducer.finish()
+    found = gradients(precision)
+    storages = {g.untyped_storage().data_ptr() for g in found.values()}
+    named = precision.named_parameters()
+    return len(storages), [(named[n].stride(), g.stride()) for n, g in found.items()]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_five_steps_on_two_ranks_are_five_of_two_micro_batches(pool2, policy):
+    model = Net()
+    precision = make(policy, model, ranks=None)
+    for step in range(5):
+        for rank in range(2):
+            backward(precision, model, rank, step, step % 2 == 0)
+        precision.step()
+    for found in pool2.run(train, policy=policy):
+        for name, weight in model.state_dict().items():
+            assert torch.equal(unpacked(found)[name], weight), name
+
+
+def train(rank, policy):
+    model = Net()
+    if rank == 1:
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)
+    broadcast_(model, dist.group.WORLD)
+    precision = make(policy, model)
+    reducer = GradientReducer(precision, dist.group.WORLD, torch.float32, bucket_bytes=400)
+    for step in range(5):
+        with reducer.last():
+            backward(precision, model, rank, step, step % 2 == 0)
+        reducer.finish()
+        assert precision.step().applied
+    return packed(model.state_dict())
+
+
+def test_one_rank_keeps_its_gradients(pool2):
+    """There is no wire to round for."""
+    for rank, (found, sent) in enumerate(pool2.run(alone)):
+        own = share("fp32", rank)
+        assert sent == 0
+        assert list(found) == list(own)
+        assert all(torch.equal(got, own[name]) for name, got in unpacked(found).items())
+
+
+def alone(rank):
+    own = [dist.new_group([number]) for number in range(2)][rank]
+    model = Net()
+    precision = make("fp32", model)
+    reducer = GradientReducer(precision, own, torch.bfloat16)
+    with reducer.last():
+        backward(precision, model, rank, 0, True)
+    reducer.finish()
+    return packed(gradients(precision)), reducer.bytes_per_step
+
+
+def test_broadcast_gives_all_what_the_first_has(pool4):
+    first, *others = pool4.run(spread)
+    assert first == spread(0, alone=True)
+    assert all(other == first for other in others)
+
+
+def spread(rank, alone=False):
+    generator = torch.Generator().manual_seed(rank)
+    model = nn.BatchNorm1d(5)
+    model.half_weight = nn.Parameter(torch.randn(3, 4, generator=generator).bfloat16().t())
+    model.register_buffer("mask", torch.rand(7, generator=generator) > 0.5)
+    model.register_buffer("scalar", torch.tensor(1.5 + rank, dtype=torch.float64))
+    model.register_buffer("holes", torch.randn(4, 6, generator=generator)[:, ::2])
+    model.register_buffer("empty", torch.zeros(0))
+    model.running_mean.fill_(float("nan") if rank == 0 else rank)
+    model.num_batches_tracked.fill_(2**60 + rank)
+    model.frozen = nn.Parameter(torch.full((2,), -0.0 if rank == 0 else 1.0), requires_grad=False)
+    if not alone:
+        broadcast_(model, dist.group.WORLD)
+    state = model.state_dict()
+    return {n: t.contiguous().reshape(-1).view(torch.uint8).tolist() for n, t in state.items()}
+
+
+CASES = {
+    "a sparse embedding": "the gradient of 0.weight is sparse.*sparse=False",
+    "a sparse gradient": "the gradient of weight is sparse",
+    "frozen later": "other parameters are trained.*bias",
+    "unfrozen later": "other parameters are trained.*bias",
+    "frozen before finish": "other parameters are trained.*bias",
+    "replaced later": "the same names, but other tensors",
+    "last twice": r"call finish\(\) once",
+    "backward twice": "got a gradient after its bucket was on its way",
+    "float64": "reduce=fp64; allowed: fp32, bf16, fp16",
+    "no bytes": "bucket_bytes=0; allowed: integers >= 1",
+    "nothing": "no trainable parameter",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_summed_is_refused(pool2, case):
+    for message in pool2.run(refused, case=case):
+        assert message is not None, "nothing was refused"
+        assert re.search(CASES[case], message), message
+
+
+def refused(rank, case):
+    model = nn.Linear(4, 4)
+    dtype, size = torch.float32, 1 if case == "backward twice" else BIG
+    if case == "a sparse embedding":
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
+    if case == "a sparse gradient":
+        model = nn.Embedding(5, 4)
+    if case == "unfrozen later":
+        model.bias.requires_grad_(False)
+    precision = make("fp32", model)
+    if case == "float64":
+        dtype = torch.float64
+    if case == "no bytes":
+        size = 0
+    if case == "nothing":
+        precision.optimizers[0].param_groups.clear()
+    try:
+        reducer = GradientReducer(precision, dist.group.WORLD, dtype, bucket_bytes=size)
+        if case == "unfrozen later":
+            model.bias.requires_grad_(True)
+            precision.optimizers[0].add_param_group({"params": [model.bias]})
+        if case == "frozen later":
+            model.bias.requires_grad_(False)
+        if case == "replaced later":
+            model.bias = nn.Parameter(torch.zeros(4))
+            precision.optimizers[0].param_groups[0]["params"][1] = model.bias
+        if case == "frozen before finish":
+            model.bias.requires_grad_(False)
+            reducer.finish()
+        with reducer.last():
+            if case == "a sparse gradient":
+                F.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()
+            else:
+                model(torch.ones(2, 4)).sum().backward()
+            if case == "backward twice":
+                model(torch.ones(2, 4)).sum().backward()
+        if case == "last twice":
+            with reducer.last():
+                pass
+        reducer.finish()
+    except PrecisionError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_train_different_things_are_told(pool2):
+    for message in pool2.run(different):
+        assert "trainable parameters, reduce_dtype or bucket_bytes differ" in message
+
+
+def different(rank):
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(rank == 0)
+    try:
+        GradientReducer(make("fp32", model), dist.group.WORLD, torch.float32)
+    except PrecisionError as error:
+        return str(error)
+    return ""
+
+
+def test_torch_calls_hooks_after_accumulation_in_the_order_of_registration():
+    """The reducer's hook rests on it: Precision's, registered before, has moved the gradient."""
+    weight, calls = nn.Parameter(torch.zeros(1)), []
+    for number in range(3):
+        weight.register_post_accumulate_grad_hook(lambda _, n=number: calls.append(n))
+    (weight * 2).sum().backward()
+    assert calls == [0, 1, 2]

@@ -1,0 +1,564 @@
+"""Tensor parallelism of the GPT against the same model on one device, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from distributed.pool import Pool
+from halfstep.distributed.parallel_styles import ParallelForward
+from halfstep.distributed.regions import sum_over_ranks
+from halfstep.distributed.tensor_parallel import parallelize_
+from halfstep.errors import ConfigError, DataError
+from halfstep.models.generate import generate
+from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.precision.cast import add_regions_, around_model, cast_parameters_
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.rules import parameter_dtypes
+from halfstep.precision.simulate import simulated_fp16
+
+pytestmark = pytest.mark.distributed
+
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 19}
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+
+
+@pytest.fixture(params=[2, 4])
+def pool(request) -> Pool:
+    return request.getfixturevalue(f"pool{request.param}")
+
+
+@functools.cache
+def axis():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def make(dtype=torch.float32, **shape):
+    """A model without any parameter at 0 or 1, whose numbers every dtype holds exactly."""
+    model = GPT(GPTConfig(**(SHAPE | shape)), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+    return model.bfloat16().half().to(dtype)
+
+
+def batch(b=3, t=24, vocab=19, seed=0, ignored=0.2):
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, vocab, (2, b, t), generator=g)
+    targets[torch.rand(b, t, generator=g) < ignored] = -100
+    return tokens, targets
+
+
+def split(model, sequence=False):
+    parallelize_(model, model.tp_plan(), axis(), sequence_parallel=sequence)
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compute(model, pair, autocast=None):
+    """What a model answers to a batch, and its gradients."""
+    with simulated_fp16(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with torch.no_grad():
+            hidden, logits = model.hidden(pair[0]), model(pair[0])
+        loss, count = model.loss_sum(pair)
+        loss.backward()
+    return {"loss": loss.detach(), "count": count, "hidden": hidden, "logits": logits}
+
+
+def run(rank, pair, dtype=torch.float32, autocast=None, sequence=False, **shape):
+    """``compute`` of this rank's part, with whole gradients; and what is stored, by name."""
+    model = split(make(dtype, **shape), sequence)
+    answer = compute(model, pair, autocast)
+    placed = {}
+    for name, p in model.named_parameters():
+        assert isinstance(p, nn.Parameter), name
+        assert isinstance(p, DTensor), name
+        assert isinstance(p.grad, DTensor), name
+        assert p.grad.placements == p.placements, name
+        assert p.grad.shape == p.shape, name
+        assert p.grad.dtype == p.grad.to_local().dtype == p.dtype == dtype, name
+        assert p.grad.to_local().shape == p.to_local().shape, name
+        placed[name] = p.placements[0]
+    parts = {n: p.grad.to_local() for n, p in model.named_parameters() if placed[n].is_replicate()}
+    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    return answer | {"grads": grads, "placed": placed, "parts": parts}
+
+
+def same(results):
+    """All ranks have the same bits of what they hold in common; the first rank's answer."""
+    for other in results[1:]:
+        for key in ("loss", "count", "hidden", "logits"):
+            assert torch.equal(results[0][key], other[key]), key
+        for name, part in results[0]["parts"].items():
+            assert torch.equal(part, other["parts"][name]), name
+    return results[0]
+
+
+def distance(got, wanted):
+    """Relative error in the 2-norm."""
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+# --- the same function ----------------------------------------------------------------------------
+
+
+@SEQUENCE
+@pytest.mark.parametrize("vocab", [19, 20])
+def test_fp64_proves_the_mathematics(pool, vocab, sequence):
+    pair, oracle = batch(vocab=vocab), make(torch.float64, vocab_size=vocab)
+    wanted = compute(oracle, pair)
+    got = same(pool.run(run, pair=pair, dtype=torch.float64, sequence=sequence, vocab_size=vocab))
+    assert got["count"] == wanted["count"]
+    # Rounding (1.1e-16) of sums of tens of terms in another order, through two blocks and back.
+    for key in ("loss", "hidden", "logits"):
+        assert distance(got[key], wanted[key]) < 1e-13, key
+    for name, p in oracle.named_parameters():
+        assert distance(got["grads"][name], p.grad) < 1e-12, name
+
+
+SETTINGS = {
+    "fp32": (torch.float32, None, torch.float32, 2.0**-24 * 64),
+    "bf16 autocast": (torch.float32, torch.bfloat16, torch.float32, 2.0**-8 * 4),
+    "fp16 autocast": (torch.float32, torch.float16, torch.float32, 2.0**-11 * 4),
+    "bf16": (torch.bfloat16, None, torch.bfloat16, 2.0**-8 * 4),
+    "fp16": (torch.float16, None, torch.float16, 2.0**-11 * 4),
+}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(pool, setting, sequence):
+    # The bounds are those of one device, tests/models/test_gpt.py: against fp64, a few units.
+    dtype, autocast, stream, bound = SETTINGS[setting]
+    pair, oracle = batch(), make(torch.float64)
+    wanted = compute(oracle, pair)
+    one = compute(make(dtype), pair, autocast)
+    got = same(pool.run(run, pair=pair, dtype=dtype, autocast=autocast, sequence=sequence))
+    for key in ("loss", "hidden", "logits"):
+        assert got[key].dtype == one[key].dtype, key
+        assert distance(got[key], wanted[key]) <= bound, key
+    assert got["hidden"].dtype == stream
+    for name, p in oracle.named_parameters():
+        assert distance(got["grads"][name], p.grad) <= bound, name
+
+
+@SEQUENCE
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_activation_checkpointing_changes_no_bit(pool2, autocast, sequence):
+    pair = batch()
+    plain, again = (
+        same(
+            pool2.run(
+                run, pair=pair, autocast=autocast, sequence=sequence, activation_checkpointing=on
+            )
+        )
+        for on in (False, True)
+    )
+    assert torch.equal(plain["loss"], again["loss"])
+    for name, grad in plain["grads"].items():
+        assert torch.equal(grad, again["grads"][name]), name
+
+
+@SEQUENCE
+def test_targets_that_do_not_count_add_nothing(pool, sequence):
+    tokens, targets = batch(ignored=0)
+    targets[:, 15:] = -100  # padding behind a text
+    oracle = make(torch.float64)
+    wanted = compute(oracle, (tokens, targets))
+    job = {"dtype": torch.float64, "sequence": sequence}
+    got = same(pool.run(run, pair=(tokens, targets), **job))
+    assert got["count"] == 3 * 15
+    assert distance(got["loss"], wanted["loss"]) < 1e-13  # fp64, as above
+    for name, p in oracle.named_parameters():
+        assert distance(got["grads"][name], p.grad) < 1e-12, name
+    got = same(pool.run(run, pair=(tokens, targets.fill_(-100)), **job))
+    assert (got["loss"], got["count"]) == (0, 0)
+    for name, grad in got["grads"].items():
+        assert (grad == 0).all(), name
+
+
+def look_up(rank, table, tokens, sequence):
+    model = make(table.dtype)
+    model.wte.weight.data = table
+    found = split(model, sequence).wte(tokens)
+    return found.detach().view(torch.int16 if table.element_size() == 2 else torch.int32)
+
+
+@SEQUENCE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_lookup_has_every_bit_of_one_device(pool, dtype, sequence):
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    table = torch.randn(19, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
+    table[3:15, ::3] = -0.0
+    table[4:16, 1] = torch.finfo(dtype).tiny / 2  # subnormal
+    table[::2, 2] = torch.inf
+    tokens = torch.arange(24).remainder(19).repeat(2, 1)
+    wanted = table[tokens].view(bits)
+    for rank, got in enumerate(pool.run(look_up, table=table, tokens=tokens, sequence=sequence)):
+        mine = wanted.chunk(pool.size, dim=1)[rank] if sequence else wanted
+        assert torch.equal(got, mine)
+
+
+def plain_steps(rank, k, sequence, dropout=0.0, checkpointing=False):
+    """k steps of SGD on the local parts; what ranks hold in common, and all parameters whole."""
+    torch.manual_seed(5)
+    model = make(dropout=dropout, activation_checkpointing=checkpointing)
+    if rank is not None:
+        split(model, sequence)
+    losses = []
+    for step in range(k):
+        loss, count = model.loss_sum(batch(seed=step))
+        (loss / count).backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for p in model.parameters():
+                weight, grad = (p, p.grad) if rank is None else (p.to_local(), p.grad.to_local())
+                weight -= 0.1 * grad
+                p.grad = None
+    common = {
+        name: p.to_local().detach()
+        for name, p in model.named_parameters()
+        if rank is not None and p.placements[0].is_replicate()
+    }
+    return losses, common, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@SEQUENCE
+def test_after_steps_of_sgd_ranks_agree_in_every_bit_and_with_one_device(pool, sequence):
+    losses, _, wanted = plain_steps(None, 5, False)
+    results = pool.run(plain_steps, k=5, sequence=sequence)
+    assert len(results[0][1]) == 2 * 6 + 3  # norms and biases of rowwise layers, wpe, final norm
+    for other in results:
+        assert other[0] == results[0][0]
+        for name, value in results[0][1].items():
+            assert torch.equal(value, other[1][name]), name
+    # fp32: a gradient is off by 64 units at most (above); lr 0.1 and five steps make it less.
+    assert results[0][0] == pytest.approx(losses, rel=1e-5)
+    for name, value in results[0][2].items():
+        assert distance(value, wanted[name].double()) < 64 * 2.0**-24, name
+
+
+@SEQUENCE
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_keeps_ranks_in_step(pool2, sequence, checkpointing):
+    job = {"k": 3, "sequence": sequence, "dropout": 0.2}
+    results = pool2.run(plain_steps, checkpointing=checkpointing, **job)
+    for name, value in results[0][1].items():
+        assert torch.equal(value, results[1][1][name]), name
+    assert results[0][0] == results[1][0]
+    assert results[0][0] != pool2.run(plain_steps, k=3, sequence=sequence)[0][0]  # it does act
+    assert results[0][0] == pool2.run(plain_steps, checkpointing=not checkpointing, **job)[0][0]
+
+
+def speak(rank, prompt, config):
+    model = make(**config)
+    if rank is not None:
+        split(model)
+    return generate(model, prompt, max_new_tokens=30, temperature=0.8, seed=7)
+
+
+def test_generation_with_caches_says_the_same(pool2):
+    prompt = batch(b=2, t=5)[0]
+    wanted = speak(None, prompt, {})
+    for got in pool2.run(speak, prompt=prompt, config={}):
+        assert torch.equal(got, wanted)
+
+
+def logits_gradient(rank, tokens):
+    model = make(torch.float64)
+    if rank is not None:
+        split(model)
+    model(tokens).square().mean().backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_a_loss_of_the_logits_has_the_same_gradients(pool):
+    tokens = batch()[0]
+    wanted = logits_gradient(None, tokens)
+    for got in pool.run(logits_gradient, tokens=tokens):
+        for name, grad in wanted.items():
+            assert distance(got[name], grad) < 1e-12, name  # fp64, as above
+
+
+@functools.cache
+def grid():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+
+def on_the_grid(rank, pairs):
+    model = make(torch.float64)
+    parallelize_(model, model.tp_plan(), grid()["tensor"])
+    loss, _ = model.loss_sum(pairs[rank // 2])
+    loss.backward()
+    return loss.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_each_row_of_a_grid_is_one_tensor_group(pool4):
+    pairs = [batch(seed=0), batch(seed=1)]
+    for rank, (loss, grads) in enumerate(pool4.run(on_the_grid, pairs=pairs)):
+        oracle = make(torch.float64)
+        wanted = compute(oracle, pairs[rank // 2])
+        assert distance(loss, wanted["loss"]) < 1e-13  # fp64, as above
+        for name, p in oracle.named_parameters():
+            assert distance(grads[name], p.grad) < 1e-12, name
+
+
+# --- what is stored, and sums ---------------------------------------------------------------------
+
+
+def stored(rank):
+    model = make()
+    model.wpe.weight.requires_grad_(False)
+    names = list(dict(model.named_parameters()))
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    split(model)
+    assert list(dict(model.named_parameters())) == names
+    assert not model.wpe.weight.requires_grad
+    assert model.num_parameters() == GPT(model.config).num_parameters()
+    bytes_held = 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p.full_tensor(), full[name]), name
+        assert p.shape == full[name].shape
+        assert p.stride() == full[name].stride()
+        local = p.to_local()
+        assert local.is_contiguous()
+        assert local.untyped_storage().nbytes() == local.numel() * 4  # the whole is let go
+        bytes_held += local.numel() * 4
+    copied = copy.deepcopy(model)
+    pair = batch()
+    a, b = model.loss_sum(pair)[0], copied.loss_sum(pair)[0]
+    assert torch.equal(a, b)
+    with torch.no_grad():
+        copied.final_norm.weight.to_local().zero_()
+    assert torch.equal(model.loss_sum(pair)[0], a)
+    assert not torch.equal(copied.loss_sum(pair)[0], a)
+    return {name: p.placements[0] for name, p in model.named_parameters()}, bytes_held
+
+
+def test_parameters_lie_as_the_plan_says(pool):
+    model = make()
+    for placed, held in pool.run(stored):
+        assert all(p.numel() > 0 for p in model.parameters())
+        assert held < sum(p.numel() for p in model.parameters()) * 4 * (1 / pool.size + 0.15)
+        for name, placement in placed.items():
+            if name.endswith(("qkv.weight", "qkv.bias", "up.weight", "up.bias", "wte.weight")):
+                assert placement == Shard(0), name
+            elif name.endswith(("proj.weight", "down.weight")):
+                assert placement == Shard(1), name
+            else:
+                assert placement == Replicate(), name
+
+
+def total(rank, values):
+    mine = values[rank]
+    kept = mine.clone()
+    answer = sum_over_ranks(mine, axis())
+    assert torch.equal(mine, kept)
+    return answer
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (3, 4, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_sums_are_rounded_once(pool, dtype, shape):
+    generator = torch.Generator().manual_seed(11)
+    values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(pool.size)]
+    wanted = torch.stack([v.double() for v in values]).sum(0).float().to(dtype)
+    for got in pool.run(total, values=values):
+        assert got.dtype == dtype
+        assert got.shape == shape
+        # fp32 sums of four 8 or 11 bit numbers near 1 are exact but for some lost 2^-24.
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_16_bit_sum_that_fits_does_not_overflow_on_the_way(pool4):
+    values = [torch.full((5,), v, dtype=torch.float16) for v in (6e4, 6e4, -6e4, -5e4)]
+    for got in pool4.run(total, values=values):
+        assert torch.equal(got, sum(v.double() for v in values).half())
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding whose table is a linear head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def with_plan(**changes):
+    model = make()
+    plan = model.tp_plan()
+    for name, style in changes.items():
+        name = name.replace("__", ".")
+        if style is None:
+            del plan[name]
+        else:
+            plan[name] = style
+    return model, plan
+
+
+def message(rank, case):
+    """The refusal of a case; nothing of the model may have changed."""
+    model, plan = {
+        "heads": lambda: (lambda m: (m, m.tp_plan()))(make(n_head=1)),
+        "vocabulary": lambda: (lambda m: (m, m.tp_plan()))(make(vocab_size=1)),
+        "width": lambda: (nn.Sequential(nn.Linear(7, 9)), {"0": "colwise"}),
+        "input": lambda: (nn.Sequential(nn.Linear(7, 9)), {"0": "rowwise"}),
+        "unit": lambda: (nn.Sequential(nn.Linear(8, 8)), {"0": "colwise:3"}),
+        "style": lambda: with_plan(wpe="replicated"),
+        "argument": lambda: with_plan(wpe="replicate:all"),
+        "no unit": lambda: with_plan(layers__1__mlp__up="colwise:0"),
+        "left out": lambda: with_plan(layers__1__attn_norm=None),
+        "no module": lambda: with_plan(layers__1__atn_norm="replicate"),
+        "norm": lambda: with_plan(final_norm="rowwise"),
+        "no embedding": lambda: with_plan(final_norm="vocab"),
+        "tied": lambda: (Tied(), {"embed": "vocab", "head": "rowwise"}),
+        "twice": lambda: (lambda m: (m, m.tp_plan()))(split(make())),
+    }[case]()
+    before = {name: (id(p), p._version) for name, p in model.named_parameters()}
+    forwards = [m.__dict__.get("forward") for m in model.modules()]
+    try:
+        parallelize_(model, plan, axis())
+    except ConfigError as error:
+        assert {n: (id(p), p._version) for n, p in model.named_parameters()} == before
+        assert [m.__dict__.get("forward") for m in model.modules()] == forwards
+        return str(error)
+    return "nothing was refused"
+
+
+REFUSALS = {
+    "heads": r"layers\.0\.attn\.qkv: 96 outputs in 1 units of 96 .* by 2 .* allowed .* tensor=1$",
+    "vocabulary": "wte: a vocabulary of 1 rows .* leaves 1 of 2 .* take tensor=1",
+    "width": "0: 9 outputs cannot be shared equally by 2 .* tensor=1, 3$",
+    "input": "0: 7 inputs cannot be shared equally by 2 .* tensor=1$",
+    "unit": "0: 8 outputs are no multiple of the unit 3",
+    "style": "wpe: unknown style 'replicated'; allowed styles: colwise, rowwise, replicate, vocab",
+    "argument": "wpe: argument 'all' of its style; allowed: scatter, gather",
+    "no unit": r"layers\.1\.mlp\.up: colwise:0; allowed: colwise:U",
+    "left out": r"the parameter layers\.1\.attn_norm\.weight out; add 'layers\.1\.attn_norm' with",
+    "no module": r"'layers\.1\.atn_norm'.* did you mean 'layers\.1\.attn_norm'",
+    "norm": "final_norm is a LayerNorm; its style splits nn.Linear only: give it the style replic",
+    "no embedding": "final_norm is a LayerNorm; the style vocab splits nn.Embedding",
+    "tied": r"embed\.weight and head\.weight are one parameter, .* two ways",
+    "twice": "wte is sharded, or its forward replaced, already",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(pool2, case):
+    for text in pool2.run(message, case=case):
+        assert re.search(REFUSALS[case], text), text
+
+
+def grid_as_axis(rank):
+    model = make()
+    try:
+        parallelize_(model, model.tp_plan(), grid())
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_grid_is_no_axis(pool4):
+    for text in pool4.run(grid_as_axis):
+        assert text == "the tensor axis must be a mesh of one dim, got 2: take mesh['tensor']"
+
+
+def tied(rank):
+    model = Tied()
+    parallelize_(model, {"embed": "vocab", "head": "colwise"}, axis())
+    assert model.embed.weight is model.head.weight
+    assert [name for name, _ in model.named_parameters()] == ["embed.weight"]
+    model.head(model.embed(torch.tensor([[1, 7]]))).sum().backward()
+    return model.embed.weight.grad.full_tensor().shape
+
+
+def test_tied_weights_with_one_split_stay_one_parameter(pool2):
+    assert pool2.run(tied) == [(8, 4)] * 2
+
+
+def bad_data(rank, tokens, targets, sequence=False):
+    model = split(make(), sequence)
+    try:
+        model.loss_sum((tokens, targets))
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+@SEQUENCE
+@pytest.mark.parametrize("bad", [19, 20, 1000, -1])
+def test_tokens_and_targets_out_of_range_are_refused_on_every_rank(pool, bad, sequence):
+    tokens, targets = batch()
+    wrong = tokens.clone()
+    wrong[1, 3] = bad
+    for text in pool.run(bad_data, tokens=wrong, targets=targets, sequence=sequence):
+        assert str(bad) in text
+        assert "the model knows 0 to 18" in text
+    targets[1, 3] = bad
+    for text in pool.run(bad_data, tokens=tokens, targets=targets, sequence=sequence):
+        assert f"target {bad} at row 27 is out of range: allowed are 0 to 18" in text
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused(pool):
+    tokens, targets = batch(t=23)
+    wanted = f"T=23 positions into {pool.size} equal parts"
+    for text in pool.run(bad_data, tokens=tokens, targets=targets, sequence=True):
+        assert wanted in text
+    assert pool.run(bad_data, tokens=tokens, targets=targets) == ["nothing"] * pool.size
+
+
+def test_a_style_must_say_how_it_computes():
+    with pytest.raises(NotImplementedError):
+        ParallelForward("a", nn.Linear(1, 1), "", None, False)()
+
+
+# --- beneath a precision policy ------------------------------------------------------------------
+
+
+def under_rules(rank, text, pair, sequence=False):
+    """Gradients and the dtype of every module's output, with modules that rules keep in fp32."""
+    policy = parse_policy(text)
+    model = make()
+    cast_parameters_(model, parameter_dtypes(policy, model))
+    if rank is not None:
+        split(model, sequence)
+    add_regions_(model, policy)
+    dtypes = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _, args, out, n=name: dtypes.update({n: out.dtype}))
+    with around_model(policy, model, torch.device("cpu")):
+        loss = model.loss_sum(pair)[0]
+        loss.backward()
+    return dtypes, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "fp16-mixed"])
+@pytest.mark.parametrize("kept", ["type:LayerNorm|layers.1.mlp", "wte|layers.0.attn.proj"])
+def test_regions_of_a_policy_lie_around_the_parts(pool2, policy, kept, sequence):
+    text, pair = f"{policy},keep_fp32={kept}", batch()
+    oracle = make(torch.float64)
+    compute(oracle, pair)
+    dtypes, _ = under_rules(None, text, pair)
+    bound = 2.0 ** (-8 if policy.startswith("bf16") else -11) * 4  # as above
+    for found, grads in pool2.run(under_rules, text=text, pair=pair, sequence=sequence):
+        assert found == dtypes
+        for name, p in oracle.named_parameters():
+            assert distance(grads[name], p.grad) <= bound, name
