@@ -1,6 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
-from . import optim as optim
+from . import distributed as distributed, optim as optim
 from .diagnostics.cause import Cause as Cause
 from .diagnostics.first_cause import trace_nonfinite as trace_nonfinite
 from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter

@@ -64,15 +64,19 @@ def whole_state(seed=0) -> Checkpoint:
         "none": torch.randn(0, 4, generator=g),
         "cube": torch.randn(3, 4, 5, generator=g),
         "e": torch.randn(50, 7, generator=g),
-        "t": torch.randn(40, 9, generator=g),
+        "t": torch.randn(80, 9, generator=g),
     }
     weights["w"][0, :3] = torch.tensor([-0.0, 1e-42, 3e38])
     optimizer = {"rng/cpu": torch.randint(0, 256, (5056,), generator=g).byte()}
     for name, weight in weights.items():
         optimizer[f"{name}/step"] = torch.tensor(7.0)
         first = torch.randn(weight.shape, generator=g)
+        second = torch.rand(weight.shape, generator=g)
+        if name == "t":  # each row of another size, so that blocks of 128 have different tops
+            rows = 2.0 ** torch.arange(80).view(80, 1)
+            first, second = first * rows, second * rows
         optimizer[f"{name}/exp_avg"] = first.bfloat16() if name == "u" else first
-        optimizer[f"{name}/exp_avg_sq"] = torch.rand(weight.shape, generator=g)
+        optimizer[f"{name}/exp_avg_sq"] = second
     return Checkpoint(weights, optimizer, {"step": 7, "note": "Zürich 字"})
 
 

@@ -18,7 +18,7 @@ from halfstep.training.resume import require_resumable, resume, with_run_folder
 from halfstep.training.run_folder import create_run, load_trained, reopen_run, require_fresh
 from halfstep.training.session import open_session
 
-ON_CPU = [name for name in POLICIES if name != "tf32"]
+ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
 
 
 def small_config(corpus, policy="bf16-mixed", **overrides):

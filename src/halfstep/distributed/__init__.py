@@ -1,1 +1,11 @@
-"""The same run on many devices: layouts, strategies and the agreement of ranks."""
+"""The same run on many devices: layouts, strategies and the agreement of ranks.
+
+The public names stand in ``__init__.pyi``; each is loaded on first use.
+"""
+
+from typing import Any
+
+import lazy_loader
+
+_attach: tuple[Any, Any, Any] = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = _attach

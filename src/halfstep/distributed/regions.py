@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from halfstep.distributed.flat_sums import gather
 from halfstep.errors import DataError
 
 SEQUENCE_DIM = 1
@@ -200,7 +201,7 @@ def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """All ranks' ``x``, of one shape, joined along ``dim`` in the order of the ranks."""
     parts_R = x.new_empty((mesh.size(), *x.shape))
-    dist.all_gather(list(parts_R.unbind()), x.contiguous(), group=mesh.get_group())
+    gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
     return parts_R.movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -15,6 +15,7 @@ from halfstep.distributed.replicated import DataParallel
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.tensor_sharded import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
 
 
@@ -85,7 +86,7 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
 
 def choose_strategy(
     layout: Layout,
-    policy: PrecisionPolicy,
+    policy: str | PrecisionPolicy,
     device: torch.device,
     *,
     compiled: bool = False,
@@ -104,6 +105,7 @@ def choose_strategy(
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
         ConfigError: For an option that the layout does not support.
     """
+    policy = parse_policy(policy)
     verdict = decide(policy, layout)
     if verdict.refused:
         raise PrecisionError(

@@ -79,7 +79,10 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
     Raises:
         PrecisionError: As :func:`halfstep.precision.rules.place`; nothing is changed then.
     """
-    cast_parameters_(model, parameter_dtypes(policy, model))
+    if policy.casts == "module":  # as FSDP2 gathers them
+        cast_parameters_(model, policy.compute_dtype)
+    else:
+        cast_parameters_(model, parameter_dtypes(policy, model))
     add_regions_(model, policy)
 
 
