@@ -2,12 +2,13 @@
 # make test        install what tests need and run them
 # make check       lint, format, types, then the tests: what .ci/run does, but for the wheel
 # make test-slow   the tests marked slow
+# make test-distributed   all tests with several processes, slow ones included
 # make benchmark   the figures of benchmarks/README.md on this machine
 
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test test-slow lint check wheel benchmark clean
+.PHONY: demo test test-slow test-distributed lint check wheel benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh
@@ -20,6 +21,10 @@ test:
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+test-distributed:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m distributed --timeout 1800
 
 lint:
 	@VENV=$(VENV) scripts/setup-venv.sh test

@@ -9,6 +9,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.precision.local import local_part
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.training.optimizer import OptimizerConfig, make_optimizer
@@ -26,49 +27,95 @@ def sequences(step):
     return inputs, targets
 
 
-def run(rank, layout, policy, *, steps=4, micro=1, max_norm=None, poison=(), head=None, shape=()):
+def eps_of(policy):
+    """Adam's eps; the usual 1e-8 is 0 where moments are fp16."""
+    return 1e-4 if policy.master_dtype == torch.float16 else 1e-8
+
+
+def prepare(layout, policy, *, shape=(), sequence_parallel=False, frozen=(), **options):
+    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
+    value = parse_policy(policy)
+    strategy = choose_strategy(
+        Layout.parse(layout), value, torch.device("cpu"), sequence_parallel=sequence_parallel
+    )
+    model = GPT(GPTConfig(**{**SHAPE, **dict(shape)}), seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)))
+    strategy.place_(model, plan_of(model))
+    config = OptimizerConfig(learning_rate=1e-2, eps=eps_of(value))
+    optimizer = make_optimizer(model, config, value, seed=5)
+    precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
+    strategy.attach_(precision)
+    return strategy, model, precision
+
+
+def backward_all(strategy, model, precision, step, micro=1, factor=1.0):
+    """All micro-batches of one step on this rank, to the finished sums of gradients."""
+    inputs, targets = sequences(step)
+    ranks, mine = strategy.layout.batch_ranks, strategy.batch_rank
+    share = range(mine * SEQUENCES // ranks, (mine + 1) * SEQUENCES // ranks)
+    size = len(share) // micro
+    (count,) = strategy.sum([int((targets[share.start : share.stop] != -100).sum())])
+    for i in range(micro):
+        here = slice(share.start + i * size, share.start + (i + 1) * size)
+        with strategy.micro_batch(last=i == micro - 1), precision.autocast():
+            total, _ = model.loss_sum((inputs[here], targets[here]))
+            precision.backward(total / count * factor)
+    strategy.finish()
+
+
+def run(
+    rank, layout, policy, *, steps=4, micro=1, max_norm=None, poison=(), value=float("inf"),
+    bad_loss=(), **options,
+):  # fmt: skip
     """Train; returns losses, norms, whether applied, scales and the whole final weights.
 
     ``micro`` micro-batches on each rank; ``poison`` gives (step, rank) whose gradients get an inf
-    in one element of this rank's part of one parameter.
+    (``value``) in one element of this rank's part of one parameter; ``bad_loss`` those whose loss
+    is NaN.
     """
     layout = Layout.parse(layout)
-    value = parse_policy(policy)
-    device = torch.device("cpu")
-    strategy = choose_strategy(layout, value, device)
-    model = GPT(GPTConfig(**{**SHAPE, **dict(shape)}), seed=1)
-    strategy.place_(model, plan_of(model))
-    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), value, seed=5)
-    precision = Precision(value, model, optimizer, ranks=strategy.ranks)
-    strategy.attach_(precision)
+    strategy, model, precision = prepare(str(layout), policy, **options)
     results = []
+    unchanged = []
     for step in range(steps):
-        inputs, targets = sequences(step)
-        ranks = layout.batch_ranks
-        share = range(strategy.batch_rank * SEQUENCES // ranks,
-                      (strategy.batch_rank + 1) * SEQUENCES // ranks)  # fmt: skip
-        size = len(share) // micro
-        (count,) = strategy.sum([int((targets[share.start : share.stop] != -100).sum())])
-        for i in range(micro):
-            here = slice(share.start + i * size, share.start + (i + 1) * size)
-            with strategy.micro_batch(last=i == micro - 1), precision.autocast():
-                total, _ = model.loss_sum((inputs[here], targets[here]))
-                precision.backward(total / count)
-        strategy.finish()
+        factor = float("nan") if (step, rank) in bad_loss else 1.0
+        backward_all(strategy, model, precision, step, micro, factor)
         if (step, rank) in poison:
             gradients = precision.masters.gradients([*precision.named_parameters().values()])
             gradient = next(g for p, g in gradients.items() if g.dim() == 2 and g.numel())
-            gradient[0, 0] = float("inf")
+            gradient[0, 0] = value
+        before = fingerprint(model, precision)
         results.append(precision.step(max_norm=max_norm))
+        unchanged.append(fingerprint(model, precision) == before)
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
         "applied": [r.applied for r in results],
         "scales": [r.next_loss_scale for r in results],
         "names": [r.nonfinite_parameters for r in results],
+        "reasons": [r.reason for r in results],
+        "rolled_back": [r.rolled_back for r in results],
+        "unchanged": unchanged,
         "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
-        "order": list(range(layout.size)),
+        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
     }
+
+
+def fingerprint(model, precision):
+    """Every bit of this rank's weights, masters, moments and step counters."""
+    found = {f"weight {n}": _bits(local_part(p)) for n, p in model.named_parameters()}
+    found |= {f"master {n}": _bits(p) for n, p in precision.masters.items()}
+    for i, optimizer in enumerate(precision.optimizers):
+        for j, state in enumerate(optimizer.state.values()):
+            for key, kept in state.items():
+                found[f"state {i} {j} {key}"] = _bits(kept) if torch.is_tensor(kept) else kept
+    return found
+
+
+def _bits(tensor):
+    return (str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().view(-1)
+            .view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")  # fmt: skip
 
 
 def masters(model, precision):
@@ -86,3 +133,29 @@ def whole(parameter, part):
         shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip
     return placed.full_tensor().clone()
+
+
+def first_gradients(rank, layout, policy, *, micro=1, unscale=False, **options):
+    """The first step's whole gradients, as the optimizer is about to get them."""
+    strategy, model, precision = prepare(layout, policy, **options)
+    backward_all(strategy, model, precision, 0, micro)
+    named = dict(model.named_parameters())
+    held = precision.named_parameters()
+    found = precision.masters.gradients([*held.values()])
+    scale = precision.loss_scale.value if unscale else 1.0  # a power of two: exact in fp32
+    return {n: whole(named[n], found[p] / scale) for n, p in held.items() if p in found}
+
+
+def truth():
+    """The first step's gradients in fp64, by torch alone on one device."""
+    model = GPT(GPTConfig(**SHAPE), seed=1).double()
+    inputs, targets = sequences(0)
+    total, count = model.loss_sum((inputs, targets))
+    (total / count).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def error(found, exact):
+    """The distance of all gradients together from fp64's, relative to their length."""
+    off = sum((found[n].double() - exact[n]).square().sum() for n in exact)
+    return float((off / sum(g.square().sum() for g in exact.values())).sqrt())

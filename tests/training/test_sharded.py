@@ -310,6 +310,36 @@ def test_a_manifest_that_is_none_is_refused(tmp_path, text):
         load_checkpoint(path)
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2))
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("{", '{"format": 2, ', 1))
+    with pytest.raises(CheckpointError, match="a key stands twice"):
+        load_checkpoint(path)
+
+
+def test_a_rank_syncs_its_own_files_before_its_receipt(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(os.path.basename(target))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_checkpoint(tmp_path, 1, states_of(whole_state(), "rows", 2)[1], 1, Team(1, 2, "t"))
+    assert events == [
+        "weights-00002-of-00002.safetensors",
+        "optimizer-00002-of-00002.safetensors",
+        "receipt-00002.json",
+    ]
+
+
 @pytest.mark.parametrize(
     "name", ["weights-00001-of-00002.safetensors", "state.json", "manifest.json"]
 )

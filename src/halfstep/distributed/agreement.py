@@ -2,13 +2,14 @@
 
 Ranks that have once stepped differently stay different for good, and nothing else shows it: losses
 go on falling. Every rank makes a row of whole numbers: steps, loss scale, and for every parameter
-the sum of its bits. Ranks that hold the same part of a parameter must have the same sum.
+the sum of its bits, and which part of it the rank holds. Ranks that hold the same part must have
+the same sum.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.distributed.layout import Layout
 from halfstep.errors import PrecisionError
-from halfstep.precision.local import is_sharded, local_part
+from halfstep.precision.local import is_sharded, local_part, reshard_
 from halfstep.precision.step import Precision
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,19 +40,23 @@ def check_agreement(
     """
     if layout.size == 1:
         return
+    reshard_(model)  # what is gathered is whole on every rank
     weights = dict(model.named_parameters())
     names = ["the step count", "the applied steps", "the loss scale", *weights]
     scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
     sums = [checksum(local_part(weight)) for weight in weights.values()]
-    row = torch.tensor([step, precision.applied_total, scale, *sums], device=precision.device)
+    parts = [0, 0, 0, *map(_part_number, weights.values())]
+    numbers = [step, precision.applied_total, scale, *sums]
+    row = torch.tensor([numbers, parts], device=precision.device)
     rows = [torch.empty_like(row) for _ in range(layout.size)]
     dist.all_gather(rows, row)
     table = [found.tolist() for found in rows]
-    axes = [(), (), (), *(_sharded_axes(weight) for weight in weights.values())]
-    for column, (name, split) in enumerate(zip(names, axes, strict=True)):
-        for rank, other in _pairs(layout, split):
-            if table[rank][column] != table[other][column]:
-                told = f"{name} ({table[other][column]} and {table[rank][column]})"
+    for column, name in enumerate(names):
+        first: dict[int, int] = {}  # part to the first rank that holds it
+        for rank, (found, held) in enumerate(table):
+            other = first.setdefault(held[column], rank)
+            if found[column] != table[other][0][column]:
+                told = f"{name} ({table[other][0][column]} and {found[column]})"
                 what = told if column < 2 else name
                 raise PrecisionError(
                     f"rank {rank} differs from rank {other} in {what}"
@@ -68,19 +73,14 @@ def checksum(tensor: Tensor) -> int:
     return int(words.sum(dtype=torch.int64))
 
 
-def _sharded_axes(weight: Tensor) -> tuple[str, ...]:
-    """The mesh axes whose ranks hold different parts."""
+def _part_number(weight: Tensor) -> int:
+    """Which part this rank holds: its place on those axes of the mesh that split the weight."""
     if not is_sharded(weight):
-        return ()
-    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    named = zip(mesh.mesh_dim_names or (), placements, strict=True)
-    return tuple(name for name, placement in named if placement.is_shard())
-
-
-def _pairs(layout: Layout, split: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """Each rank, and the first that holds the same part."""
-    first: dict[tuple[int, ...], int] = {}
-    for rank in range(layout.size):
-        where = layout.coordinates(rank)
-        part = tuple(where[axis] for axis in split)
-        yield rank, first.setdefault(part, rank)
+        return 0
+    dtensor: Any = weight
+    mesh = dtensor.device_mesh
+    number = 0
+    for size, place, how in zip(mesh.shape, mesh.get_coordinate(), dtensor.placements, strict=True):
+        if how.is_shard():
+            number = number * size + place
+    return number

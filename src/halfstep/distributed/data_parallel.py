@@ -219,7 +219,7 @@ class GradientReducer:
         self, group: dist.ProcessGroup, reduce_dtype: torch.dtype, bucket_bytes: int
     ) -> None:
         """Refuse sparse embeddings, and ranks that would wait for each other for ever."""
-        model = self._precision._model
+        model = self._precision.model
         weights: dict[Tensor, str] = {weight: name for name, (weight, _) in self._trained.items()}
         for module in model.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -245,7 +245,7 @@ def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter
     """Name to the model's parameter and to what the optimizer updates for it, in model order."""
     owned = {p for o in precision.optimizers for group in o.param_groups for p in group["params"]}
     updated = {n: p for n, p in precision.named_parameters().items() if p in owned}
-    model = precision._model
+    model = precision.model
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad and n in updated}
     return {name: (weight, updated[name]) for name, weight in weights.items()}
 
@@ -253,7 +253,7 @@ def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter
 def _stamp(precision: Precision) -> list[int]:
     """Which tensors are trainable, in the model and in the optimizers; cheap, as each step asks."""
     owned = [p for o in precision.optimizers for group in o.param_groups for p in group["params"]]
-    return [id(p) for p in (*precision._model.parameters(), *owned) if p.requires_grad]
+    return [id(p) for p in (*precision.model.parameters(), *owned) if p.requires_grad]
 
 
 @torch.no_grad()

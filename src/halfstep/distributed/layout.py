@@ -23,6 +23,12 @@ class Layout:
     tensor: int = 1
     """Ranks that share every matrix product (tensor parallel)."""
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a size below 1."""
+        for name, size in self.axes.items():
+            if size < 1:
+                raise ConfigError(f"parallel: {name}={size}; allowed: integers >= 1")
+
     @property
     def size(self) -> int:
         """Number of ranks."""

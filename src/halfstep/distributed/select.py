@@ -34,16 +34,19 @@ class Verdict:
     note: str = ""
 
 
-EXACT = "as one device with the same micro-batches, bit for bit"
+EXACT, REORDERED = "bit for bit", "another order of sums"
 
 
 def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
     """Whether ``layout`` honours ``policy``, why not, and what to ask for instead."""
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
+        by_module = policy.casts == "module"  # which nothing but shard honours
         return Verdict(
             "parameters cannot be sharded over shard and over tensor at once yet",
-            f"parallel=data={layout.shard * layout.data},tensor={layout.tensor}",
+            f"parallel=shard={layout.size}"
+            if by_module
+            else f"parallel=data={layout.shard * layout.data},tensor={layout.tensor}",
         )
     if policy.casts == "module" and layout.shard == 1:
         return Verdict(
@@ -55,7 +58,7 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
             return Verdict(
                 "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
                 "block's parameters in one format",
-                f"parallel=data={layout.shard}, or a *-mixed policy with the same rules",
+                f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
             )
         if policy.loss_scale.calibrate:
             return Verdict(
@@ -65,10 +68,10 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
             )
         if low:
             form = dtype_name(policy.param_dtype)
-            return Verdict(note=f"FSDP2 rounds the summed gradients to {form} once more")
+            return Verdict(note=f"sums rounded to {form}")
         if policy.casts == "module":
-            return Verdict(note="residual stream in bf16: further from fp32 than bf16-mixed")
-        return Verdict(note=EXACT if policy.reduce_dtype == torch.float32 else "")
+            return Verdict(note="bf16 between layers")
+        return Verdict(note=_exact(policy, layout))
     if layout.tensor > 1:
         if policy.loss_scale.calibrate:
             return Verdict(
@@ -77,11 +80,20 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
             )
         form = dtype_name(policy.compute_dtype)
         if form == "fp32":
-            return Verdict(note="sums over ranks in another order than on one device")
-        return Verdict(note=f"partial sums of activations are added in {form}")
+            return Verdict(note=REORDERED)
+        return Verdict(note=f"{form} partial sums")
     if layout.data > 1:
-        return Verdict(note=EXACT if policy.reduce_dtype == torch.float32 else "")
+        return Verdict(note=_exact(policy, layout))
     return Verdict()
+
+
+def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
+    """What holds of sums over the batch's ranks: a + b is b + a, but of three numbers and more
+    collectives choose the order.
+    """
+    if policy.reduce_dtype != torch.float32:
+        return f"sums in {dtype_name(policy.reduce_dtype)}"
+    return EXACT if layout.batch_ranks == 2 else REORDERED
 
 
 def choose_strategy(
@@ -136,15 +148,16 @@ TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "
 
 
 def table() -> str:
-    """Every named policy under every kind of layout, as a Markdown table."""
+    """Every named policy under every kind of layout, as a Markdown table, and why some are not."""
     lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
     lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")
+    reasons: dict[str, None] = {}
     for name, policy in POLICIES.items():
         cells = []
         for text in TABLE_LAYOUTS:
             verdict = decide(policy, Layout.parse(text))
-            cells.append(
-                f"refused: {verdict.refused}" if verdict.refused else verdict.note or "yes"
-            )
+            cells.append("refused" if verdict.refused else verdict.note or "yes")
+            if verdict.refused:
+                reasons[f"`{name}`: {verdict.refused}; use {verdict.nearest}."] = None
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *reasons])

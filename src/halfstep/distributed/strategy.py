@@ -29,9 +29,10 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.traffic import Traffic
 from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.checks import check_cast
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.ranks import ManyRanks, OneRank, Ranks
-from halfstep.precision.rules import parameter_dtypes
+from halfstep.precision.rules import kept_parameters, parameter_dtypes
 from halfstep.precision.step import Precision
 
 
@@ -68,7 +69,10 @@ class Strategy:
 
         Raises:
             ConfigError: If the model cannot be laid out so.
+            PrecisionError: If 16 bits cannot hold its weights.
         """
+        if self.policy.param_dtype != torch.float32:
+            check_cast(self.policy, model, kept_parameters(self.policy, model))
         if self.policy.keeps_more_than_weights:
             self._exact = {n: p.detach().clone() for n, p in model.named_parameters()}
         if self.policy.param_dtype != torch.float32:

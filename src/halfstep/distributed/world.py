@@ -202,7 +202,8 @@ def open_world(device_kind: str, *, timeout_seconds: float = TIMEOUT_SECONDS) ->
         attempt, own = meet(store, place, timeout_seconds)
         if place.size > 1:
             dist.init_process_group(
-                "cpu:gloo" if device is None else "cpu:gloo,cuda:nccl",
+                # "cpu:gloo" alone would leave the group without a default, of which torch warns
+                "gloo" if device is None else "cpu:gloo,cuda:nccl",
                 store=own,
                 rank=place.rank,
                 world_size=place.size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,13 @@ def check_parameters(
     if policy.param_dtype == torch.float32:
         low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
         if low and upcast:
+            sharded = tuple(name for parameter, name in low.items() if is_sharded(parameter))
+            if sharded:
+                raise PrecisionError(
+                    f"{some(sharded)} {'is' if len(sharded) == 1 else 'are'} sharded in 16 bits "
+                    "already, in memory that the sharding holds: convert the model with "
+                    "model.float() before it is sharded"
+                )
             if any(optimizer.state for optimizer in optimizers):
                 raise PrecisionError(
                     "the optimizer has stepped already; upcast_trainable=True before its first step"
@@ -88,7 +95,7 @@ def check_parameters(
                 "convert their modules with .float() first"
             )
     else:
-        _check_cast(policy, model, kept)
+        check_cast(policy, model, kept)
     if policy.is_pure:
         for group in groups:
             eps = group.get("eps")
@@ -198,7 +205,7 @@ def check_max_norm(max_norm: float | None) -> None:
 
 
 @torch.no_grad()
-def _check_cast(policy: PrecisionPolicy, model: nn.Module, kept: set[str]) -> None:
+def check_cast(policy: PrecisionPolicy, model: nn.Module, kept: Collection[str]) -> None:
     """Refuse weights and modules that 16-bit parameters would break; ``kept`` stay in fp32."""
     dtype = policy.param_dtype
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.local import local_part
+from halfstep.precision.local import local_part, reshard_
 from halfstep.precision.rounding import random_bits, round_stochastic
 
 
@@ -109,6 +109,7 @@ class EMA:
         Raises:
             PrecisionError: If the model lacks parameters of the average.
         """
+        reshard_(model)
         named = {n: local_part(p) for n, p in model.named_parameters() if n in self.averages}
         self.require(named)
         with torch.no_grad():
@@ -119,6 +120,7 @@ class EMA:
                     parameter.copy_(self.averages[name])
             yield
         finally:
+            reshard_(model)  # gathered averages go
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(own[name])

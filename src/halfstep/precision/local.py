@@ -13,7 +13,7 @@ than the rest of halfstep.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,25 @@ def local_gradient(weight: Tensor) -> Tensor | None:
     if gradient.placements != placements:
         gradient = gradient.redistribute(placements=placements)
     return local_part(gradient)
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that ``fully_shard`` (FSDP2) was called on, by name, and its state of each."""
+    for name, module in model.named_modules():
+        state_of = getattr(module, "_get_fsdp_state", None)
+        if callable(state_of):
+            yield name, state_of()
+
+
+def reshard_(model: nn.Module) -> None:
+    """Drop weights that FSDP2 still holds gathered from a forward without a backward.
+
+    They are copies that no update reaches, stand in the sharded parameters' places, and the next
+    forward would take them as they are.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, _ in fsdp_modules(model):
+        modules[name].reshard()
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

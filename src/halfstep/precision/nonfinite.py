@@ -215,8 +215,11 @@ class Snapshot:
         averages: Mapping[str, Tensor],
     ) -> None:
         owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        whole = [p for p in model.parameters() if not is_sharded(p)]  # of others, owned has parts
-        every = (*whole, *model.buffers(), *averages.values(), *owned)
+        held = {p.data_ptr() for p in owned}  # where a sharded weight's part may be among them
+        weights = [p for p in model.parameters() if not is_sharded(p)]
+        parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
+        weights += [part for part in parts if part.data_ptr() not in held]
+        every = (*weights, *model.buffers(), *averages.values(), *owned)
         self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
         self._states = [
             (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers

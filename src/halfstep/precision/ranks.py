@@ -89,14 +89,16 @@ class ManyRanks:
         sums[0] = loss.double() * self._loss_share
         for parts, some in gradients.items():
             if some:
-                sums[1] += norm(some).double().to(self._device).square() * (parts / self._size)
+                sums[1] += norm(some).double().to(self._device).square() * parts
         dist.all_reduce(sums)
         # rounded to fp32, the loss of two ranks is that of two micro-batches on one device
-        value, squares = sums[0].float().item(), sums[1].item()
+        value, squares = sums[0].float().item(), sums[1].item() / self._size
         return value, math.sqrt(squares) if squares >= 0 else math.nan
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The largest of all ranks' marks, place by place; numbers only, nothing is unpickled."""
+        if not marks:
+            return []
         table = torch.tensor(marks, dtype=torch.int32, device=self._device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
         worst: list[int] = table.tolist()

@@ -41,7 +41,7 @@ from halfstep.precision.checks import (
 from halfstep.precision.ema import EMA
 from halfstep.precision.examiner import Examiner
 from halfstep.precision.gradients import NonFinite, clip_factor
-from halfstep.precision.local import local_part
+from halfstep.precision.local import local_part, reshard_
 from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import make_masters
 from halfstep.precision.nonfinite import Guard, OnNonFinite, broken_loss, incurable
@@ -51,6 +51,7 @@ from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.ranks import Ranks, ranks_of_this_process
 from halfstep.precision.result import StepResult
 from halfstep.precision.saved_state import check_state, load_scale
+from halfstep.precision.wrappers import check_wrappers
 
 
 class Precision:
@@ -121,6 +122,8 @@ class Precision:
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else ranks
         self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
+        reshard_(model)
+        check_wrappers(self.policy, model)
         check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         if upcast_trainable and self.policy.param_dtype == torch.float32:
@@ -129,14 +132,14 @@ class Precision:
         self.masters.clear()  # what is left from before was scaled by nobody
         cast_at_border(model, self.policy)
         self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
-        self._model = model
+        self.model = model
         self._loaded = WeightsLoaded()
         model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
         self._guard.start(0)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context for the forward and the loss, for any policy."""
-        return around_model(self.policy, self._model, self.device)
+        return around_model(self.policy, self.model, self.device)
 
     def backward(self, loss: Tensor) -> None:
         """Scale the loss and back-propagate; call once per micro-batch.
@@ -246,7 +249,7 @@ class Precision:
 
     def take_weights_(self) -> None:
         """Train on from the model's weights as they are: after ``model.load_state_dict``."""
-        weights = self._model.state_dict()
+        weights = self.model.state_dict()
         named = self.named_parameters()
         self.masters.load_({name: local_part(weights[name]) for name in named})
         self._loaded.weights = False
@@ -266,7 +269,7 @@ class Precision:
         self.skipped_in_a_row += 1
         error: NonFiniteError | None
         if found is None:
-            error = broken_loss(self.policy, loss, self._model, self._ranks)
+            error = broken_loss(self.policy, loss, self.model, self._ranks)
         else:
             error = incurable(self.policy, self.loss_scale, found, loss, self.skipped_in_a_row)
         rolled_back = error is not None and self._guard.answer(error)

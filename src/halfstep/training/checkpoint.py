@@ -3,7 +3,7 @@
 A checkpoint is a folder ``step-00000020``::
 
     weights.safetensors    what the optimizer updates: parameters, or fp32 masters
-    optimizer.safetensors  "NAME/exp_avg" ...; "rng/cpu", "rng/cuda"
+    optimizer.safetensors  "NAME/exp_avg" ...
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
     manifest.json          SHA-256 of each of the above, and the index of tensors
 
@@ -53,9 +53,7 @@ __all__ = [
     "convert_optimizer_tensors",
     "list_checkpoints",
     "load_checkpoint",
-    "load_rng_tensors",
     "optimizer_tensors",
-    "rng_tensors",
     "save_checkpoint",
     "set_optimizer_state",
 ]
@@ -67,7 +65,7 @@ class Checkpoint:
 
     Attributes:
         weights: Parameter name to tensor.
-        optimizer: ``"NAME/KEY"`` to tensor, and random-number states under ``"rng/"``.
+        optimizer: ``"NAME/KEY"`` to tensor; of format 1 also random states under ``"rng/"``.
         state: Plain JSON values; of several ranks that save, rank 0's are written.
         pieces: Parameter name, or a whole key of ``optimizer``, to the piece that the tensors are.
             A parameter's moments are the same piece as it is, its step counter is whole. A tensor
@@ -239,18 +237,3 @@ def set_optimizer_state(
         optimizer.state[parameter] = state
     for parameter, remainder in held.items():
         optimizer.state[parameter][REMAINDER] = remainder
-
-
-def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """Torch's random-number states, as byte tensors."""
-    states = {"rng/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def load_rng_tensors(device: torch.device, tensors: dict[str, Tensor]) -> None:
-    """Put :func:`rng_tensors` back."""
-    torch.set_rng_state(tensors["rng/cpu"])
-    if device.type == "cuda" and "rng/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng/cuda"], device)

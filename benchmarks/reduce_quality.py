@@ -1,0 +1,99 @@
+"""Training and validation loss by the format of gradients between ranks, all else alike.
+
+    python benchmarks/reduce_quality.py [--steps 300] [--seeds N ...] [--no-save]
+
+Each run is ``halfstep train --nproc 2``: gpt-tiny on the standard library's source, BPE of 1024,
+8 sequences of 128 tokens a step over two ranks with one thread each, fp32 weights and fp32
+arithmetic. Under one seed the initial weights and the batches are the same, so that a difference is
+the rounding of the wire alone; what one seed differs from another is the noise to judge it by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from common import save
+
+POLICIES = {"fp32": "fp32", "bf16": "fp32,reduce=bf16", "fp16": "fp32,reduce=fp16"}
+LAST = 50
+LOSSES = ("final_loss", f"mean_loss_of_last_{LAST}", "val_loss")
+
+
+def one(policy: str, steps: int, seed: int, folder: Path) -> dict:
+    """One run's losses and bytes."""
+    command = [sys.executable, "-m", "halfstep", "train", "--nproc", "2", "--parallel", "data=2",
+               "--config", "gpt-tiny", "--precision", policy, "--batch-size", "8",
+               "--max-steps", str(steps), "--eval-every", str(steps), "--save-every", "0",
+               "--run.eval_batches=40", "--seed", str(seed), "--device", "cpu",
+               "--output-dir", str(folder), "--quiet"]  # fmt: skip
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    losses = [record["loss"] for record in records]
+    assert len(losses) == steps
+    return {
+        "final_loss": losses[-1],
+        f"mean_loss_of_last_{LAST}": mean(losses[-LAST:]),
+        "val_loss": records[-1]["val_loss"],
+        "skipped": records[-1]["skipped_total"],
+        "sent_bytes": records[-1]["sent_bytes"],
+        "sent_bytes_fp32": records[-1]["sent_bytes_fp32"],
+        "train_losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--no-save", action="store_true")
+    arguments = parser.parse_args()
+    runs: dict[str, dict[int, dict]] = {name: {} for name in POLICIES}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in arguments.seeds:
+            for name, policy in POLICIES.items():
+                place = Path(folder) / f"{name}-{seed}"
+                runs[name][seed] = one(policy, arguments.steps, seed, place)
+    summary = {}
+    title = f"{'reduce':<8} {'loss':<22} {'mean':>8} {'seeds differ by':>16}"
+    print(title + f" {'to fp32, seed by seed':>26}")
+    for name, by_seed in runs.items():
+        summary[name] = {"bytes_per_step": next(iter(by_seed.values()))["sent_bytes"]}
+        for key in LOSSES:
+            values = [run[key] for run in by_seed.values()]
+            changes = [run[key] / runs["fp32"][seed][key] - 1 for seed, run in by_seed.items()]
+            summary[name][key] = {
+                "mean": mean(values),
+                "standard_deviation_over_seeds": stdev(values) if len(values) > 1 else 0.0,
+                "range_over_seeds_relative": (max(values) - min(values)) / mean(values),
+                "relative_to_fp32": changes,
+            }
+            print(f"{name:<8} {key:<22} {mean(values):>8.4f} "
+                  f"{summary[name][key]['range_over_seeds_relative']:>16.2%} "
+                  + " ".join(f"{change:>+8.3%}" for change in changes))  # fmt: skip
+        print(f"{name:<8} MB sent by a rank per step: {summary[name]['bytes_per_step'] / 1e6:.2f}")
+    content = {
+        "steps": arguments.steps,
+        "ranks": 2,
+        "batch": [8, 128],
+        "policies": POLICIES,
+        "summary": summary,
+        "seeds": {name: {str(s): run for s, run in by.items()} for name, by in runs.items()},
+    }
+    if not arguments.no_save:
+        print(f"written: {save('reduce-quality', content, torch.device('cpu'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Layouts, refusals and faults of real runs on several ranks; minutes long."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+
+import pytest
+
+from halfstep.training.checkpoint import list_checkpoints
+from tests.cli.ranks import (
+    Run,
+    alive,
+    alone,
+    assert_near_state,
+    assert_one_line,
+    assert_same_state,
+    await_that,
+    cut_to,
+    losses,
+    numbers,
+    ranks,
+    steps_of,
+    tiny,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+LONG = 300  # steps; some seconds
+KILLS = 20
+TORCHS_PATIENCE = 30  # seconds that torchrun's agent gives a rank to end after SIGTERM
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def references(corpus, tmp_path_factory):
+    """Uninterrupted runs of one process, each made once."""
+    folder = tmp_path_factory.mktemp("references")
+    made = {}
+
+    def reference(*more, **shape):
+        key = (*more, *shape.items())
+        if key not in made:
+            path = folder / str(len(made))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+                alone([*tiny(corpus, path, **shape), *more], patch)
+            made[key] = path
+        return made[key]
+
+    return reference
+
+
+UNCLIPPED = ("--optimizer.max_norm", "0")
+EXACT = [
+    ("fp32", "data=2", UNCLIPPED),
+    ("bf16-mixed", "data=2", ()),
+    ("bf16-mixed", "data=2", UNCLIPPED),
+    ("fp32", "shard=2", UNCLIPPED),
+    ("bf16-mixed", "shard=2", UNCLIPPED),
+]
+NEAR = ["shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2"]
+
+
+@pytest.mark.parametrize(("precision", "parallel", "more"), EXACT)
+def test_ranks_are_micro_batches_bit_for_bit(
+    corpus, tmp_path, references, precision, parallel, more
+):
+    path = tmp_path / "r"
+    words = [*tiny(corpus, path, precision=precision), "--parallel", parallel, *more, "--quiet"]
+    code, _, err = ranks(["--nproc", 2, *words])
+    assert (code, err) == (0, "")
+    one = references("--grad-accum", "2", *more, precision=precision)
+    assert losses(path) == losses(one)
+    assert_same_state(path, one)
+
+
+@pytest.mark.parametrize("parallel", NEAR)
+def test_ranks_are_one_process(corpus, tmp_path, references, parallel):
+    path = tmp_path / "r"
+    count = 4 if "," in parallel else 2
+    words = [*tiny(corpus, path), "--parallel", parallel, "--quiet"]
+    code, out, err = ranks(["--nproc", count, *words])
+    assert (code, err) == (0, "")
+    assert "each rank sent" in out
+    assert losses(path) == pytest.approx(losses(references()), rel=1e-5)
+    assert_near_state(path, references())
+
+
+def test_a_batch_that_ranks_cannot_share_equally(corpus, tmp_path, references):
+    path = tmp_path / "r"
+    code, _, err = ranks(["--nproc", 2, *tiny(corpus, path), "--batch-size", 5, "--quiet"])
+    assert (code, err) == (0, "")
+    one = references("--batch-size", "5")
+    assert losses(path) == pytest.approx(losses(one), rel=1e-5)
+    assert_near_state(path, one)
+
+
+def test_a_run_goes_through_all_layouts(corpus, tmp_path, references, monkeypatch):
+    path = tmp_path / "r"
+    words = tiny(corpus, path, steps=16)
+    assert ranks(["--nproc", 2, *words, "--quiet"])[0] == 0
+    for step, layout in ((4, "shard=2"), (8, "tensor=2"), (12, "")):
+        before, path = path, tmp_path / f"{layout}-{step}"
+        cut_to(before, path, step)
+        again = ["--resume", "--output-dir", path, "--parallel", layout]
+        if layout:
+            code, _, err = ranks(["--nproc", 2, *again, "--quiet"])
+            assert (code, err) == (0, "")
+        else:
+            alone(again, monkeypatch)
+        assert losses(path) == pytest.approx(losses(references(steps=16)), rel=1e-5)
+        assert_near_state(path, references(steps=16))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "precision"),
+    [("data=2", "bf16-mixed"), ("shard=2", "fp32"), ("tensor=2", "fp32")],
+)
+def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path, parallel, precision):
+    whole, again = tmp_path / "whole", tmp_path / "cut"
+    words = tiny(corpus, whole, precision=precision, steps=8)
+    more = ["--parallel", parallel, "--model.dropout", "0.1", "--quiet"]
+    assert ranks(["--nproc", 2, *words, *more])[0] == 0
+    cut_to(whole, again, 4)
+    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", again, "--quiet"])
+    assert (code, err) == (0, "")
+    assert numbers(again) == numbers(whole)
+    assert_same_state(again, whole)
+
+
+# Name -> ranks, more words, what the one line says.
+REFUSED = {
+    "number of ranks": (2, ["--parallel", "shard=3"], "parallel=shard=3 needs 3 ranks"),
+    "heads": (2, ["--parallel", "tensor=2", "--model.n_head", "1"], "cannot be shared"),
+    "unknown axis": (2, ["--parallel", "pipe=2"], "'pipe=2'; allowed axes: data, shard, tensor"),
+    "policy": (2, ["--precision", "bf16-module"], "cannot be honoured under parallel=data=2"),
+    "small batch": (2, ["--batch-size", "1"], "run.batch_size=1 is too small for 2 ranks"),
+    "small batch, micro": (2, ["--grad-accum", "4"], "run.batch_size=4 is too small for 2 ranks"),
+    "sequence": (2, ["--run.sequence_parallel", "true"], "sequence_parallel with parallel=data=2"),
+    "two axes": (4, ["--parallel", "shard=2,tensor=2"], "use parallel=data=2,tensor=2"),
+    "no ranks": (0, [], "--nproc 0; allowed: integers >= 1"),
+    "no data": (2, ["--data", "/no/such"], "/no/such"),
+    "unknown key": (2, ["--run.paralel", "data=2"], "did you mean 'parallel'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_is_refused_in_one_line(corpus, tmp_path, name):
+    count, more, message = REFUSED[name]
+    path = tmp_path / "r"
+    start = time.monotonic()
+    code, out, err = ranks(["--nproc", count, *tiny(corpus, path), *more, "--", "--max-restarts=3"])
+    assert (code, out) == (2, "")
+    assert_one_line(err, message)
+    assert not path.exists()
+    assert time.monotonic() - start < 60
+
+
+def test_a_folder_that_holds_a_run_is_refused(corpus, tmp_path, references):
+    path = tmp_path / "r"
+    shutil.copytree(references(), path)
+    before = sorted(path.rglob("*"))
+    code, out, err = ranks(["--nproc", 2, *tiny(corpus, path), "--", "--max-restarts", 3])
+    assert (code, out) == (2, "")
+    assert_one_line(err, f"run.output_dir={path} holds a run already")
+    assert sorted(path.rglob("*")) == before
+
+
+def test_a_folder_that_another_run_writes_is_refused(corpus, tmp_path):
+    path = tmp_path / "r"
+    first = Run([*tiny(corpus, path, steps=1_000_000), "--quiet", "--run.rank_timeout", 20])
+    first.await_step(path, 3)
+    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
+    first.process.kill()
+    first.end()
+    assert code == 2
+    assert_one_line(err, "is being written by another process (pid ")
+
+
+@pytest.mark.parametrize("receivers", ["launcher", "all", "one rank", "all, ranks first"])
+def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, references, receivers):
+    path = tmp_path / "r"
+    words = tiny(corpus, path, steps=LONG, save=0)
+    run = Run(["--nproc", 2, *words, "--quiet", "--", "--max-restarts", 3])
+    run.await_step(path, 30)
+    found = run.ranks()
+    everyone = {
+        "launcher": [run.process.pid],
+        "all": [run.process.pid, *found.values()],
+        "all, ranks first": [*found.values(), run.process.pid],
+        "one rank": [found[1]],
+    }
+    start = time.monotonic()
+    for pid in everyone[receivers]:
+        os.kill(pid, signal.SIGTERM)
+    code, out, err = run.end()
+    assert time.monotonic() - start < 20
+    assert (code, err) == (4, "")
+    assert "stopped by SIGTERM" in out
+    step = steps_of(path)
+    assert 30 <= step < LONG
+    assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
+    assert (code, err) == (0, "")
+    one = references("--grad-accum", "2", steps=LONG, save=0)
+    assert numbers(path) == numbers(one)
+    assert_same_state(path, one)
+
+
+def test_sigterm_before_the_first_step_ends_all_ranks(corpus, tmp_path):
+    run = Run(["--nproc", 2, *tiny(corpus, tmp_path / "r"), "--quiet", "--", "--max-restarts", 3])
+    await_that(lambda: len(run.ranks()) == 2, run.process)
+    found = run.ranks()
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert (code, out) == (128 + signal.SIGTERM, "")
+    assert_one_line(err, "stopped by SIGTERM before all ranks had saved")
+    assert not any(map(alive, found.values()))
+
+
+def test_twenty_kills_at_random_times_change_nothing(corpus, tmp_path, references, capsys):
+    chance = random.Random(os.environ.get("HALFSTEP_TEST_SEED", "4"))
+    reference = references("--grad-accum", "2", steps=LONG, save=10)
+    told, restarts, runs = [], 0, 0
+    while len(told) < KILLS:
+        runs += 1
+        path = tmp_path / str(runs)
+        begin = time.monotonic()
+        words = [*tiny(corpus, path, steps=LONG, save=10), "--keep", 2, "--quiet"]
+        run = Run(["--nproc", 2, *words, "--", "--max-restarts", 9])
+        kills, first = 0, set()
+        while kills < 5 and len(told) < KILLS and run.process.poll() is None:
+            now = run.ranks()
+            if len(now) < 2 or set(now.values()) & first:  # the attempt before is not over yet
+                time.sleep(0.01)
+                continue
+            first = set(now.values())
+            # from start-up, through reading the checkpoint and training, to the end
+            patience = chance.choice((chance.uniform(0, 4), chance.uniform(4, 9), 60))
+            goal = min(steps_of(path) + chance.randrange(1, 150), LONG)
+            since = time.monotonic()
+            while time.monotonic() - since < patience and run.process.poll() is None:
+                if patience == 60 and steps_of(path) >= goal:
+                    break
+                time.sleep(0.005)
+            rank = chance.randrange(2)
+            if alive(now[rank]):
+                os.kill(now[rank], signal.SIGKILL)
+                told.append((runs, rank, round(time.monotonic() - since, 2), steps_of(path)))
+                kills += 1
+        code, out, err = run.end()
+        assert code == 0, err
+        lines = err.splitlines()
+        restarts += sum(line.endswith("starting again") for line in lines)
+        assert len(lines) == kills, err
+        assert all("was killed by SIGKILL" in line for line in lines), err
+        assert f"{path}: step {LONG}" in out
+        assert numbers(path) == numbers(reference)
+        assert_same_state(path, reference)
+        assert len(list((path / "checkpoints").iterdir())) == 2
+        with capsys.disabled():
+            print(f"run {runs}: {kills} kills, {time.monotonic() - begin:.0f} s")
+    with capsys.disabled():
+        print(f"{len(told)} kills, {restarts} restarts; (run, rank, s, steps): {told}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_and_resume_goes_on(corpus, tmp_path, references, rank):
+    path = tmp_path / "r"
+    words = tiny(corpus, path, steps=LONG, save=10)
+    run = Run(["--nproc", 2, *words, "--keep", 2, "--quiet"])
+    run.await_step(path, 35)
+    start = time.monotonic()
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+    code, out, err = run.end()
+    assert time.monotonic() - start < TORCHS_PATIENCE + 15
+    assert (code, out) == (1, "")
+    assert_one_line(err, f"rank {rank} was killed by SIGKILL")
+    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
+    assert (code, err) == (0, "")
+    reference = references("--grad-accum", "2", steps=LONG, save=10)
+    assert numbers(path) == numbers(reference)
+    assert_same_state(path, reference)
+
+
+def test_ranks_of_a_killed_launcher_save_and_end(corpus, tmp_path):
+    path = tmp_path / "r"
+    run = Run(["--nproc", 2, *tiny(corpus, path, steps=100_000, save=0), "--quiet"])
+    run.await_step(path, 5)
+    found = run.ranks()
+    run.process.kill()
+    run.end()  # which waits for the ranks, as they hold the pipes
+    await_end = time.monotonic() + 10
+    while any(map(alive, found.values())) and time.monotonic() < await_end:
+        time.sleep(0.05)
+    assert not any(map(alive, found.values()))
+    assert len(list_checkpoints(path / "checkpoints")) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_run_in_time(corpus, tmp_path, rank):
+    path = tmp_path / "r"
+    words = [*tiny(corpus, path, steps=100_000), "--run.rank_timeout", 5, "--quiet"]
+    run = Run(["--nproc", 2, *words])
+    run.await_step(path, 10)
+    start = time.monotonic()
+    found = run.ranks()
+    os.kill(found[rank], signal.SIGSTOP)
+    code, out, err = run.end()
+    assert time.monotonic() - start < 5 + TORCHS_PATIENCE + 15
+    assert (code, out) == (1, "")
+    assert_one_line(err, f"rank {rank} did not answer, and was killed")
+    assert not any(map(alive, found.values()))
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-mixed"])
+def test_a_guard_stops_all_ranks_once(corpus, tmp_path, precision):
+    path = tmp_path / "r"
+    words = [*tiny(corpus, path, precision=precision, steps=40), "--learning-rate", "1e30"]
+    run = ranks(["--nproc", 2, *words, "--schedule.warmup_steps", 0, "--quiet", "--",
+                 "--max-restarts", 3])  # fmt: skip
+    assert run[:2] == (3, "")
+    assert_one_line(run[2], "step ")
+    assert "rank" not in run[2]
+
+
+@pytest.mark.parametrize("file", ["weights*", "optimizer*", "manifest.json", "state.json"])
+def test_a_damaged_checkpoint_is_refused_once(corpus, tmp_path, references, file):
+    path = cut_to(references(), tmp_path / "r", 8)
+    (damaged,) = list_checkpoints(path / "checkpoints")[-1].glob(file)
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    code, out, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet", "--",
+                            "--max-restarts", 3])  # fmt: skip
+    assert (code, out) == (2, "")
+    assert_one_line(err, "step-00000008", damaged.name)
+    assert "rank" not in err
+
+
+def test_two_launchers_train_one_run(corpus, tmp_path, references):
+    path = tmp_path / "r"
+    words = ["--nproc", 1, *tiny(corpus, path), "--quiet", "--", "--nnodes", 2, "--master-addr",
+             "127.0.0.1", "--master-port", free_port()]  # fmt: skip
+    runs = [Run([*words, "--node-rank", node]) for node in (0, 1)]
+    (zero, said, err), (one, nothing, complaint) = [run.end() for run in runs]
+    assert (zero, one) == (0, 0), err + complaint
+    assert f"{path}: step 12; validation loss" in said
+    assert nothing == ""
+    reference = references("--grad-accum", "2")
+    assert losses(path) == losses(reference)
+    assert_same_state(path, reference)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_parent_ends_all_ranks(corpus, tmp_path):
+    parent = tmp_path / "read-only"
+    parent.mkdir(mode=0o555)
+    code, out, err = ranks(["--nproc", 2, *tiny(corpus, parent / "r"), "--quiet"])
+    assert (code, out) == (2, "")
+    assert_one_line(err, f"run folder {parent / 'r'} cannot be written")

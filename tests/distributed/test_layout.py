@@ -1,0 +1,87 @@
+"""Layouts by name: what is read, what is refused, and where each rank stands."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from halfstep.distributed.layout import Layout
+from halfstep.errors import ConfigError
+
+SIZES = st.integers(1, 64)
+LAYOUTS = st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), SIZES, SIZES, SIZES)
+
+
+@given(LAYOUTS)
+def test_what_is_printed_is_read_back(layout):
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("", (1, 1, 1)),
+        ("data=1", (1, 1, 1)),
+        ("data=4", (4, 1, 1)),
+        ("tensor=2,data=3", (3, 1, 2)),
+        ("data = 2 , shard = 2", (2, 2, 1)),
+        ("shard=8", (1, 8, 1)),
+        ("data=2,shard=1,tensor=2", (2, 1, 2)),
+    ],
+)
+def test_texts(text, sizes):
+    layout = Layout.parse(text)
+    assert (layout.data, layout.shard, layout.tensor) == sizes
+    assert layout.size == math.prod(sizes)
+    assert layout.batch_ranks == sizes[0] * sizes[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data", "data=", "data=0", "data=-2", "data=two", "data=2.0", "data=1e1", "=2", "2", "pipe=2",
+     "Data=2", "data=2,data=2", "data=2;tensor=2", "data=2 tensor=2", "data==2", "data=2=2",
+     "size=2", "data=+2", "axes=1"],
+)  # fmt: skip
+def test_other_texts_are_refused_and_shown(text):
+    with pytest.raises(ConfigError) as error:
+        Layout.parse(text)
+    assert repr(text) in str(error.value)
+    assert any(word in str(error.value) for word in ("allowed", "twice"))
+
+
+@pytest.mark.parametrize("sizes", [{"data": 0}, {"shard": -1}, {"tensor": 0}])
+def test_sizes_below_1_are_refused_in_values_too(sizes):
+    with pytest.raises(ConfigError, match="integers >= 1"):
+        Layout(**sizes)
+
+
+@settings(max_examples=40)
+@given(st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), *[st.integers(1, 5)] * 3))
+def test_every_rank_has_its_own_place_and_neighbours_share_the_last_axis(layout):
+    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.size)]
+    assert len(set(places)) == layout.size
+    assert places == sorted(places)
+    assert [*layout.coordinates(0)] != []
+    named = layout.coordinates(layout.size - 1)
+    assert named == {axis: size - 1 for axis, size in layout.axes.items()}
+
+
+def test_numbers_row_by_row():
+    layout = Layout(data=2, tensor=2)
+    assert [layout.coordinates(r)["tensor"] for r in range(4)] == [0, 1, 0, 1]
+    assert [layout.coordinates(r)["data"] for r in range(4)] == [0, 0, 1, 1]
+
+
+def test_no_text_is_data_over_all_ranks():
+    assert Layout.choose("", 6) == Layout(data=6)
+    assert Layout.choose("", 1) == Layout()
+    assert Layout.choose("data=2,tensor=3", 6) == Layout(data=2, tensor=3)
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("data=2", 1), ("data=2,tensor=2", 2), ("data=1", 2)])
+def test_another_number_of_ranks_is_refused_with_both_numbers(text, ranks):
+    needed = Layout.parse(text).size
+    with pytest.raises(ConfigError, match=f"needs {needed} ranks, the run has {ranks}.*--nproc"):
+        Layout.choose(text, ranks)

@@ -1,0 +1,396 @@
+"""A run over several ranks against one device that takes the same micro-batches one by one.
+
+What may differ, and by how much, follows from arithmetic alone: two numbers have one sum, whoever
+adds them, so two ranks with different data give the bits of one device; everything else is a
+rounding that can be named.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from distributed import parity
+
+pytestmark = pytest.mark.distributed
+
+POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
+            "bf16-split24", "bf16-kahan", "bf16-sr", "bf16-pure", "fp16-pure")  # fmt: skip
+EXACT_SHARDED = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-pure", "fp16-pure")
+# Unit roundoffs: half the gap between 1 and the next number.
+U32, UBF16, U16 = 2.0**-24, 2.0**-8, 2.0**-11
+STEPS, RATE = 4, 1e-2  # those of parity.run
+# An Adam update is at most the learning rate where (1 - beta1) <= sqrt(1 - beta2), as here
+# (0.1 < 0.22): Kingma and Ba 2015, section 2.1. Two runs whose smallest gradients have opposite
+# signs part by twice that a step; weight decay of 0.1 takes 1e-3 of a weight (below 1.1) a step.
+ADAM_APART = 2 * STEPS * RATE * 1.01
+
+
+@functools.cache
+def one_device(policy, micro=1, **options):
+    return parity.run(0, "data=1", policy, micro=micro, **options)
+
+
+@functools.cache
+def exact_gradients():
+    return parity.truth()
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name
+
+
+def same_run(many, one, *, norms=True):
+    """Losses, scales and every bit of what is trained, on all ranks."""
+    assert all(one["applied"])
+    for rank in many:
+        assert rank["losses"] == one["losses"]
+        assert rank["scales"] == one["scales"]
+        assert rank["applied"] == one["applied"]
+        same_bits(one["weights"], rank["weights"])
+        if norms:
+            assert rank["norms"] == one["norms"]
+        else:
+            # a rank's norm is summed in fp32 over its own part: 2 to 3 roundings of sums of squares
+            assert rank["norms"] == pytest.approx(one["norms"], rel=4 * U32)
+
+
+def ranks_agree(many):
+    """All ranks tell the same story, and have the same whole weights."""
+    for rank in many[1:]:
+        for key in ("losses", "norms", "applied", "scales", "names", "reasons", "rolled_back"):
+            assert str(rank[key]) == str(many[0][key]), key  # NaN too; str gives a float's bits
+        same_bits(many[0]["weights"], rank["weights"])
+
+
+def apart(many, one):
+    """The largest distances of losses and of weights."""
+    loss = max(abs(a - b) for a, b in zip(many[0]["losses"], one["losses"], strict=True))
+    weights = many[0]["weights"]
+    return loss, max(float((weights[n] - w).abs().max()) for n, w in one["weights"].items())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_data_ranks_are_one_device_bit_for_bit(pool2, policy):
+    many = pool2.run(parity.run, layout="data=2", policy=policy)
+    ranks_agree(many)
+    same_run(many, one_device(policy, 2))
+
+
+@pytest.mark.parametrize("policy", EXACT_SHARDED)
+def test_two_shards_are_one_device_bit_for_bit(pool2, policy):
+    many = pool2.run(parity.run, layout="shard=2", policy=policy)
+    ranks_agree(many)
+    same_run(many, one_device(policy, 2), norms=False)
+
+
+@pytest.mark.parametrize(
+    "policy", ["bf16-master", "fp16-master", "bf16-split", "bf16-kahan", "bf16-sr"]
+)
+def test_sharded_sums_are_those_of_one_device_rounded_once_more(pool2, policy):
+    """FSDP2 adds in fp32 and rounds to the weights' format: that bit for bit, and no more."""
+    low = torch.float16 if policy.startswith("fp16") else torch.bfloat16
+    one = parity.first_gradients(0, "data=1", policy, micro=2)
+    for found in pool2.run(parity.first_gradients, layout="shard=2", policy=policy):
+        same_bits({n: g.to(low).float() for n, g in one.items()}, {n: g.float() for n, g in found.items()})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16-master", "fp16-master", "bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"],
+)
+def test_sharded_16_bit_weights_follow_one_device(pool2, policy):
+    many = pool2.run(parity.run, layout="shard=2", policy=policy)
+    ranks_agree(many)
+    loss, weights = apart(many, one_device(policy, 2))
+    # Rounding gradients by a relative u moves the loss, once the weights have moved, by the order
+    # of u times its whole fall (3.9 -> 3.5 here): measured 1e-4 of bf16, 4e-6 of fp16; split24
+    # and sr draw other random bits for parts than for whole tensors, and reach 1.2e-3.
+    assert loss < (U16 if policy == "fp16-master" else UBF16)
+    assert weights < ADAM_APART
+
+
+def test_casts_by_module_are_further_from_fp32_than_casts_by_operation(pool2):
+    exact = exact_gradients()
+    by = {p: parity.error(pool2.run(parity.first_gradients, layout="shard=2", policy=p)[0], exact)
+          for p in ("fp32", "bf16-mixed", "bf16-module")}  # fmt: skip
+    # some 50 roundings lie between an input and a gradient; they add up as the root of their number
+    assert by["fp32"] < 16 * U32
+    assert 1.2 * by["bf16-mixed"] < by["bf16-module"] < 2 * UBF16  # measured 3.3e-3 and 4.8e-3
+    many = pool2.run(parity.run, layout="shard=2", policy="bf16-module")
+    ranks_agree(many)
+    assert all(many[0]["applied"])
+    loss, weights = apart(many, one_device("fp32", 2))
+    assert loss < UBF16  # measured 1e-3
+    assert weights < ADAM_APART
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_ranks_err_from_fp64_as_little_as_one_device(pool2, sequence_parallel):
+    """The mathematics is that of one device: what is left is rounding, in every format."""
+    exact = exact_gradients()
+    for policy in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure"):
+        one = parity.error(parity.first_gradients(0, "data=1", policy, unscale=True), exact)
+        for found in pool2.run(
+            parity.first_gradients, layout="tensor=2", policy=policy, unscale=True,
+            sequence_parallel=sequence_parallel,
+        ):  # fmt: skip
+            # each partial sum is rounded to the format before they are added: of every layer's
+            # three or four roundings one becomes three; measured up to 1.15 times
+            assert parity.error(found, exact) < 1.5 * one, policy
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-sr"])
+def test_tensor_ranks_train_as_one_device(pool2, policy, sequence_parallel):
+    many = pool2.run(
+        parity.run, layout="tensor=2", policy=policy, sequence_parallel=sequence_parallel
+    )
+    ranks_agree(many)
+    one = one_device(policy)
+    loss, weights = apart(many, one)
+    # as above; fp32: the logarithms of fp32 sums, 3 to 4 ulps of 4
+    u = {"fp32": 8 * U32, "fp16-mixed": U16}.get(policy, UBF16)
+    assert loss < (4 * u if policy == "fp32" else u)
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=8 * u if policy == "fp32" else 4 * u)
+    assert weights < (1e-3 if policy == "fp32" else ADAM_APART)  # measured 3e-5
+    assert many[0]["scales"] == one["scales"]
+
+
+@pytest.mark.parametrize("layout", ["data=2,tensor=2", "data=2,shard=2", "data=4", "shard=4"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_four_ranks_train_as_one_device(pool4, layout, policy):
+    """Four numbers are added in another order than one after the other: the last bits differ."""
+    many = pool4.run(parity.run, layout=layout, policy=policy)
+    ranks_agree(many)
+    tensor = "tensor" in layout
+    one = one_device(policy, 2 if tensor else 4)
+    loss, weights = apart(many, one)
+    rounds = policy == "bf16-mixed" and tensor
+    assert loss < (UBF16 if rounds else 32 * U32)  # 2.4e-7 is one ulp of 3.9; measured up to two
+    assert weights < (ADAM_APART if rounds else 1e-3)  # measured up to 3.4e-5
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=4 * UBF16 if rounds else 64 * U32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data=2,tensor=2", "data=2,shard=2", "tensor=4"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("fp32", "bf16-mixed")])
+def test_four_ranks_train_with_every_policy(pool4, layout, policy):
+    many = pool4.run(parity.run, layout=layout, policy=policy)
+    ranks_agree(many)
+    one = one_device(policy, {"data=2,tensor=2": 2, "data=2,shard=2": 4, "tensor=4": 1}[layout])
+    loss, weights = apart(many, one)
+    assert loss < (U16 if policy.startswith("fp16") else UBF16)  # as above, of either format
+    assert weights < ADAM_APART
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
+def test_k_micro_batches_are_one(pool2, layout, policy):
+    """Three ways to cut a batch; fp32 sums of gradients, whatever the format of the weights."""
+    exact = exact_gradients()
+    errors = {}
+    for micro in (1, 2, 4):
+        found = pool2.run(parity.first_gradients, layout=layout, policy=policy, micro=micro)
+        same_bits(found[0], found[1])
+        errors[micro] = parity.error(found[0], exact)
+    # a matrix product over fewer rows is rounded more often in bf16: sqrt(4) times at most
+    assert max(errors.values()) < 2 * errors[1]
+    assert errors[1] < (16 * U32 if policy == "fp32" else 2 * UBF16)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "bf16-pure"])
+def test_micro_batches_of_two_data_ranks_are_those_of_one_device(pool2, policy):
+    """Rank 0 adds its two, rank 1 its two, then both are added: ((a + b) + (c + d))."""
+    many = pool2.run(parity.run, layout="data=2", policy=policy, micro=2)
+    ranks_agree(many)
+    loss, weights = apart(many, one_device(policy, 4))
+    low = policy == "bf16-pure"  # whose sums are bf16 too
+    assert loss < (UBF16 if low else 32 * U32 if policy == "fp32" else 2 * UBF16 / 8)
+    assert weights < ADAM_APART
+
+
+CLIP = 0.1  # of norms above 1
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master", "bf16-split", "bf16-pure"])
+def test_clipping_over_data_ranks_is_that_of_one_device_bit_for_bit(pool2, policy):
+    one = one_device(policy, 2, max_norm=CLIP)
+    assert min(one["norms"]) > CLIP
+    assert not all(
+        torch.equal(w, one_device(policy, 2)["weights"][n]) for n, w in one["weights"].items()
+    )
+    many = pool2.run(parity.run, layout="data=2", policy=policy, max_norm=CLIP)
+    ranks_agree(many)
+    same_run(many, one)
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "tensor=2"])
+def test_clipping_over_parts_is_that_of_one_device_to_the_norm(pool2, layout):
+    one = one_device("fp32", 2 if layout == "shard=2" else 1, max_norm=CLIP)
+    many = pool2.run(parity.run, layout=layout, policy="fp32", max_norm=CLIP)
+    ranks_agree(many)
+    loss, weights = apart(many, one)
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=64 * U32)  # measured 2e-7
+    # the clip factor has the norm's last bits; Adam divides it out again but for eps: 1e-8 of 1e-2
+    assert loss < 32 * U32
+    assert weights < 1e-4  # measured 3e-6
+
+
+@pytest.mark.parametrize("layout", ["data=2,tensor=2", "data=2,shard=2"])
+def test_clipping_over_a_grid_counts_each_part_once(pool4, layout):
+    one = one_device("fp32", 4 if "shard" in layout else 2, max_norm=CLIP)
+    many = pool4.run(parity.run, layout=layout, policy="fp32", max_norm=CLIP)
+    ranks_agree(many)
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=64 * U32)  # as above
+    assert apart(many, one)[1] < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-pure"])
+def test_frozen_parameters_stay_and_the_others_train_as_on_one_device(pool2, layout, policy):
+    """As with adapters on a frozen base."""
+    frozen = ("wte", "layers.0", "final_norm.bias")
+    one = one_device(policy, 2, frozen=frozen)
+    assert one["weights"]
+    assert not any(name.startswith(frozen) for name in one["weights"])
+    many = pool2.run(parity.run, layout=layout, policy=policy, frozen=frozen)
+    ranks_agree(many)
+    same_run(many, one, norms=layout == "data=2")
+
+
+# Overflow and NaN on one rank only.
+
+SCALED, UNSCALED = "fp16-mixed,init_scale=256", "bf16-mixed"
+LAYOUTS = [("data=2", 2), ("shard=2", 2), ("tensor=2", 2), ("data=2,tensor=2", 4),
+           ("data=2,shard=2", 4)]  # fmt: skip
+
+
+def pool_of(request, size):
+    return request.getfixturevalue(f"pool{size}")
+
+
+@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("policy", [SCALED, UNSCALED])
+def test_what_breaks_on_one_rank_is_skipped_on_all(request, layout, size, value, policy):
+    """The last rank's part of a gradient, after everything has been summed."""
+    many = pool_of(request, size).run(
+        parity.run, layout=layout, policy=policy, poison=[(1, size - 1)], value=value, steps=3,
+        on_nonfinite="skip:1",
+    )  # fmt: skip
+    ranks_agree(many)
+    kind = "overflow" if value == float("inf") else "nan_gradients"
+    for rank in many:
+        assert rank["applied"] == [True, False, True]
+        assert rank["unchanged"] == [False, True, False]
+        assert rank["reasons"] == [None, kind, None]
+        assert [len(names) for names in rank["names"]] == [0, 1, 0]
+        assert rank["names"][1][0] in rank["weights"]
+        assert rank["scales"] == ([256, 128, 128] if policy == SCALED else [1, 1, 1])
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
+def test_a_skip_is_as_if_the_step_had_not_been(pool2, layout):
+    """Not only unchanged at once: later steps are those of a run that skipped on one device."""
+    with pytest.warns(UserWarning, match="left out"):
+        one = parity.run(
+            0, "data=1", "bf16-mixed", poison=[(1, 0)], on_nonfinite="skip:1",
+            micro=1 if "tensor" in layout else 2,
+        )  # fmt: skip
+    many = pool2.run(
+        parity.run, layout=layout, policy="bf16-mixed", poison=[(1, 1)], on_nonfinite="skip:1"
+    )
+    assert one["applied"] == many[0]["applied"] == [True, False, True, True]
+    if "tensor" not in layout:
+        for rank in many:
+            assert rank["losses"] == one["losses"]
+            same_bits(one["weights"], rank["weights"])
+
+
+@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
+@pytest.mark.parametrize("policy", [SCALED, UNSCALED])
+def test_a_loss_that_is_nan_on_one_rank_takes_all_the_same_way(request, layout, size, policy):
+    many = pool_of(request, size).run(
+        parity.run, layout=layout, policy=policy, bad_loss=[(1, size - 1)], steps=3,
+        on_nonfinite="skip:1",
+    )  # fmt: skip
+    for rank in many:
+        assert rank["applied"] == [True, False, True]
+        assert rank["reasons"] == [None, "nonfinite_loss", None]
+        assert rank["unchanged"] == [False, True, False]
+        assert rank["scales"] == ([256] * 3 if policy == SCALED else [1] * 3)
+        assert [str(x) for x in rank["losses"]] == [str(x) for x in many[0]["losses"]]
+        same_bits(many[0]["weights"], rank["weights"])
+
+
+def stops(rank, **arguments):
+    """The error's text and cause, and whether this rank's bits are what they were before."""
+    strategy, model, precision = parity.prepare(
+        arguments["layout"], arguments["policy"], on_nonfinite=arguments["on_nonfinite"]
+    )
+    for step in range(3):
+        bad = rank == 1 and step in arguments["steps"]
+        parity.backward_all(strategy, model, precision, step, factor=float("nan") if bad else 1.0)
+        before = parity.fingerprint(model, precision)
+        try:
+            precision.step()
+        except Exception as error:
+            unchanged = parity.fingerprint(model, precision) == before
+            return step, type(error).__name__, str(error), getattr(error, "cause", ""), unchanged
+    return None
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
+@pytest.mark.parametrize(("choice", "steps", "at"), [("stop", [1], 1), ("skip:1", [1, 2], 2)])
+def test_all_ranks_stop_with_the_same_words(pool2, layout, choice, steps, at):
+    told = pool2.run(stops, layout=layout, policy="bf16-mixed", on_nonfinite=choice, steps=steps)
+    assert told[0] == told[1]
+    step, kind, text, cause, unchanged = told[0]
+    assert (step, kind, cause, unchanged) == (at, "NonFiniteError", "forward", True)
+    assert "nan" in text
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-split"])
+def test_all_ranks_roll_back_to_the_same_weights(pool2, layout, policy):
+    """A copy after steps 1 and 2; the step after is broken on rank 1: back to step 1's."""
+    good = pool2.run(parity.run, layout=layout, policy=policy, steps=1)
+    many = pool2.run(
+        parity.run, layout=layout, policy=policy, steps=3, poison=[(2, 1)],
+        on_nonfinite="rollback:1",
+    )  # fmt: skip
+    ranks_agree(many)
+    for before, rank in zip(good, many, strict=True):
+        assert rank["applied"] == [True, True, False]
+        assert rank["rolled_back"] == [False, False, True]
+        same_bits(before["weights"], rank["weights"])
+        same_bits(before["parts"], rank["parts"])
+
+
+def calibrates(rank, policy, factors):
+    """The scale that each rank starts at; their losses differ by orders of magnitude."""
+    strategy, model, precision = parity.prepare("data=2", policy)
+    parity.backward_all(strategy, model, precision, 0, factor=factors[rank])
+    return precision.loss_scale.value
+
+
+@pytest.mark.parametrize("policy", ["fp16-mixed,init_scale=auto", "fp16-master,init_scale=auto"])
+def test_data_ranks_calibrate_to_the_smallest_of_their_scales(pool2, policy):
+    alone = pool2.run(calibrates, policy=policy, factors=[64.0, 64.0])
+    assert alone[0] == alone[1]
+    lower = pool2.run(calibrates, policy=policy, factors=[1.0, 64.0])
+    assert lower[0] == lower[1]
+    higher = pool2.run(calibrates, policy=policy, factors=[1.0, 1.0])
+    assert higher[0] == higher[1]
+    assert higher[0] > lower[0]  # a loss 64 times as large takes a scale that much smaller
+    assert lower[0] == alone[0]
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_not_calibrated_from(pool2):
+    scales = pool2.run(calibrates, policy="fp16-mixed,init_scale=auto", factors=[1.0, float("nan")])
+    assert scales[0] == scales[1]

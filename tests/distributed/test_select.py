@@ -1,0 +1,142 @@
+"""The table of policies and layouts: every cell trains, or is refused with a way out that works."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from distributed import parity
+
+from halfstep.distributed.fully_sharded import FullySharded
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import plan_of
+from halfstep.distributed.replicated import DataParallel
+from halfstep.distributed.select import TABLE_LAYOUTS, choose_strategy, decide
+from halfstep.distributed.tensor_sharded import TensorParallel
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy import POLICIES
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+ON_CPU = [name for name in POLICIES if name != "tf32"]  # a GPU's format
+MORE = ("fp16-mixed,init_scale=auto", "bf16-master,keep_fp32=*norm*", "bf16-mixed,keep_fp32=*norm*",
+        "bf16-mixed,reduce=bf16", "fp16-mixed,reduce=fp16", "bf16-split,moments=8bit",
+        "fp32,moments=8bit")  # fmt: skip
+EVERY_LAYOUT = (*TABLE_LAYOUTS, "shard=2,tensor=2", "data=2,shard=2,tensor=2")
+
+
+def trains(rank, layout, policy):
+    """Two steps; whether both were applied, the losses, and whether ranks agree."""
+    result = parity.run(rank, layout, policy, steps=2)
+    return result["applied"], result["losses"]
+
+
+def all_refusals():
+    for policy, layout in itertools.product((*POLICIES, *MORE), EVERY_LAYOUT):
+        if decide(parse_policy(policy), Layout.parse(layout)).refused:
+            yield policy, layout
+
+
+CELLS = [
+    (policy, layout)
+    for layout in ("data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
+    for policy in (*ON_CPU, *MORE)
+    if not decide(parse_policy(policy), Layout.parse(layout)).refused
+]
+# In the short set of tests: those that test_parity does not run, on two ranks.
+SHORT = {(p, t) for p, t in CELLS if p in MORE and Layout.parse(t).size == 2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [pytest.param(*c, marks=() if c in SHORT else pytest.mark.slow) for c in CELLS],
+)
+def test_a_cell_that_is_not_refused_trains(request, policy, layout):
+    pool = request.getfixturevalue(f"pool{Layout.parse(layout).size}")
+    found = pool.run(trains, layout=layout, policy=policy)
+    assert all(result == found[0] for result in found)
+    applied, losses = found[0]
+    assert applied == [True, True]
+    assert losses[1] < losses[0]
+
+
+def test_something_is_refused_and_something_is_not():
+    refused = set(all_refusals())
+    assert ("bf16-module", "data=2") in refused
+    assert ("bf16-module", "shard=2,tensor=2") in refused
+    assert ("fp16-mixed,init_scale=auto", "shard=2") in refused
+    assert not {(p, t) for p, t in refused if t in ("data=1", "data=2") and p != "bf16-module"}
+
+
+@pytest.mark.parametrize(("policy", "layout"), [*all_refusals()])
+def test_a_refusal_names_policy_layout_and_a_way_out_that_is_none(policy, layout):
+    value, place = parse_policy(policy), Layout.parse(layout)
+    with pytest.raises(PrecisionError) as error:
+        choose_strategy(place, value, CPU)  # before any process group is needed
+    text = str(error.value)
+    assert f"precision {value} " in text
+    assert f"parallel={place}:" in text
+    nearest = text.rpartition("; use ")[2]
+    ways = re.findall(r"(parallel|precision|init_scale)=([^ ]+)", nearest)
+    assert ways
+    for key, way in ways:
+        way = way.rstrip(",").replace("N", str(max(place.size, 2)))
+        if key == "parallel":
+            other = Layout.parse(way)
+            assert place.size in (1, other.size), "another number of ranks"
+            assert not decide(value, other).refused, way
+        elif key == "precision":
+            assert not decide(parse_policy(way), place).refused, way
+        else:
+            assert not decide(parse_policy(policy.replace("=auto", f"={way}")), place).refused, way
+
+
+def test_a_mixed_policy_with_the_same_rules_is_a_way_out():
+    """As the refusal of rules beside 16-bit weights says."""
+    text = decide(parse_policy("bf16-master,keep_fp32=*norm*"), Layout(shard=2)).nearest
+    assert "*-mixed policy with the same rules" in text
+    assert not decide(parse_policy("bf16-mixed,keep_fp32=*norm*"), Layout(shard=2)).refused
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "tensor=2", "data=2,shard=2"])
+def test_compile_is_refused_where_hooks_would_be_traced(layout):
+    with pytest.raises(ConfigError, match=f"compile.*{layout}.*--compile out.*parallel=data="):
+        choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)
+
+
+@pytest.mark.parametrize("layout", ["data=1", "data=2", "shard=2"])
+def test_sequence_parallel_needs_tensor_ranks(layout):
+    with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
+        choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
+
+
+
+def kinds(rank):
+    wanted = {"data=2": DataParallel, "shard=2": FullySharded, "tensor=2": TensorParallel}
+    made = {t: choose_strategy(Layout.parse(t), parse_policy("fp32"), CPU) for t in wanted}
+    batch = {t: (s.batch_rank, s.layout.batch_ranks) for t, s in made.items()}
+    return {t: type(s) is wanted[t] for t, s in made.items()}, batch
+
+
+def test_the_kind_of_a_strategy_follows_the_axes(pool2):
+    for rank, (right, batch) in enumerate(pool2.run(kinds)):
+        assert all(right.values())
+        assert batch == {"data=2": (rank, 2), "shard=2": (rank, 2), "tensor=2": (0, 1)}
+
+
+@pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure"])
+def test_a_weight_that_16_bits_cannot_hold_is_refused_before_it_is_cast(policy):
+    model = GPT(GPTConfig(**parity.SHAPE), seed=1)
+    with torch.no_grad():
+        model.wpe.weight[0, 0] = 1e5
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    strategy = choose_strategy(Layout(), parse_policy(policy), CPU)
+    with pytest.raises(PrecisionError, match=r"wpe\.weight holds 100000.*65504"):
+        strategy.place_(model, plan_of(model))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
