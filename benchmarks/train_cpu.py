@@ -18,6 +18,8 @@ import time
 import torch
 
 from common import save, summary
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.strategy import Strategy
 from halfstep.models.gpt import GPT
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
@@ -48,10 +50,11 @@ def ours(config_name: str, policy: str, vocabulary: int = VOCABULARY):
     """A step of this library: count, forward, backward, check, clip, update, report."""
     model, optimizer = make(config_name, vocabulary, policy)
     precision = Precision(policy, model, optimizer)
+    alone = Strategy(Layout(), precision.policy, torch.device("cpu"))
     batches = [batch(SHAPES[config_name], vocabulary)]
 
     def step() -> int:
-        train_step(model.loss_sum, precision, batches, learning_rate=1e-3, max_norm=1.0)
+        train_step(model.loss_sum, precision, alone, batches, learning_rate=1e-3, max_norm=1.0)
         return batches[0][0].numel()
 
     return step

@@ -17,6 +17,8 @@ import time
 import torch
 
 from common import save, summary
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.strategy import Strategy
 from halfstep.models.gpt import GPT
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES
@@ -57,9 +59,10 @@ def main() -> None:
     def ours(policy: str):
         model, loss_sum, optimizer = build(policy)
         precision = Precision(policy, model, optimizer)
+        alone = Strategy(Layout(), precision.policy, device)
 
         def step() -> None:
-            train_step(loss_sum, precision, batches, learning_rate=1e-4, max_norm=1.0)
+            train_step(loss_sum, precision, alone, batches, learning_rate=1e-4, max_norm=1.0)
 
         return step
 

@@ -52,7 +52,9 @@ class Pool:
         answers: list[tuple[bool, Any]] = []
         for pipe in self._pipes:
             try:
-                answers.append(pipe.recv() if pipe.poll(SECONDS) else (False, "no answer: it hangs"))
+                answers.append(
+                    pipe.recv() if pipe.poll(SECONDS) else (False, "no answer: it hangs")
+                )
             except EOFError:
                 answers.append((False, "the process died"))
         if not all(good for good, _ in answers):

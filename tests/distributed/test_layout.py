@@ -57,15 +57,14 @@ def test_sizes_below_1_are_refused_in_values_too(sizes):
         Layout(**sizes)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), *[st.integers(1, 5)] * 3))
 def test_every_rank_has_its_own_place_and_neighbours_share_the_last_axis(layout):
-    places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.size)]
+    found = [layout.coordinates(rank) for rank in range(layout.size)]
+    places = [tuple(place[axis] for axis in layout.axes) for place in found]
     assert len(set(places)) == layout.size
     assert places == sorted(places)
-    assert [*layout.coordinates(0)] != []
-    named = layout.coordinates(layout.size - 1)
-    assert named == {axis: size - 1 for axis, size in layout.axes.items()}
+    assert found[-1] == {axis: size - 1 for axis, size in layout.axes.items()}
 
 
 def test_numbers_row_by_row():

@@ -41,12 +41,12 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
     """Whether ``layout`` honours ``policy``, why not, and what to ask for instead."""
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
-        by_module = policy.casts == "module"  # which nothing but shard honours
+        copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
+        ways = (copies, Layout(shard=layout.size), Layout(data=layout.size))
+        nearest = next(way for way in ways if not decide(policy, way).refused)
         return Verdict(
             "parameters cannot be sharded over shard and over tensor at once yet",
-            f"parallel=shard={layout.size}"
-            if by_module
-            else f"parallel=data={layout.shard * layout.data},tensor={layout.tensor}",
+            f"parallel={nearest}",
         )
     if policy.casts == "module" and layout.shard == 1:
         return Verdict(
@@ -88,8 +88,9 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
 
 
 def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
-    """What holds of sums over the batch's ranks: a + b is b + a, but of three numbers and more
-    collectives choose the order.
+    """What holds of sums over the batch's ranks.
+
+    a + b is b + a, but of three numbers and more collectives choose the order.
     """
     if policy.reduce_dtype != torch.float32:
         return f"sums in {dtype_name(policy.reduce_dtype)}"

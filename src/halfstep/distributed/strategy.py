@@ -108,7 +108,9 @@ class Strategy:
         """Each value's sum over the ranks with different data, in fp64; the same on every rank."""
         if self.layout.size == 1:
             return list(values)
-        table = torch.tensor(values, dtype=torch.float64, device=self.device)
+        # through the host where its group serves it, so that no GPU is waited for
+        host = "cpu" in dist.get_backend_config()
+        table = torch.tensor(values, dtype=torch.float64, device="cpu" if host else self.device)
         dist.all_reduce(table)
         sums: list[float] = (table / self.layout.tensor).tolist()
         return sums

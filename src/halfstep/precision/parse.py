@@ -51,8 +51,8 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
         Traceback (most recent call last):
         ...
         halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
-'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, bf16-module, fp16-mixed, bf16-master, fp16-master, bf16-split, \
-bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, each with fields such as \
+'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, bf16-module, fp16-mixed, bf16-master, fp16-master, \
+bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, each with fields such as \
 'bf16-split,moments=8bit', a string such as 'params=bf16,compute=bf16,master=fp32', or a .toml file
     """
     if isinstance(spec, PrecisionPolicy):

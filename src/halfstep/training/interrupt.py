@@ -7,7 +7,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-
 REPEAT_SECONDS = 1.0
 """A launcher hands on what the terminal or the process group has sent to its ranks already."""
 

@@ -1,0 +1,201 @@
+"""Ranks that have parted ways are stopped, all with the same words; ranks that have not are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import parity
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from halfstep.distributed.agreement import check_agreement, checksum
+from halfstep.distributed.layout import Layout
+from halfstep.errors import PrecisionError
+from halfstep.precision.local import local_part
+from halfstep.precision.step import Precision
+
+LAYOUTS = [("data=2", 2), ("shard=2", 2), ("tensor=2", 2), ("data=2,tensor=2", 4),
+           ("data=2,shard=2", 4), ("tensor=4", 4), ("shard=4", 4)]  # fmt: skip
+distributed = pytest.mark.distributed
+_WORDS = {2: torch.int16, 4: torch.int32}
+
+
+def flip(tensor, place, bit):
+    """Change one bit of one element, in place."""
+    words = tensor.view(-1).view(_WORDS[tensor.element_size()])
+    words[place] ^= 1 << bit
+
+
+def told(precision, model, layout, **options):
+    try:
+        check_agreement(precision, model, layout, **{"step": 3, **options})
+    except PrecisionError as error:
+        return str(error)
+    return ""
+
+
+def after_training(rank, layout, policy, damage=(), steps=2, step=None):
+    """What check_agreement says after steps; ``damage`` gives (rank, parameter, place, bit)."""
+    strategy, model, precision = parity.prepare(layout, policy)
+    for number in range(steps):
+        parity.backward_all(strategy, model, precision, number)
+        precision.step()
+    named = dict(model.named_parameters())
+    for where, name, place, bit in damage:
+        if rank == where:
+            part = local_part(named[name])
+            with torch.no_grad():
+                flip(part, place % part.numel(), bit)
+    return told(precision, model, strategy.layout, step=3 if step is None else step[rank])
+
+
+@distributed
+@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
+@pytest.mark.parametrize("policy", ["fp32", "bf16-sr"])
+def test_ranks_that_train_together_agree(request, layout, size, policy):
+    """Sharded parts differ by right; replicated ones do not, stochastic rounding or not."""
+    pool = request.getfixturevalue(f"pool{size}")
+    assert pool.run(after_training, layout=layout, policy=policy) == [""] * size
+
+
+@distributed
+@pytest.mark.parametrize("policy", ["fp32", "bf16-pure", "fp16-master"])
+@pytest.mark.parametrize("bit", [0, 9, 15])
+def test_one_bit_of_one_element_on_one_rank_stops_all(pool2, policy, bit):
+    damage = [(1, "layers.1.mlp.up.weight", 77, bit)]
+    texts = pool2.run(after_training, layout="data=2", policy=policy, damage=damage)
+    assert texts[0] == texts[1]
+    assert "rank 1 differs from rank 0 in layers.1.mlp.up.weight after step 3" in texts[0]
+    assert "--resume" in texts[0]
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("layout", "damaged", "name", "other"),
+    [
+        ("data=2,tensor=2", 3, "layers.0.attn.qkv.weight", 1),  # split over tensor: copies 1 and 3
+        ("data=2,tensor=2", 2, "layers.0.attn.qkv.weight", 0),
+        ("data=2,tensor=2", 1, "final_norm.weight", 0),  # all four hold it
+        ("data=2,tensor=2", 3, "wpe.weight", 0),
+        ("data=2,shard=2", 3, "final_norm.weight", 1),  # split over shard
+        ("data=2,shard=2", 2, "wte.weight", 0),
+        ("tensor=4", 2, "layers.1.mlp.down.bias", 0),
+        ("data=4", 3, "wte.weight", 0),
+    ],
+)
+def test_the_rank_and_the_one_that_holds_the_same_part_are_named(
+    pool4, layout, damaged, name, other
+):
+    texts = pool4.run(
+        after_training, layout=layout, policy="fp32", damage=[(damaged, name, 1, 0)], steps=1
+    )
+    assert set(texts) == {texts[0]}
+    assert f"rank {damaged} differs from rank {other} in {name} " in texts[0]
+
+
+@distributed
+@pytest.mark.parametrize("layout", ["shard=4", "tensor=4"])
+def test_a_part_that_no_other_rank_holds_cannot_be_compared(pool4, layout):
+    name = "layers.0.mlp.up.weight"
+    texts = pool4.run(
+        after_training, layout=layout, policy="fp32", damage=[(3, name, 1, 0)], steps=0
+    )
+    assert texts == [""] * 4
+
+
+def other_numbers(rank, what):
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp16-mixed,init_scale=256", model, optimizer)
+    if rank == 1:
+        if what == "the loss scale":
+            precision.loss_scale.update(found_nonfinite=True)
+        elif what == "the applied steps":
+            precision.applied_total += 1
+    step = 7 + (rank == 1 and what == "the step count")
+    return told(precision, model, Layout(data=2), step=step, when="before the first step")
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [("the step count", " (7 and 8)"), ("the applied steps", " (0 and 1)"), ("the loss scale", "")],
+)
+def test_counts_and_the_loss_scale_are_compared(pool2, what, shown):
+    texts = pool2.run(other_numbers, what=what)
+    assert texts[0] == texts[1]
+    assert f"rank 1 differs from rank 0 in {what}{shown} before the first step" in texts[0]
+    assert pool2.run(other_numbers, what="nothing") == ["", ""]
+
+
+def own_mesh(rank, named, damaged):
+    """A mesh of somebody's own, with other names than a layout's axes, or with none."""
+    names = {"mesh_dim_names": ("mine", "yours")} if named else {}
+    mesh = init_device_mesh("cpu", (2, 2), **names)
+    model = nn.Module()
+    whole = torch.arange(24.0).reshape(4, 6)
+    for name, how in {"rows": [Replicate(), Shard(0)], "both": [Shard(0), Shard(1)],
+                      "odd": [Shard(0), Replicate()]}.items():  # fmt: skip
+        placed = distribute_tensor(whole, mesh, how, src_data_rank=None)
+        setattr(model, name, nn.Parameter(placed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp32", model, optimizer)
+    if rank == 3 and damaged:
+        flip(local_part(getattr(model, damaged)), 0, 0)
+    return told(precision, model, Layout(data=2, tensor=2))
+
+
+@distributed
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("damaged", "other"), [("", 0), ("rows", 1), ("odd", 2), ("both", None)])
+def test_any_mesh_will_do(pool4, named, damaged, other):
+    texts = pool4.run(own_mesh, named=named, damaged=damaged)
+    assert set(texts) == {texts[0]}
+    if damaged and other is not None:
+        assert f"rank 3 differs from rank {other} in {damaged} " in texts[0]
+    else:
+        assert texts[0] == ""
+
+
+def after_a_forward(rank):
+    """FSDP2 holds the model's own weights whole after a forward without a backward."""
+    strategy, model, precision = parity.prepare("shard=2", "fp32")
+    parity.backward_all(strategy, model, precision, 0)
+    precision.step()
+    with torch.no_grad():
+        model.loss_sum(parity.sequences(1))
+    return told(precision, model, strategy.layout)
+
+
+@distributed
+def test_gathered_weights_are_dropped_first(pool2):
+    assert pool2.run(after_a_forward) == ["", ""]
+
+
+def test_one_device_agrees_with_itself():
+    model = nn.Linear(2, 2)
+    precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    check_agreement(precision, model, Layout(), step=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5)])
+def test_the_checksum_is_the_sum_of_the_bits_as_integers(dtype, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    size = tensor.element_size()
+    words = [int.from_bytes(raw[i : i + size], "little", signed=True)
+             for i in range(0, len(raw), size)]  # fmt: skip
+    assert (checksum(tensor) - sum(words)) % 2**64 == 0
+
+
+def test_the_checksum_knows_zeros_nans_and_layouts_of_memory_apart_by_bits_alone():
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    nan = torch.tensor([torch.nan])
+    assert checksum(nan) == checksum(nan.clone())
+    tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    assert checksum(tensor.t()) == checksum(tensor)
