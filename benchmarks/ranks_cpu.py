@@ -1,6 +1,6 @@
 """Two ranks on one CPU: our steps beside torch's DDP and FSDP2, and beside one rank, interleaved.
 
-    python benchmarks/ranks_cpu.py [--rounds N] [--seconds S] [--no-save] [--profile]
+    python benchmarks/ranks_cpu.py [--rounds N] [--seconds S] [--only NAME ...] [--profile]
 
 Two processes with one thread each talk over gloo. Every round takes one step of each variant, in an
 order drawn anew, so that a neighbour's load on the machine hits all alike; before each step the
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -44,11 +45,12 @@ from halfstep.training.step import train_step
 
 RANKS = 2
 CONFIG = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=128, vocab_size=8192)
-# A CPU without bf16 instructions takes 10 times as long for bf16 products: fewer tokens there.
-BATCHES = {"fp32": (2, 128), "bf16": (1, 32)}
+# A CPU without bf16 instructions takes 10 times as long for bf16 products: fewer tokens there, and
+# only every other round.
+BATCHES = {"fp32": (2, 128), "bf16": (1, 16)}
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
-LEARNING_RATE, WARM_UP, AIM = 1e-4, 3, 1.03
+LEARNING_RATE, WARM_UP, AIM = 1e-4, 4, 1.03
 
 # ours: its bare torch loop; and the one rank that it is to be twice as fast as
 RATIOS = {
@@ -119,7 +121,10 @@ def bare(batch: tuple, wrap: Callable[[Loss], torch.nn.Module], dtype: torch.dty
 def ddp(batch: tuple, dtype: torch.dtype | None, views: bool = False) -> Variant:
     sent = data_parallel(sum(numbers_of(GPT(CONFIG))), RANKS, reduce_bytes=4)
     return bare(
-        batch, lambda loss: DistributedDataParallel(loss, gradient_as_bucket_view=views), dtype, sent
+        batch,
+        lambda loss: DistributedDataParallel(loss, gradient_as_bucket_view=views),
+        dtype,
+        sent,
     )
 
 
@@ -162,32 +167,34 @@ def random_batch(rank: int, rows: int, length: int) -> tuple[torch.Tensor, torch
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def make_variants(rank: int) -> dict[str, Variant]:
+def make_variants(rank: int, only: list[str]) -> dict[str, Variant]:
+    """All variants, or those whose names are given; both ranks make them in the same order."""
     fp32, bf16 = (random_batch(rank, *BATCHES[name]) for name in ("fp32", "bf16"))
-    made = {
-        "bare DDP fp32": ddp(fp32, None),
-        "bare DDP fp32, gradients as views": ddp(fp32, None, views=True),
-        "bare FSDP2 fp32": fsdp(fp32, None),
-        "bare DDP autocast bf16": ddp(bf16, BF16),
-        "bare FSDP2 autocast bf16": fsdp(bf16, BF16),
-        "bare FSDP2 param_dtype=bf16": fsdp(bf16, None, BF16),
+    makers = {
+        "bare DDP fp32": partial(ddp, fp32, None),
+        "bare DDP fp32, gradients as views": partial(ddp, fp32, None, views=True),
+        "bare FSDP2 fp32": partial(fsdp, fp32, None),
+        "bare DDP autocast bf16": partial(ddp, bf16, BF16),
+        "bare FSDP2 autocast bf16": partial(fsdp, bf16, BF16),
+        "bare FSDP2 param_dtype=bf16": partial(fsdp, bf16, None, BF16),
     }
-    for name in {**RATIOS, **{other: name for name, other in SCALING.items()}}:
+    for name in [*RATIOS, *dict.fromkeys(SCALING.values())]:
         layout, _, policy = name.partition(" ")
-        made[name] = ours(fp32 if policy.startswith("fp32") else bf16, layout, policy)
-    return made
+        makers[name] = partial(ours, fp32 if policy.startswith("fp32") else bf16, layout, policy)
+    return {name: make() for name, make in makers.items() if not only or name in only}
 
 
-def timed(variant: Variant, rank: int) -> float:
-    """Seconds of one step; the same number on both ranks."""
+def timed(variant: Variant, rank: int) -> tuple[float, float]:
+    """Seconds of one step, of the clock on the slower rank and of the processor on both."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     if not variant.alone or rank == 0:
         variant.step()
     seconds = 0.0 if variant.alone and rank else time.perf_counter() - begin
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    table = torch.zeros(RANKS, 2, dtype=torch.float64)
+    table[rank] = torch.tensor([seconds, time.process_time() - busy])
+    dist.all_reduce(table)
+    return table[:, 0].max().item(), table[:, 1].sum().item()
 
 
 def worker(rank: int, folder: str, arguments: argparse.Namespace, pipe) -> None:
@@ -196,17 +203,20 @@ def worker(rank: int, folder: str, arguments: argparse.Namespace, pipe) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
-    variants = make_variants(rank)
+    variants = make_variants(rank, arguments.only)
     times: dict[str, list[float]] = {name: [] for name in variants}
+    busy: dict[str, list[float]] = {name: [] for name in variants}
     spent = 0.0
     for number in range(-WARM_UP, arguments.rounds):  # DDP builds its buckets anew after the first
         if spent > arguments.seconds and number > 0:
             break
-        for name in random.Random(number).sample([*variants], len(variants)):
-            seconds = timed(variants[name], rank)
+        now = [n for n in variants if not number % 2 or "fp32" in n]
+        for name in random.Random(number).sample(now, len(now)):
+            seconds, processor = timed(variants[name], rank)
             spent += seconds
             if number >= 0:
                 times[name].append(seconds)
+                busy[name].append(processor)
     if arguments.profile:
         for name in [n for n in variants if n.endswith("fp32")]:
             with torch.profiler.profile() as found:
@@ -216,13 +226,13 @@ def worker(rank: int, folder: str, arguments: argparse.Namespace, pipe) -> None:
                 print(name, found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
     if rank == 0:
         sent = {n: (v.sent.total, v.sent_fp32.total) for n, v in variants.items()}
-        pipe.send((times, sent, sum(numbers_of(GPT(CONFIG)))))
+        pipe.send((times, busy, sent, sum(numbers_of(GPT(CONFIG)))))
     dist.barrier()
     os._exit(0)  # the interpreter's own end may abort after gloo's threads
 
 
-def start(arguments: argparse.Namespace) -> tuple[dict, dict, int]:
-    """Run the ranks; times by variant, bytes by variant, and the number of parameters."""
+def start(arguments: argparse.Namespace) -> tuple[dict, dict, dict, int]:
+    """Run the ranks; by variant times, processor times and bytes; and the number of parameters."""
     context = mp.get_context("spawn")
     end, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -239,19 +249,24 @@ def start(arguments: argparse.Namespace) -> tuple[dict, dict, int]:
     return found
 
 
-def compare(times: dict[str, list[float]], rates: dict, rows: int) -> tuple[dict, dict]:
+def compare(times: dict[str, list[float]], rates: dict) -> tuple[dict, dict]:
     """Step-time ratios to the bare loops, and tokens per second beside one rank."""
     ratios = {
         f"{name} / {other}": {
             "median": rates[name]["median_seconds"] / rates[other]["median_seconds"],
             "fastest": rates[name]["min_seconds"] / rates[other]["min_seconds"],
             "round_by_round": median(a / b for a, b in zip(times[name], times[other], strict=True)),
+            "processor": rates[name]["median_processor_seconds"]
+            / rates[other]["median_processor_seconds"],
             "aim": AIM,
         }
         for name, other in RATIOS.items()
+        if name in times and other in times
     }
     scaling = {}
     for name, other in SCALING.items():
+        if name not in times or other not in times:
+            continue
         kind = "fp32" if " fp32" in name else "bf16"
         tokens = BATCHES[kind][0] * BATCHES[kind][1]
         one, two = rates[other], rates[name]
@@ -268,31 +283,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=200, help="take no new round after these")
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants; saves nothing")
     parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print operators of fp32 variants")
     arguments = parser.parse_args()
-    times, sent, parameters = start(arguments)
-    rounds = len(next(iter(times.values())))
+    times, busy, sent, parameters = start(arguments)
+    rounds = max(map(len, times.values()))
     rates = {name: summary(seconds) for name, seconds in times.items()}
     for name, (bytes_, wide) in sent.items():
-        rates[name] |= {"bytes_per_step": bytes_, "fp32_bytes_per_step": wide}
+        rates[name] |= {
+            "median_processor_seconds": median(busy[name]),
+            "bytes_per_step": bytes_,
+            "fp32_bytes_per_step": wide,
+        }
     print(f"{parameters:,} parameters, {RANKS} ranks, {rounds} rounds, batches {BATCHES} a rank")
-    print(f"\n{'variant':<36} {'median ms':>10} {'fastest':>8} {'MB sent':>8}")
+    print(f"\n{'variant':<36} {'median ms':>10} {'fastest':>8} {'CPU ms':>8} {'MB sent':>8}")
     for name, row in rates.items():
         print(f"{name:<36} {row['median_seconds'] * 1e3:>10.1f} {row['min_seconds'] * 1e3:>8.1f} "
+              f"{row['median_processor_seconds'] * 1e3:>8.1f} "
               f"{row['bytes_per_step'] / 1e6:>8.1f}")  # fmt: skip
-    ratios, scaling = compare(times, rates, rounds)
-    print(f"\n{'ratio of step times':<60} {'median':>7} {'fastest':>8} {'paired':>7} {'aim':>5}")
+    ratios, scaling = compare(times, rates)
+    print(f"\n{'ratio of step times':<60} {'median':>7} {'fastest':>8} {'paired':>7} "
+          f"{'CPU':>6} {'aim':>5}")  # fmt: skip
     for name, row in ratios.items():
         verdict = "reached" if row["median"] <= row["aim"] else "MISSED"
         print(f"{name:<60} {row['median']:>7.3f} {row['fastest']:>8.3f} "
-              f"{row['round_by_round']:>7.3f} {row['aim']:>5.2f} {verdict}")  # fmt: skip
-    print(f"\n{'tokens per second':<32} {'1 rank':>8} {'2 ranks':>8} {'efficiency':>11} {'fastest':>8}")
+              f"{row['round_by_round']:>7.3f} {row['processor']:>6.3f} "
+              f"{row['aim']:>5.2f} {verdict}")  # fmt: skip
+    print(f"\n{'tokens per second':<32} {'1 rank':>8} {'2 ranks':>8} {'efficiency':>11} "
+          f"{'fastest':>8}")  # fmt: skip
     for name, row in scaling.items():
         print(f"{name:<32} {row['tokens_per_second_1_rank']:>8.0f} "
               f"{row['tokens_per_second_2_ranks']:>8.0f} {row['efficiency']:>11.2f} "
               f"{row['efficiency_fastest']:>8.2f}")  # fmt: skip
-    if not arguments.no_save:
+    if not arguments.no_save and not arguments.only:
         results = {
             "parameters": parameters,
             "ranks": RANKS,

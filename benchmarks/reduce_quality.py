@@ -5,7 +5,8 @@
 Each run is ``halfstep train --nproc 2``: gpt-tiny on the standard library's source, BPE of 1024,
 8 sequences of 128 tokens a step over two ranks with one thread each, fp32 weights and fp32
 arithmetic. Under one seed the initial weights and the batches are the same, so that a difference is
-the rounding of the wire alone; what one seed differs from another is the noise to judge it by.
+the rounding of the wire alone. It is to be judged by what seeds differ by, and by what a difference
+in the last bits of fp32 grows to: that is the run with shard=2.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ import torch
 
 from common import save
 
-POLICIES = {"fp32": "fp32", "bf16": "fp32,reduce=bf16", "fp16": "fp32,reduce=fp16"}
+# name: policy and layout; under shard=2 the norm for clipping is summed in another order
+RUNS = {
+    "fp32": ("fp32", "data=2"),
+    "fp32, shard=2": ("fp32", "shard=2"),
+    "bf16": ("fp32,reduce=bf16", "data=2"),
+    "fp16": ("fp32,reduce=fp16", "data=2"),
+}
 LAST = 50
 LOSSES = ("final_loss", f"mean_loss_of_last_{LAST}", "val_loss")
 
 
-def one(policy: str, steps: int, seed: int, folder: Path) -> dict:
+def one(policy: str, layout: str, steps: int, seed: int, folder: Path) -> dict:
     """One run's losses and bytes."""
-    command = [sys.executable, "-m", "halfstep", "train", "--nproc", "2", "--parallel", "data=2",
+    command = [sys.executable, "-m", "halfstep", "train", "--nproc", "2", "--parallel", layout,
                "--config", "gpt-tiny", "--precision", policy, "--batch-size", "8",
                "--max-steps", str(steps), "--eval-every", str(steps), "--save-every", "0",
                "--run.eval_batches=40", "--seed", str(seed), "--device", "cpu",
@@ -53,41 +60,54 @@ def one(policy: str, steps: int, seed: int, folder: Path) -> dict:
     }
 
 
+def table(summary: dict[str, dict]) -> str:
+    """The summary in Markdown, as docs/distributed.md shows it."""
+    titles = ("final loss", f"mean of the last {LAST}", "validation loss")
+    heads = [f"{title} | to fp32, seed by seed" for title in titles]
+    lines = ["| `reduce` | MB a step | " + " | ".join(heads) + " |", "|---" * 8 + "|"]
+    for name, row in summary.items():
+        cells = [name, f"{row['bytes_per_step'] / 1e6:.2f}"]
+        for key in LOSSES:
+            cells.append(
+                f"{row[key]['mean']:.3f} ± {row[key]['standard_deviation_over_seeds']:.2f}"
+            )
+            changes = row[key]["relative_to_fp32"]
+            cells.append("" if name == "fp32" else ", ".join(f"{x * 100:+.3f} %" for x in changes))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
-    runs: dict[str, dict[int, dict]] = {name: {} for name in POLICIES}
+    runs: dict[str, dict[int, dict]] = {name: {} for name in RUNS}
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
-            for name, policy in POLICIES.items():
-                place = Path(folder) / f"{name}-{seed}"
-                runs[name][seed] = one(policy, arguments.steps, seed, place)
+            for name, (policy, layout) in RUNS.items():
+                place = Path(folder) / f"{policy}-{layout}-{seed}"
+                runs[name][seed] = one(policy, layout, arguments.steps, seed, place)
     summary = {}
-    title = f"{'reduce':<8} {'loss':<22} {'mean':>8} {'seeds differ by':>16}"
-    print(title + f" {'to fp32, seed by seed':>26}")
     for name, by_seed in runs.items():
         summary[name] = {"bytes_per_step": next(iter(by_seed.values()))["sent_bytes"]}
         for key in LOSSES:
             values = [run[key] for run in by_seed.values()]
-            changes = [run[key] / runs["fp32"][seed][key] - 1 for seed, run in by_seed.items()]
             summary[name][key] = {
                 "mean": mean(values),
                 "standard_deviation_over_seeds": stdev(values) if len(values) > 1 else 0.0,
                 "range_over_seeds_relative": (max(values) - min(values)) / mean(values),
-                "relative_to_fp32": changes,
+                "relative_to_fp32": [
+                    run[key] / runs["fp32"][seed][key] - 1 for seed, run in by_seed.items()
+                ],
             }
-            print(f"{name:<8} {key:<22} {mean(values):>8.4f} "
-                  f"{summary[name][key]['range_over_seeds_relative']:>16.2%} "
-                  + " ".join(f"{change:>+8.3%}" for change in changes))  # fmt: skip
-        print(f"{name:<8} MB sent by a rank per step: {summary[name]['bytes_per_step'] / 1e6:.2f}")
+    print(table(summary))
     content = {
         "steps": arguments.steps,
         "ranks": 2,
         "batch": [8, 128],
-        "policies": POLICIES,
+        "runs": RUNS,
         "summary": summary,
         "seeds": {name: {str(s): run for s, run in by.items()} for name, by in runs.items()},
     }

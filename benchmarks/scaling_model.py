@@ -9,14 +9,14 @@ What a rank sends comes from ``halfstep.distributed.traffic``, as ``sent_bytes``
 How long it takes:
 
 - Machines hold 8 GPUs. Ranks of one machine talk at NVLink's 450 GB/s each way.
-- A ring over several machines (all-reduce, all-gather, reduce-scatter) enters and leaves each machine
-  once, spread over all its network ports: a machine sends out what one rank sends.
+- A ring over several machines (all-reduce, all-gather, reduce-scatter) leaves each machine once,
+  spread over all its network ports: a machine sends out what one rank sends.
 - Our 16-bit sum begins with an exchange (all-to-all), in which every rank sends every other one its
   part: a machine sends out what all of its ranks send to other machines.
 - Only bandwidth counts. Latency, which grows with N, and congestion are left out.
 
-How long a rank computes: 6 N FLOP a token for N parameters (Kaplan et al. 2020) at 40 % of the peak;
-one third is forward, two thirds are backward. Step times::
+How long a rank computes: 6 FLOP a token and parameter (Kaplan et al. 2020) at 40 % of the peak; one
+third is forward, two thirds are backward. Step times::
 
     no overlap  compute + all communication
     overlap     max(forward, gathers in it) + max(backward, gathers and sums of gradients in it)
@@ -155,7 +155,9 @@ def layout_of(template: str, size: int) -> Layout | None:
 
 def why_not(model: Shape, policy: PrecisionPolicy, layout: Layout) -> str:
     """Why there is no such run; empty if there is."""
-    if decide(policy, Layout(data=2 * layout.data, shard=layout.shard, tensor=layout.tensor)).refused:
+    if decide(
+        policy, Layout(data=2 * layout.data, shard=layout.shard, tensor=layout.tensor)
+    ).refused:
         return "refused"
     if model.config.n_head % layout.tensor:
         return "heads"
@@ -165,7 +167,9 @@ def why_not(model: Shape, policy: PrecisionPolicy, layout: Layout) -> str:
     return ""
 
 
-def seconds(sent: int, ranks: int, per_machine: int, out: float, *, exchange: bool = False) -> float:
+def seconds(
+    sent: int, ranks: int, per_machine: int, out: float, *, exchange: bool = False
+) -> float:
     """How long one collective takes.
 
     Args:
@@ -304,7 +308,9 @@ def measured_points(path: Path | None) -> dict[str, float]:
     if path is None or not path.is_file():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))["weak_scaling"]
-    return {name.split("=")[0]: found[name]["efficiency"] for name in ("data=2 fp32", "shard=2 fp32")}
+    return {
+        name.split("=")[0]: found[name]["efficiency"] for name in ("data=2 fp32", "shard=2 fp32")
+    }
 
 
 def draw(target: Path, measured: dict[str, float]) -> None:
@@ -319,7 +325,7 @@ def draw(target: Path, measured: dict[str, float]) -> None:
     figure, plots = plt.subplots(
         len(LINKS), len(models), figsize=(10.5, 6.6), sharex=True, sharey=True, facecolor="white"
     )
-    sizes = [2**power for power in range(11)]
+    sizes = (1, 2, 8, 16, 64, 256, 1024)
     for line, (link, out) in zip(plots, LINKS.items(), strict=True):
         for plot, model in zip(line, models, strict=True):
             plot.set_title(f"{model.name}, {model.tokens:,} tokens a rank\n{LINK_NAMES[link]}",
@@ -355,12 +361,12 @@ def draw(target: Path, measured: dict[str, float]) -> None:
     handles.append(plt.Line2D([], [], color="#555555", linestyle=":", label="the same, no overlap"))
     handles += [
         plt.Line2D([], [], color="black", marker=marks[name], linestyle="none", markersize=7,
-                   label=f"MEASURED, {name}=2 fp32: 2 CPU ranks, 14 M")
-        for name in measured
+                   label=f"MEASURED, 2 CPU ranks, {name}=2: {100 * value:.0f} %")
+        for name, value in measured.items()
     ]  # fmt: skip
-    note = "A model on paper: nothing is measured on GPUs."
+    note = "A model on paper: nothing is measured on GPUs. Lines at 100 % lie on one another."
     if not measured:
-        note += " No measured CPU point: benchmarks/ranks_cpu.py was not run."
+        note += "\nNo measured CPU point: benchmarks/ranks_cpu.py was not run."
     figure.suptitle(note, fontsize=10)
     figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=8.5)
     figure.tight_layout(rect=(0, 0.11, 1, 0.99))
@@ -377,11 +383,13 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="where to draw; none is drawn without")
     arguments = parser.parse_args()
     print("A model on paper; nothing is measured on GPUs. Each rank has the same batch at every N.")
-    print("Cells: bytes a rank sends in a step, its communication, efficiency in % with full overlap")
+    print(
+        "Cells: bytes a rank sends in a step, its communication, efficiency in % with full overlap"
+    )
     print("(and without any, where that differs).")
     for model in shapes():
         mine = 6 * model.parameters * model.tokens / UTILISATION
-        print(f"\n## {model.name}: {model.parameters:,} parameters, {model.tokens:,} tokens a rank; "
+        print(f"\n## {model.name}: {model.parameters:,} parameters, {model.tokens:,} tokens, "
               f"{mine / PEAK[torch.bfloat16] * 1e3:.0f} ms of compute in bf16, "
               f"{mine / PEAK[torch.float32] * 1e3:.0f} ms in fp32")  # fmt: skip
         for link, name in LINK_NAMES.items():

@@ -22,6 +22,7 @@ ALLOWED = {
     "diagnostics": {"errors", "formats", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "distributed": {"errors", "precision"},
+    "checkpoint": {"errors", "files", "optim"},
     "training": {
         "errors",
         "files",
@@ -32,6 +33,7 @@ ALLOWED = {
         "optim",
         "diagnostics",
         "distributed",
+        "checkpoint",
     },
     # cli may import training, diagnostics, integrations and errors; and, as training's own values
     # pass through its hands, what training may import.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 LAUNCH = [sys.executable, "-m", "halfstep", "train"]
@@ -41,11 +41,11 @@ def tiny(corpus, path, *, precision="fp32", steps=12, save=4):
 class Run:
     """A launcher as a process of its own, and its ranks."""
 
-    def __init__(self, words, *, command=LAUNCH, **environment):
+    def __init__(self, words, *, command=LAUNCH, cwd=None, **environment):
         keep = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
         self.process = subprocess.Popen(
             [*command, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=keep | {"OMP_NUM_THREADS": "1"} | environment,
+            env=keep | {"OMP_NUM_THREADS": "1"} | environment, cwd=cwd,
         )  # fmt: skip
 
     def await_step(self, path, step):

@@ -10,9 +10,8 @@ import socket
 import time
 
 import pytest
-
-from halfstep.training.checkpoint import list_checkpoints
 from tests.cli.ranks import (
+    TORCHRUN,
     Run,
     alive,
     alone,
@@ -27,6 +26,8 @@ from tests.cli.ranks import (
     steps_of,
     tiny,
 )
+
+from halfstep.checkpoint.store import list_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -90,7 +91,7 @@ def test_ranks_are_one_process(corpus, tmp_path, references, parallel):
     words = [*tiny(corpus, path), "--parallel", parallel, "--quiet"]
     code, out, err = ranks(["--nproc", count, *words])
     assert (code, err) == (0, "")
-    assert "each rank sent" in out
+    assert ("each rank sent" in out) == (parallel != "tensor=2")  # whose ranks sum activations only
     assert losses(path) == pytest.approx(losses(references()), rel=1e-5)
     assert_near_state(path, references())
 
@@ -186,7 +187,9 @@ def test_a_folder_that_another_run_writes_is_refused(corpus, tmp_path):
     assert_one_line(err, "is being written by another process (pid ")
 
 
-@pytest.mark.parametrize("receivers", ["launcher", "all", "one rank", "all, ranks first"])
+@pytest.mark.parametrize(
+    "receivers", ["launcher", "launcher twice", "all", "one rank", "all, ranks first"]
+)
 def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, references, receivers):
     path = tmp_path / "r"
     words = tiny(corpus, path, steps=LONG, save=0)
@@ -195,6 +198,7 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, referen
     found = run.ranks()
     everyone = {
         "launcher": [run.process.pid],
+        "launcher twice": [run.process.pid, run.process.pid],
         "all": [run.process.pid, *found.values()],
         "all, ranks first": [*found.values(), run.process.pid],
         "one rank": [found[1]],
@@ -202,6 +206,7 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, referen
     start = time.monotonic()
     for pid in everyone[receivers]:
         os.kill(pid, signal.SIGTERM)
+        time.sleep(0.1 * (receivers == "launcher twice"))
     code, out, err = run.end()
     assert time.monotonic() - start < 20
     assert (code, err) == (4, "")
@@ -271,6 +276,56 @@ def test_twenty_kills_at_random_times_change_nothing(corpus, tmp_path, reference
             print(f"run {runs}: {kills} kills, {time.monotonic() - begin:.0f} s")
     with capsys.disabled():
         print(f"{len(told)} kills, {restarts} restarts; (run, rank, s, steps): {told}")
+
+
+@pytest.mark.parametrize("parallel", ["shard=2", "tensor=2", "data=2,tensor=2"])
+def test_a_killed_rank_starts_again_in_any_layout(corpus, tmp_path, parallel):
+    count = 4 if "," in parallel else 2
+    for name in ("whole", "killed"):
+        words = [*tiny(corpus, tmp_path / name, steps=60), "--parallel", parallel, "--quiet"]
+        run = Run(["--nproc", count, *words, "--model.dropout", 0.1, "--", "--max-restarts", 3])
+        if name == "killed":
+            run.await_step(tmp_path / name, 20)
+            os.kill(run.ranks()[count - 1], signal.SIGKILL)
+        code, _, err = run.end()
+        assert code == 0, err
+    assert_one_line(err, f"rank {count - 1} was killed by SIGKILL (attempt 1 of 4)")
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "killed")
+    assert_same_state(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", ["halfstep", "torchrun"])
+def test_a_run_without_a_named_folder_starts_again_in_the_same(
+    corpus, tmp_path, references, rank, launcher
+):
+    words = tiny(corpus, "", steps=60)[:-2] + ["--quiet"]
+    if launcher == "torchrun":
+        run = Run(words, command=[*TORCHRUN[:3], "--max-restarts=3", *TORCHRUN[3:]], cwd=tmp_path)
+    else:
+        run = Run(["--nproc", 2, *words, "--", "--max-restarts", 3], cwd=tmp_path)
+    await_that(lambda: any(steps_of(p) > 20 for p in tmp_path.glob("runs/*")), run.process)
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 0, err
+    (path,) = (tmp_path / "runs").iterdir()
+    reference = references("--grad-accum", "2", steps=60)
+    assert numbers(path) == numbers(reference)
+    assert_same_state(path, reference)
+
+
+def test_a_restart_does_not_go_on_with_what_another_run_left(corpus, tmp_path, references):
+    path = tmp_path / "r"
+    shutil.copytree(references(), path)
+    run = Run(["--nproc", 2, *tiny(corpus, path, steps=20), "--", "--max-restarts", 3])
+    await_that(lambda: len(run.ranks()) == 2, run.process)
+    os.kill(run.ranks()[1], signal.SIGKILL)  # before the folder is looked at
+    code, out, err = run.end()
+    assert (code, out) == (2, "")
+    first, second = err.splitlines()
+    assert "rank 1 was killed by SIGKILL (attempt 1 of 4); starting again" in first
+    assert_one_line(second, f"run.output_dir={path} holds a run already")
+    assert steps_of(path) == 12
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -347,16 +402,22 @@ def test_a_damaged_checkpoint_is_refused_once(corpus, tmp_path, references, file
     assert "rank" not in err
 
 
-def test_two_launchers_train_one_run(corpus, tmp_path, references):
+@pytest.mark.parametrize("victim", [None, 0, 1])
+def test_two_launchers_train_one_run(corpus, tmp_path, references, victim):
     path = tmp_path / "r"
-    words = ["--nproc", 1, *tiny(corpus, path), "--quiet", "--", "--nnodes", 2, "--master-addr",
-             "127.0.0.1", "--master-port", free_port()]  # fmt: skip
+    words = ["--nproc", 1, *tiny(corpus, path, steps=60), "--quiet", "--", "--nnodes", 2,
+             "--master-addr", "127.0.0.1", "--master-port", free_port(),
+             "--max-restarts", 3]  # fmt: skip
     runs = [Run([*words, "--node-rank", node]) for node in (0, 1)]
+    if victim is not None:
+        runs[0].await_step(path, 20)
+        os.kill(runs[victim].ranks()[victim], signal.SIGKILL)
     (zero, said, err), (one, nothing, complaint) = [run.end() for run in runs]
     assert (zero, one) == (0, 0), err + complaint
-    assert f"{path}: step 12; validation loss" in said
+    assert f"{path}: step 60; validation loss" in said
     assert nothing == ""
-    reference = references("--grad-accum", "2")
+    assert (err + complaint).count("was killed by SIGKILL") == (victim is not None)
+    reference = references("--grad-accum", "2", steps=60)
     assert losses(path) == losses(reference)
     assert_same_state(path, reference)
 

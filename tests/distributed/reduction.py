@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.distributed.data_parallel import GradientReducer
+from halfstep.distributed.gradient_reducer import GradientReducer
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed import parity
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from distributed import parity
 from halfstep.distributed.agreement import check_agreement, checksum
 from halfstep.distributed.layout import Layout
 from halfstep.errors import PrecisionError

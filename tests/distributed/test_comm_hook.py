@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.reduction import DTYPES, Net, batch, packed, unpacked
-from distributed.test_data_parallel import definition, same_on_all
+from distributed.test_gradient_reducer import definition, same_on_all
 from halfstep.distributed.comm_hook import sum_hook
 from halfstep.errors import PrecisionError
 

@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
-from distributed import parity
 
+from distributed import parity
+from halfstep.distributed.data_parallel import DataParallel
 from halfstep.distributed.fully_sharded import FullySharded
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
-from halfstep.distributed.replicated import DataParallel
 from halfstep.distributed.select import TABLE_LAYOUTS, choose_strategy, decide
-from halfstep.distributed.tensor_sharded import TensorParallel
+from halfstep.distributed.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.precision.parse import parse_policy
@@ -113,7 +113,6 @@ def test_compile_is_refused_where_hooks_would_be_traced(layout):
 def test_sequence_parallel_needs_tensor_ranks(layout):
     with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
         choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
-
 
 
 def kinds(rank):

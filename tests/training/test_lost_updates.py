@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
+from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.cli.console import RunDisplay
 from halfstep.data.progress import no_progress
 from halfstep.errors import ConfigError
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import load_config
 from halfstep.training.loop import train
 from halfstep.training.resume import require_resumable, resume, with_run_folder

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.data.progress import no_progress
 from halfstep.data.tokenizer import ByteTokenizer
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import save_gpt2
 from halfstep.precision.policy import POLICIES
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import load_config, shipped_configs
 from halfstep.training.loop import train
 from halfstep.training.resume import require_resumable, resume, with_run_folder

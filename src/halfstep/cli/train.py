@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         named = config.run.output_dir or str(default_run_folder(config))
         path = Path(world.remember("run folder", named))
         resuming: bool = arguments.resume
-        if world.attempt > 0 and is_run(path) and not resuming:  # torchrun starts the ranks anew
-            config, resuming = _resumed(arguments, overrides, path), True
+        foreign = world.remember("held a run before", str(is_run(path))) == "True"
+        if world.attempt > 0 and is_run(path) and not resuming and not foreign:
+            config, resuming = _resumed(arguments, overrides, path), True  # started anew
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)

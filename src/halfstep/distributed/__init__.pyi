@@ -2,7 +2,7 @@
 
 from .agreement import check_agreement as check_agreement
 from .comm_hook import sum_hook as sum_hook
-from .data_parallel import GradientReducer as GradientReducer, broadcast_ as broadcast_
+from .gradient_reducer import GradientReducer as GradientReducer, broadcast_ as broadcast_
 from .layout import Layout as Layout
 from .plan import ParallelPlan as ParallelPlan, plan_of as plan_of
 from .select import choose_strategy as choose_strategy, decide as decide

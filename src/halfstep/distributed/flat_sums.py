@@ -138,6 +138,9 @@ def add_by_rank(received: Tensor, total: Tensor, part: Tensor) -> None:
         total: (elements,) fp32, overwritten.
         part: (elements,), 16 bit: the result.
     """
+    if len(received) == 2:  # torch adds 16 bits in fp32 and rounds once: a quarter of the time
+        torch.add(received[0], received[1], out=part)
+        return
     total.copy_(received[0])
     for other in received[1:]:
         total.add_(other)

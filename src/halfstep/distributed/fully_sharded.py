@@ -11,6 +11,8 @@ parameters, which only their own policies have, are gathered as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -27,16 +29,17 @@ from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
 class FullySharded(Strategy):
     """The ``shard`` axis splits parameters and the batch; with ``data``, copies of that (HSDP)."""
 
-    _in_blocks = 0
-    _outside = 0
+    _in_blocks = (0, 0)
+    """Numbers in the blocks; those of them that are trained."""
+    _outside = (0, 0)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Shard the plan's blocks, and what is left with the model itself."""
         assert self.mesh is not None
         policy = self.policy
         blocks = {p for block in plan.blocks for p in block.parameters()}
-        self._in_blocks = sum(p.numel() for p in blocks)
-        self._outside = sum(p.numel() for p in model.parameters()) - self._in_blocks
+        self._in_blocks = _count(blocks)
+        self._outside = _count(set(model.parameters()) - blocks)
         by_module = policy.casts == "module"
         casts = MixedPrecisionPolicy(
             param_dtype=policy.compute_dtype if by_module else None,
@@ -69,15 +72,25 @@ class FullySharded(Strategy):
     def _bytes(self, micro_batches: int, gather_bytes: int, reduce_bytes: int) -> Traffic:
         shard, data = self.layout.shard, self.layout.data
         total = Traffic()
-        for numbers, again in ((self._in_blocks, True), (self._outside, False)):
-            total += fully_sharded(
-                numbers,
-                shard,
-                gather_bytes=gather_bytes,
-                reduce_bytes=reduce_bytes,
-                micro_batches=micro_batches,
-                reshard_after_forward=again,
+        for (numbers, trained), again in ((self._in_blocks, True), (self._outside, False)):
+            gathered, summed = (
+                fully_sharded(
+                    size,
+                    shard,
+                    gather_bytes=gather_bytes,
+                    reduce_bytes=reduce_bytes,
+                    micro_batches=micro_batches,
+                    reshard_after_forward=again,
+                )
+                for size in (numbers, trained)
             )
-            copies = data_parallel(numbers // shard, data, reduce_bytes=reduce_bytes)
-            total += Traffic(gradients=micro_batches * copies.gradients)
+            copies = data_parallel(trained // shard, data, reduce_bytes=reduce_bytes)
+            gradients = summed.gradients + micro_batches * copies.gradients
+            total += Traffic(parameters=gathered.parameters, gradients=gradients)
         return total
+
+
+def _count(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+    """Numbers, and those of them that are trained."""
+    sizes = [(p.numel(), p.numel() if p.requires_grad else 0) for p in parameters]
+    return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

@@ -1,6 +1,6 @@
 """The styles of a tensor-parallel plan: how a module computes with its part on every rank.
 
-:mod:`halfstep.distributed.tensor_parallel` says what each does and makes a model of them.
+:mod:`halfstep.distributed.parallelize` says what each does and makes a model of them.
 
 Shapes: B batch, T positions, C width, F features of which a rank has a part.
 """

@@ -19,7 +19,7 @@ class ParallelPlan:
     """Modules to shard one by one, in the order they run: what is gathered at a time."""
     tensor: Mapping[str, str] = field(default_factory=dict)
     """Module name to style of tensor parallelism
-    (:func:`~halfstep.distributed.tensor_parallel.parallelize_`); empty: it cannot be split so."""
+    (:func:`~halfstep.distributed.parallelize.parallelize_`); empty: it cannot be split so."""
     heads: int = 0
     """Attention heads, which tensor ranks share; 0 where there is no plan for tensor."""
     methods: tuple[str, ...] = ()

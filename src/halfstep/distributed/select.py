@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from halfstep.distributed.data_parallel import DataParallel
 from halfstep.distributed.fully_sharded import FullySharded
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.replicated import DataParallel
 from halfstep.distributed.strategy import Strategy
-from halfstep.distributed.tensor_sharded import TensorParallel
+from halfstep.distributed.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name

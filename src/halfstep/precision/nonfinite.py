@@ -216,7 +216,7 @@ class Snapshot:
     ) -> None:
         owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         held = {p.data_ptr() for p in owned}  # where a sharded weight's part may be among them
-        weights = [p for p in model.parameters() if not is_sharded(p)]
+        weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
         parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
         weights += [part for part in parts if part.data_ptr() not in held]
         every = (*weights, *model.buffers(), *averages.values(), *owned)

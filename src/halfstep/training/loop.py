@@ -10,17 +10,17 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfstep.checkpoint.saver import Saver
+from halfstep.checkpoint.store import list_checkpoints
 from halfstep.diagnostics.group_report import LOUD, GroupReport
 from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import NonFiniteError
 from halfstep.precision.result import StepResult
-from halfstep.training.checkpoint import list_checkpoints
 from halfstep.training.evaluate import Evaluation
 from halfstep.training.interrupt import Interrupt
 from halfstep.training.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
 from halfstep.training.pace import Pace
 from halfstep.training.run_folder import CHECKPOINTS, METRICS
-from halfstep.training.saver import Saver
 from halfstep.training.schedule import learning_rate
 from halfstep.training.session import Session
 from halfstep.training.step import train_step

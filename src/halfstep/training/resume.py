@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.errors import ConfigError
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import TrainConfig
 from halfstep.training.session import Session
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.data.tokenizer import Tokenizer
 from halfstep.data.tokenizer_files import load_tokenizer
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.models.gpt import GPT
-from halfstep.training.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.training.config import (
     TrainConfig,
     config_from_table,

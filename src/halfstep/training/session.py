@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from halfstep.checkpoint.pieces import Piece, piece_of
+from halfstep.checkpoint.store import Checkpoint
 from halfstep.data.batches import IGNORED, batch, validation_batches
 from halfstep.data.prepare import PreparedData, prepare
 from halfstep.data.tokenizer import Tokenizer
@@ -26,17 +28,15 @@ from halfstep.models.hf import load_gpt2
 from halfstep.precision.autocast import require_support
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.checkpoint import (
-    Checkpoint,
-    convert_optimizer_tensors,
-    optimizer_tensors,
-    set_optimizer_state,
-)
 from halfstep.training.config import TrainConfig, config_to_table
 from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Evaluation, evaluate, tokens_per_byte
 from halfstep.training.optimizer import make_optimizer
-from halfstep.training.pieces import Piece, piece_of
+from halfstep.training.optimizer_state import (
+    convert_optimizer_tensors,
+    optimizer_tensors,
+    set_optimizer_state,
+)
 from halfstep.training.step import Batch, LossSum
 
 Progress = Callable[[str, int, int], None]

@@ -19,10 +19,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from halfstep.checkpoint.index import FORMAT, MANIFEST, SECTIONS, check_index, read_json
+from halfstep.checkpoint.parts import Part, write_part
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.files import sync, sync_folder
-from halfstep.training.index import FORMAT, MANIFEST, SECTIONS, check_index, read_json
-from halfstep.training.parts import Part, write_part
 
 TEMPORARY = ".unfinished-"  # being written or being removed
 TIMEOUT = 600.0  # seconds: a rank may be slower by as much as a large file takes on a shared disk

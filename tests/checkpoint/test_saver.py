@@ -14,11 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.training import parts
-from halfstep.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
-from halfstep.training.saver import Saver
-from training.sharded import (
+from checkpoint.sharded import (
     LAYOUTS,
     assert_same,
     codes,
@@ -26,6 +22,10 @@ from training.sharded import (
     side_by_side,
     whole_state,
 )
+from halfstep.checkpoint.saver import Saver
+from halfstep.checkpoint.store import Checkpoint, list_checkpoints, load_checkpoint
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.training import parts
 
 
 @pytest.fixture
@@ -220,8 +220,8 @@ def test_8_bit_codes_in_another_memory_order_are_copied_in_that_order(tmp_path):
 
 PROGRAM = """
 import sys, pathlib, time, torch, safetensors.torch
-from halfstep.training.checkpoint import Checkpoint
-from halfstep.training.saver import Saver
+from halfstep.checkpoint.store import Checkpoint
+from halfstep.checkpoint.saver import Saver
 real = safetensors.torch.save_file
 def slow(*args):
     time.sleep(0.5)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distributed.pool import Pool
 from halfstep.distributed.parallel_styles import ParallelForward
+from halfstep.distributed.parallelize import parallelize_
 from halfstep.distributed.regions import sum_over_ranks
-from halfstep.distributed.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.generate import generate
 from halfstep.models.gpt import GPT, GPTConfig

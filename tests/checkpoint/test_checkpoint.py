@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.training.checkpoint import (
+from halfstep.checkpoint.pieces import Piece
+from halfstep.checkpoint.store import (
     Checkpoint,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from halfstep.training.pieces import Piece
+from halfstep.errors import CheckpointError, NonFiniteError
 
 
 def example(seed: int = 0, **state) -> Checkpoint:
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_nothing_half_made_and_the_last_one_intact(tmp_path):
 
 SAVER = """
 import sys, pathlib, torch
-from halfstep.training.checkpoint import Checkpoint, save_checkpoint
+from halfstep.checkpoint.store import Checkpoint, save_checkpoint
 folder = pathlib.Path(sys.argv[1])
 print("ready", flush=True)
 for step in range(1, 10**6):

@@ -9,9 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
-from halfstep.training.checkpoint import Checkpoint
-from halfstep.training.commit import TIMEOUT, Team, save_part
-from halfstep.training.parts import Part
+from halfstep.checkpoint.commit import TIMEOUT, Team, save_part
+from halfstep.checkpoint.parts import Part
+from halfstep.checkpoint.store import Checkpoint
 
 
 class Saver:

@@ -9,11 +9,11 @@ A checkpoint is a folder ``step-00000020``::
 
 Of N ranks that hold pieces of the tensors each writes ``weights-00001-of-0000N.safetensors`` and
 the same of the optimizer, as far as it has something to write. The index
-(:mod:`halfstep.training.index`) says which file has which box of which tensor, so that any number
+(:mod:`halfstep.checkpoint.index`) says which file has which box of which tensor, so that any number
 of ranks, or one process, reads just what it needs, whatever the layout.
 
 It is written under a temporary name, every file and folder is synced, then it is renamed: a folder
-with the final name is complete (:mod:`halfstep.training.commit`). No file format notices a flipped
+with the final name is complete (:mod:`halfstep.checkpoint.commit`). No file format sees a flipped
 bit by itself, so loading checks every file that it reads against the manifest before anything is
 changed. Nothing is ever unpickled; ``torch.distributed.checkpoint`` is not used because it reads
 its ``.metadata`` with a raw unpickler, which runs what the file says (measured with torch 2.13).
@@ -26,14 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfstep.errors import CheckpointError
-from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.state import REMAINDER, in_dtype
-from halfstep.training.commit import Team, list_checkpoints, save_part
-from halfstep.training.index import (
+from halfstep.checkpoint.commit import Team, list_checkpoints, save_part
+from halfstep.checkpoint.index import (
     FORMAT,
     MANIFEST,
     OPTIMIZER,
@@ -44,18 +40,16 @@ from halfstep.training.index import (
     check_index,
     read_json,
 )
-from halfstep.training.parts import Part, own_part
-from halfstep.training.pieces import Piece
-from halfstep.training.regions import Reader, first_format_index, require_sha256
+from halfstep.checkpoint.parts import Part, own_part
+from halfstep.checkpoint.pieces import Piece
+from halfstep.checkpoint.reader import Reader, first_format_index, require_sha256
+from halfstep.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
-    "convert_optimizer_tensors",
     "list_checkpoints",
     "load_checkpoint",
-    "optimizer_tensors",
     "save_checkpoint",
-    "set_optimizer_state",
 ]
 
 
@@ -188,52 +182,3 @@ def _wanted(
             f"cut into pieces as the parameter is; resume on ranks that hold the parameter whole"
         )
     return piece
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
-) -> dict[str, Tensor]:
-    """The optimizer's state as ``"NAME/KEY"`` to tensor, without what the weights hold already."""
-    return {
-        f"{names[parameter]}/{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if key != REMAINDER
-    }
-
-
-def convert_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
-) -> dict[Tensor, dict[str, Any]]:
-    """The state that :func:`optimizer_tensors` saved, in this optimizer's formats.
-
-    Each tensor comes to its parameter's device, and moments of another format are converted;
-    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype, this keeps bits.
-
-    Raises:
-        PrecisionError: If a moment is missing or of another shape.
-    """
-    parameters = {name: parameter for parameter, name in names.items()}
-    saved: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        parameter = parameters[name]
-        # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
-        saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        return {
-            parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
-        }
-    return {parameter: in_dtype(state, parameter.dtype) for parameter, state in saved.items()}
-
-
-def set_optimizer_state(
-    optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]]
-) -> None:
-    """Take converted states; remainders, which belong to the weights, stay."""
-    held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
-    optimizer.state.clear()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = state
-    for parameter, remainder in held.items():
-        optimizer.state[parameter][REMAINDER] = remainder

@@ -13,17 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.training import commit
-from halfstep.training.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
-from halfstep.training.commit import Team
-from halfstep.training.pieces import Piece
-from training.sharded import (
+from checkpoint.sharded import (
     LAYOUTS,
     SIGNED,
     after_eight_bits,
@@ -34,6 +24,16 @@ from training.sharded import (
     side_by_side,
     whole_state,
 )
+from halfstep.checkpoint.commit import Team
+from halfstep.checkpoint.pieces import Piece
+from halfstep.checkpoint.store import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.training import commit
 
 EIGHT = ("e", "t")
 

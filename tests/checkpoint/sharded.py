@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from halfstep.checkpoint.commit import Team
+from halfstep.checkpoint.pieces import Piece
+from halfstep.checkpoint.store import Checkpoint, save_checkpoint
 from halfstep.optim.moments import decode, encode
-from halfstep.training.checkpoint import Checkpoint, save_checkpoint
-from halfstep.training.commit import Team
-from halfstep.training.pieces import Piece
 
 
 def chunk(tensor, dim, parts, number):

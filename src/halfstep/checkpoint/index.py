@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from halfstep.checkpoint.pieces import Piece, fault
 from halfstep.errors import CheckpointError
-from halfstep.training.pieces import Piece, fault
 
 FORMAT = 2
 STATE = "state.json"

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from checkpoint.sharded import assert_same, chunk
 from distributed.pool import Pool
+from halfstep.checkpoint.commit import Team
+from halfstep.checkpoint.pieces import Piece, fault, local_piece, overlap, piece_of
+from halfstep.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
 from halfstep.errors import CheckpointError
-from halfstep.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from halfstep.training.commit import Team
-from halfstep.training.pieces import Piece, fault, local_piece, overlap, piece_of
-from training.sharded import assert_same, chunk
 
 
 def box(piece):

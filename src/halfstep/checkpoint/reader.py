@@ -12,10 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
-from halfstep.optim.moments import BLOCK
-from halfstep.optim.state import TOPS, in_dtype, tops_of
-from halfstep.training.index import (
+from halfstep.checkpoint.index import (
     DTYPES,
     EMPTY_CODES,
     SECTIONS,
@@ -26,7 +23,10 @@ from halfstep.training.index import (
     checked_files,
     require_plain,
 )
-from halfstep.training.pieces import Piece, overlap
+from halfstep.checkpoint.pieces import Piece, overlap
+from halfstep.errors import CheckpointError
+from halfstep.optim.moments import BLOCK
+from halfstep.optim.state import TOPS, in_dtype, tops_of
 
 _PART = 16 << 20  # bytes; the interpreter is free for others while one is hashed
 

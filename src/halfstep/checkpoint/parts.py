@@ -12,11 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from halfstep.errors import CheckpointError
-from halfstep.files import sync
-from halfstep.optim.moments import BLOCK, BROKEN
-from halfstep.optim.state import TOPS, tops_of
-from halfstep.training.index import (
+from halfstep.checkpoint.index import (
     DTYPE_NAMES,
     EMPTY_CODES,
     OPTIMIZER,
@@ -28,8 +24,12 @@ from halfstep.training.index import (
     as_json,
     shard_name,
 )
-from halfstep.training.pieces import Piece
-from halfstep.training.regions import sha256
+from halfstep.checkpoint.pieces import Piece
+from halfstep.checkpoint.reader import sha256
+from halfstep.errors import CheckpointError
+from halfstep.files import sync
+from halfstep.optim.moments import BLOCK, BROKEN
+from halfstep.optim.state import TOPS, tops_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Checkpoints: which pieces ranks hold, how they are written, committed and read."""

@@ -1,0 +1,146 @@
+"""Tensor parallelism: every rank of one mesh axis holds, and computes with, a part of each layer.
+
+Parameters become DTensors, which know how they lie on the mesh; modules compute on the local parts,
+so what runs on a rank is a smaller layer of the same code, and autograd gives gradients as DTensors
+placed like their parameters. The plan is the model's data; nothing here knows a model. Styles:
+
+    colwise[:U]       linear: outputs split, in units of U that stay together; the input is whole
+    rowwise           linear: inputs split; results are summed, then the bias is added, once
+    replicate[:...]   whole on every rank; scatter and gather: see sequence parallelism
+    vocab             embedding split over its rows; results are summed, and each is of one rank
+
+**Sequence parallelism** also splits what lies between those regions, ``(B, T, C)``, over T: colwise
+layers gather their input, rowwise layers and the vocabulary scatter their sums, and replicated
+modules work on a part. ``replicate:scatter`` takes the rank's part of indices ``(..., T)``;
+``replicate:gather`` makes its output whole again. Gradients of whole parameters are then summed
+over the axis, so every rank has all of them.
+
+**Dropout.** Ranks must seed torch's default generator alike: what they hold in common must be
+dropped alike. All draw the same amounts, so they stay in step. Attention drops weights of a rank's
+own heads, and under sequence parallelism a rank its own positions, so head i (position i) of every
+rank has the same mask: the probability is what was asked for, independence between ranks is not
+given, and masks are not those of one device.
+
+**Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", §4.2.2.
+
+Shapes: B batch, T positions, C width.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from halfstep.distributed.parallel_styles import STYLES, ParallelForward
+from halfstep.errors import ConfigError
+
+
+def parallelize_(
+    model: nn.Module,
+    plan: Mapping[str, str],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = False,
+) -> None:
+    """Leave each rank its part of the model, in place; nothing is sent.
+
+    Names and order of the parameters stay; the parameters are new objects, so make the optimizer,
+    and :class:`halfstep.Precision`, afterwards.
+
+    Args:
+        model: With the same, whole parameters on every rank of the axis, in any dtypes.
+        plan: Module name to style, for every module that owns parameters.
+        mesh: The tensor axis: a mesh of one dim, as ``mesh["tensor"]``.
+        sequence_parallel: Whether activations between blocks are split over T. The number of ranks
+            must then divide T.
+
+    Raises:
+        ConfigError: The plan and the model, or the model and the number of ranks, do not fit.
+            Nothing is changed then.
+    """
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"the tensor axis must be a mesh of one dim, got {mesh.ndim}: take mesh['tensor']"
+        )
+    forwards = _forwards(model, plan, mesh, sequence_parallel)
+    _check_tied(forwards)
+    parts: dict[int, nn.Parameter] = {}
+    for forward in forwards:
+        for name, parameter in list(forward.module.named_parameters(recurse=False)):
+            if id(parameter) not in parts:
+                parts[id(parameter)] = _part(parameter, mesh, forward.placement(name))
+            setattr(forward.module, name, parts[id(parameter)])
+        forward.install_()
+
+
+def _forwards(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence: bool
+) -> list[ParallelForward]:
+    """Each module of the plan with its style; raises ConfigError for a plan that does not fit."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    forwards = []
+    for name, text in plan.items():
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=1)
+            raise ConfigError(
+                f"the plan names {name!r}, but the model has no such module"
+                + (f"; did you mean {near[0]!r}?" if near else ": take it out of the plan")
+            )
+        style, _, argument = text.partition(":")
+        if style not in STYLES:
+            allowed = ", ".join(STYLES)
+            raise ConfigError(f"{name}: unknown style {text!r}; allowed styles: {allowed}")
+        module = modules[name]
+        sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        if sharded or "forward" in module.__dict__:
+            raise ConfigError(
+                f"{name} is sharded, or its forward replaced, already: make a model parallel once, "
+                "and before it is sharded otherwise or given to Precision"
+            )
+        forwards.append(STYLES[style](name, module, argument, mesh, sequence))
+    covered = {id(p) for f in forwards for p in f.module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in covered:
+            owner = name.rpartition(".")[0]
+            raise ConfigError(
+                f"the plan leaves the parameter {name} out; add {owner!r} with one of the styles "
+                f"{', '.join(STYLES)}"
+            )
+    return forwards
+
+
+def _check_tied(forwards: list[ParallelForward]) -> None:
+    """Refuse a parameter that two modules own and the plan splits in two ways."""
+    seen: dict[int, tuple[Placement, str]] = {}
+    for forward in forwards:
+        for name, parameter in forward.module.named_parameters(recurse=False):
+            here = (forward.placement(name), f"{forward.name}.{name}")
+            first = seen.setdefault(id(parameter), here)
+            if first[0] != here[0]:
+                raise ConfigError(
+                    f"{first[1]} and {here[1]} are one parameter, but the plan splits it in two "
+                    f"ways, {first[0]} and {here[0]}: give both modules styles with the same split"
+                )
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """This rank's part as DTensor, in memory of its own, so that the whole can be freed."""
+    whole = parameter.detach()
+    part = whole
+    if isinstance(placement, Shard):
+        part = whole.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()]
+    stored = DTensor.from_local(
+        part.clone(memory_format=torch.contiguous_format),
+        mesh,
+        [placement],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
+    return nn.Parameter(stored, requires_grad=parameter.requires_grad)

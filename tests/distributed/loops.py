@@ -1,0 +1,147 @@
+"""Loops of somebody's own, without our strategies: DDP, fully_shard, parallelize_module."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.parity import fingerprint, whole
+from halfstep.precision.ema import EMA
+from halfstep.precision.step import Precision
+
+ROWS = 8
+
+
+class Net(nn.Module):
+    """A norm that no plan names, and two layers that one does; odd sizes shard unevenly."""
+
+    def __init__(self, width=6, hidden=8, outputs=5):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, outputs)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def net(seed=3, **sizes):
+    model = Net(**sizes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def data(step, part=None, parts=1):
+    generator = torch.Generator().manual_seed(50 + step)
+    x, y = torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 5, generator=generator)
+    if part is None:
+        return x, y
+    return x.chunk(parts)[part], y.chunk(parts)[part]
+
+
+def mse(model, batch):
+    return F.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def wrap(kind, model, **casts):
+    """What a loop of one's own does before it makes its optimizer."""
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (model.up, model):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(**casts))
+        return model
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (2,))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return parallelize_module(model, mesh, plan)
+    return model
+
+
+def make(kind, name):
+    return {
+        "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+        "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        "loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    }[name]
+
+
+def losses_of(kind, model, step, rank):
+    """This rank's micro-batches; one device takes both ranks' shares."""
+    if kind in ("ddp", "fsdp"):
+        return [mse(model, data(step, rank, 2))]
+    if kind == "tp":
+        return [mse(model, data(step))]
+    return [mse(model, data(step, part, 2)) / 2 for part in (0, 1)]
+
+
+def train(
+    rank, kind, policy="fp32", *, optimizer="foreach", steps=4, before=0, poison=None,
+    nan_loss=None, max_norm=None, ema=False, look=False, first_look=False, **options,
+):  # fmt: skip
+    """A loop; ``before`` steps by torch alone first, ``look`` evaluates the average between steps.
+
+    ``poison`` gives (step, rank, value): put in one element of that rank's part of the last matrix;
+    ``nan_loss`` (step, rank).
+    """
+    model = wrap(kind, net())
+    if first_look:
+        with torch.no_grad():
+            model(data(99)[0])
+    inner = model.module if kind == "ddp" else model
+    used = make(kind, optimizer)(inner.parameters()) if not first_look else None
+    for step in range(before):
+        for loss in losses_of(kind, model, 30 + step, rank):
+            loss.backward()
+        used.step()
+        used.zero_grad()
+    if used is None:
+        inner.reshard() if kind == "fsdp" else None
+        used = make(kind, optimizer)(inner.parameters())
+        with torch.no_grad():
+            model(data(99)[0])
+    average = EMA(inner, decay=0.5) if ema else None
+    precision = Precision(policy, inner, used, ema=average, **options)
+    results, looks, unchanged = [], [], []
+    for step in range(steps):
+        with precision.autocast():
+            losses = losses_of(kind, model, step, rank)
+        for loss in losses:
+            precision.backward(loss * (torch.nan if nan_loss == (step, rank) else 1))
+        if poison is not None and poison[:2] == (step, rank):
+            held = precision.named_parameters()["down.weight"]
+            held.grad.view(-1)[0] = poison[2]
+        known = fingerprint(inner, precision)
+        results.append(precision.step(max_norm=max_norm))
+        unchanged.append(fingerprint(inner, precision) == known)
+        if look:
+            with average.applied_to(inner), torch.no_grad():
+                looks.append(mse(model, data(77)).item())
+    named = dict(inner.named_parameters())
+    masters = {n: whole(named[n], v) for n, v in precision.masters.items()}
+    averages = {n: whole(named[n], v) for n, v in average.averages.items()} if ema else {}
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "applied": [r.applied for r in results],
+        "scales": [r.next_loss_scale for r in results],
+        "names": [r.nonfinite_parameters for r in results],
+        "unchanged": unchanged,
+        "weights": masters,
+        "averages": averages,
+        "looks": looks,
+    }

@@ -1,0 +1,193 @@
+"""Hugging Face models of tiny configurations, unchanged, over several ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distributed.parity import fingerprint, whole
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import ParallelPlan, plan_of
+from halfstep.distributed.select import choose_strategy
+from halfstep.errors import ConfigError
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.step import Precision
+from halfstep.training.optimizer import OptimizerConfig, make_optimizer
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+ROWS, LENGTH, WORDS, CLASSES = 8, 12, 53, 3
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=16, num_labels=CLASSES,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    return transformers.BertForSequenceClassification(config)
+
+
+MODELS = {"gpt2": gpt2, "bert": bert}
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)
+    return tokens, tokens.remainder(CLASSES)[:, 0]
+
+
+def loss_sum(model, tokens, classes):
+    logits = model(input_ids=tokens).logits
+    if logits.dim() == 3:
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
+    return F.cross_entropy(logits, classes, reduction="sum")
+
+
+def run(rank, name, layout, policy, *, micro=1, steps=3, frozen="", poison=None):
+    value = parse_policy(policy)
+    strategy = choose_strategy(Layout.parse(layout), value, torch.device("cpu"))
+    model = MODELS[name]().train()
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in key))
+    strategy.place_(model, plan_of(model))
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), value)
+    precision = Precision(
+        value, model, optimizer, ranks=strategy.ranks, on_nonfinite="skip:1" if poison else "stop"
+    )
+    strategy.attach_(precision)
+    results = []
+    for step in range(steps):
+        tokens, classes = batch(step)
+        size = ROWS // strategy.layout.batch_ranks
+        start = strategy.batch_rank * size
+        (count,) = strategy.sum([size * ((LENGTH - 1) if name == "gpt2" else 1)])
+        for part in range(micro):
+            here = slice(start + part * size // micro, start + (part + 1) * size // micro)
+            with strategy.micro_batch(last=part == micro - 1), precision.autocast():
+                loss = loss_sum(model, tokens[here], classes[here]) / count
+                precision.backward(loss * (torch.nan if poison == (step, rank) else 1))
+        strategy.finish()
+        before = fingerprint(model, precision)
+        results.append(precision.step())
+        assert (fingerprint(model, precision) == before) != results[-1].applied
+    named = dict(model.named_parameters())
+    weights = {n: whole(named[n], m) for n, m in precision.masters.items()}
+    return [r.loss for r in results], [r.applied for r in results], weights
+
+
+def same(many, one):
+    for losses, applied, weights in many:
+        assert losses == one[0]
+        assert applied == one[1]
+        assert weights.keys() == one[2].keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, one[2][name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_two_ranks_are_one_device_bit_for_bit(pool2, name, layout, policy):
+    same(
+        pool2.run(run, name=name, layout=layout, policy=policy),
+        run(0, name, "data=1", policy, micro=2),
+    )
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-pure", "bf16-split"])
+def test_16_bit_weights_over_data_ranks_are_one_device_bit_for_bit(pool2, policy):
+    same(
+        pool2.run(run, name="bert", layout="data=2", policy=policy),
+        run(0, "bert", "data=1", policy, micro=2),
+    )
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+def test_a_frozen_base_with_a_head_that_trains(pool2, layout):
+    many = pool2.run(run, name="bert", layout=layout, policy="bf16-mixed", frozen="bert.")
+    one = run(0, "bert", "data=1", "bf16-mixed", micro=2, frozen="bert.")
+    assert set(one[2]) == {"classifier.weight", "classifier.bias"}
+    same(many, one)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_nan_of_one_ranks_batch_is_left_out_by_both(pool2, name, layout):
+    many = pool2.run(run, name=name, layout=layout, policy="bf16-mixed", poison=(1, 1))
+    assert [applied for _, applied, _ in many] == [[True, False, True]] * 2
+    for key, weight in many[0][2].items():
+        assert torch.equal(weight, many[1][2][key])
+        assert weight.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["bf16-module", "bf16-master", "bf16-split", "bf16-pure"])
+def test_every_way_of_keeping_weights_trains_sharded(pool2, name, policy):
+    (losses, applied, _), other = pool2.run(run, name=name, layout="shard=2", policy=policy)
+    assert losses == other[0]
+    assert applied == [True] * 3
+    one = run(0, name, "data=1", "bf16-mixed" if policy == "bf16-module" else policy, micro=2)
+    # losses of order 4 whose gradients were rounded by 2^-8 once more: see test_parity
+    assert losses == pytest.approx(one[0], rel=2.0**-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_of_shards(pool4, name):
+    many = pool4.run(run, name=name, layout="data=2,shard=2", policy="fp32")
+    one = run(0, name, "data=1", "fp32", micro=4)
+    assert all(losses == many[0][0] for losses, _, _ in many)
+    assert many[0][0] == pytest.approx(one[0], rel=2.0**-18)  # another order of four sums
+
+
+def refused(rank, name):
+    strategy = choose_strategy(Layout.parse("tensor=2"), parse_policy("fp32"), torch.device("cpu"))
+    model = MODELS[name]()
+    before = {n: type(p) for n, p in model.named_parameters()}
+    try:
+        strategy.place_(model, plan_of(model))
+    except ConfigError as error:
+        assert before == {n: type(p) for n, p in model.named_parameters()}
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_parallelism_is_refused_with_what_to_provide(pool2, name):
+    texts = pool2.run(refused, name=name)
+    assert texts[0] == texts[1]
+    for words in ("tensor=2", type(MODELS[name]()).__name__, "ParallelPlan(tensor=", "colwise",
+                  "rowwise", "data=2", "shard=2"):  # fmt: skip
+        assert words in texts[0]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt2", "GPT2Block"), ("bert", "BertLayer")])
+def test_blocks_are_those_that_the_model_names(name, kind):
+    blocks = plan_of(MODELS[name]()).blocks
+    assert [type(block).__name__ for block in blocks].count(kind) == 2
+    inside = [m for block in blocks for m in block.modules() if m is not block]
+    assert not set(map(id, blocks)) & set(map(id, inside))
+
+
+def test_a_model_that_says_nothing_is_refused_with_what_to_give():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"Sequential.*blocks\(\).*ParallelPlan\(blocks="):
+        plan_of(model)
+    assert ParallelPlan(blocks=(model[0],)).blocks == (model[0],)

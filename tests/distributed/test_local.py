@@ -1,0 +1,243 @@
+"""Sharded tensors as optimizers see them, and Precision in loops that know no strategy of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from distributed import loops
+from halfstep.precision.local import (
+    hand_over_,
+    is_sharded,
+    local_gradient,
+    local_parameters,
+    local_part,
+    parts_of,
+)
+
+distributed = pytest.mark.distributed
+
+
+def parts(rank):
+    """Parts and how many different ones there are, for placements on a mesh of 2 by 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = torch.arange(15.0).reshape(5, 3)
+    found = {}
+    for name, how in {
+        "copies": [Replicate(), Replicate()],
+        "rows": [Replicate(), Shard(0)],
+        "columns": [Shard(1), Replicate()],
+        "grid": [Shard(0), Shard(1)],
+    }.items():
+        tensor = distribute_tensor(whole, mesh, how, src_data_rank=None)
+        part = local_part(tensor)
+        same = part.data_ptr() == tensor._local_tensor.data_ptr()
+        found[name] = (is_sharded(tensor), parts_of(tensor), part, same, part.requires_grad)
+    return found
+
+
+@distributed
+def test_a_part_is_the_local_tensor_itself(pool4):
+    whole = torch.arange(15.0).reshape(5, 3)
+    ranks = pool4.run(parts)
+    for rank, found in enumerate(ranks):
+        a, b = divmod(rank, 2)
+        wanted = {
+            "copies": (1, whole),
+            "rows": (2, whole.chunk(2)[b]),
+            "columns": (2, whole.chunk(2, 1)[a]),
+            "grid": (4, whole.chunk(2)[a].chunk(2, 1)[b]),
+        }
+        for name, (count, part) in wanted.items():
+            sharded, number, got, same, gradient = found[name]
+            assert (sharded, number, same, gradient) == (True, count, True, False), name
+            assert torch.equal(got, part), name
+
+
+def test_plain_tensors_are_themselves():
+    tensor = torch.ones(3, requires_grad=True)
+    assert not is_sharded(tensor)
+    assert parts_of(tensor) == 1
+    assert local_part(tensor) is tensor
+    assert local_gradient(tensor) is None
+    tensor.grad = torch.zeros(3)
+    assert local_gradient(tensor) is tensor.grad
+    assert local_parameters(nn.Linear(2, 2)) == {}
+
+
+def gradients_as_their_weights(rank):
+    """A gradient that lies otherwise than its weight: unsummed, or whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]))
+    mine = torch.arange(24.0).reshape(4, 6) + 100 * rank
+    found = []
+    for how in (Partial(), Replicate(), Shard(1), Shard(0)):
+        local = mine if how.is_partial() else torch.arange(24.0).reshape(4, 6)
+        if how.is_shard():
+            local = local.chunk(2, how.dim)[rank]
+        weight.grad = DTensor.from_local(local, mesh, [how], run_check=False)
+        found.append(local_gradient(weight))
+    return found
+
+
+@distributed
+def test_gradients_are_summed_and_placed_as_their_weights(pool2):
+    whole = torch.arange(24.0).reshape(4, 6)
+    for rank, (summed, *others) in enumerate(pool2.run(gradients_as_their_weights)):
+        assert torch.equal(summed, (2 * whole + 100).chunk(2)[rank])
+        for other in others:
+            assert torch.equal(other, whole.chunk(2)[rank])
+
+
+def handed_over(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Module()
+    model.split = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
+    model.frozen = nn.Parameter(
+        distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]), requires_grad=False
+    )
+    model.plain = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.split, model.plain], "lr": 0.1}, {"params": [model.frozen]}]
+    )
+    moment = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+    optimizer.state[model.split] = {"exp_avg": moment, "step": torch.tensor(3.0), "note": "kept"}
+    optimizer.state[model.plain] = {"exp_avg": torch.ones(2)}
+    held = local_parameters(model)
+    hand_over_([optimizer], model, held)
+    first, second = (group["params"] for group in optimizer.param_groups)
+    assert [p is q for p, q in zip(first, [held["split"], model.plain], strict=True)] == [True] * 2
+    assert second[0] is held["frozen"]
+    assert not held["frozen"].requires_grad
+    assert set(optimizer.state) == {held["split"], model.plain}
+    with torch.no_grad():
+        held["split"].add_(1)  # reaches the model
+    state = optimizer.state[held["split"]]
+    return local_part(model.split), type(state["exp_avg"]) is torch.Tensor, state
+
+
+@distributed
+def test_groups_and_states_come_along(pool2):
+    for rank, (weight, plain, state) in enumerate(pool2.run(handed_over)):
+        assert torch.equal(weight, torch.full((2 - rank, 2), 2.0))
+        assert plain
+        assert torch.equal(state["exp_avg"], torch.arange(6.0).reshape(3, 2).chunk(2)[rank])
+        assert (state["step"], state["note"]) == (3.0, "kept")
+
+
+# Loops of somebody's own.
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def agree(many):
+    for key in ("losses", "norms", "applied", "scales", "names", "looks"):
+        assert str(many[0][key]) == str(many[1][key]), key
+    same_bits(many[0]["weights"], many[1]["weights"])
+    same_bits(many[0]["averages"], many[1]["averages"])
+
+
+@distributed
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("optimizer", ["foreach", "fused", "loop", "sgd"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+def test_torchs_own_wrappers_train_as_one_device(pool2, kind, optimizer, policy):
+    """They average where one device adds halves: powers of two, so bit for bit."""
+    one = loops.train(0, "one", policy, optimizer=optimizer)
+    many = pool2.run(loops.train, kind=kind, policy=policy, optimizer=optimizer)
+    agree(many)
+    assert many[0]["losses"] == one["losses"]  # without ranks= the default group is asked
+    same_bits(many[0]["weights"], one["weights"])
+    # norms of parts are added in another order: some units of 2^-24
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=8 * 2.0**-24)
+
+
+@distributed
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("policy", ["fp16-mixed,init_scale=256", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["inf", "nan", "loss"])
+def test_one_ranks_trouble_is_everybodys(pool2, kind, policy, how):
+    trouble = {"nan_loss": (1, 1)} if how == "loss" else {"poison": (1, 1, float(how))}
+    many = pool2.run(
+        loops.train, kind=kind, policy=policy, steps=3, on_nonfinite="skip:1", **trouble
+    )
+    agree(many)
+    for rank in many:
+        assert rank["applied"] == [True, False, True]
+        assert rank["unchanged"] == [False, True, False]
+        if how != "loss":
+            assert rank["names"] == [(), ("down.weight",), ()]
+        if "fp16" in policy:
+            # a NaN loss is no overflow: the scale stays
+            assert rank["scales"] == ([256] * 3 if how == "loss" else [256, 128, 128])
+
+
+@distributed
+@pytest.mark.parametrize("optimizer", ["foreach", "fused", "loop", "sgd"])
+def test_an_optimizer_that_has_stepped_goes_on_with_its_state_by_parts(pool2, optimizer):
+    one = loops.train(0, "one", optimizer=optimizer, before=2)
+    many = pool2.run(loops.train, kind="fsdp", optimizer=optimizer, before=2)
+    agree(many)
+    assert many[0]["losses"] == one["losses"]
+    same_bits(many[0]["weights"], one["weights"])
+    fresh = loops.train(0, "one", optimizer=optimizer)
+    assert fresh["losses"] != one["losses"]
+
+
+@distributed
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_averages_follow_parts_and_are_put_in_and_taken_out(pool2, kind):
+    """A forward inside leaves gathered averages in FSDP2's root, where training would go on."""
+    one = loops.train(0, "one", ema=True, look=True)
+    many = pool2.run(loops.train, kind=kind, ema=True, look=True)
+    agree(many)
+    assert many[0]["looks"] == one["looks"]
+    assert many[0]["losses"] == one["losses"]
+    same_bits(many[0]["averages"], one["averages"])
+    same_bits(many[0]["weights"], one["weights"])
+    apart = [n for n, w in one["weights"].items() if not torch.equal(w, one["averages"][n])]
+    assert len(apart) == len(one["weights"])
+
+
+@distributed
+def test_precision_can_be_made_after_a_forward(pool2):
+    """FSDP2 keeps the root's weights whole after it; the parts are what is trained."""
+    one = loops.train(0, "one")
+    many = pool2.run(loops.train, kind="fsdp", first_look=True)
+    agree(many)
+    assert many[0]["losses"] == one["losses"]
+    same_bits(many[0]["weights"], one["weights"])
+
+
+@distributed
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_going_back_puts_parts_moments_and_averages_back(pool2, kind):
+    good = pool2.run(loops.train, kind=kind, steps=1, ema=True)
+    many = pool2.run(
+        loops.train, kind=kind, steps=3, ema=True, poison=(2, 1, float("inf")),
+        on_nonfinite="rollback:1",
+    )  # fmt: skip
+    agree(many)
+    for before, rank in zip(good, many, strict=True):
+        assert rank["applied"] == [True, True, False]
+        same_bits(before["weights"], rank["weights"])
+        same_bits(before["averages"], rank["averages"])
+
+
+@distributed
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_parts_beside_plain_tensors_are_clipped_by_the_whole_norm(pool2, max_norm):
+    one = loops.train(0, "one", optimizer="sgd", max_norm=max_norm)
+    many = pool2.run(loops.train, kind="tp", optimizer="sgd", max_norm=max_norm)
+    agree(many)
+    # another order of sums: some roundings of fp32 in 4 steps of numbers up to 3
+    assert many[0]["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    for name, weight in one["weights"].items():
+        assert torch.allclose(many[0]["weights"][name], weight, rtol=1e-5, atol=1e-6), name
