@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from halfstep.distributed import Layout, choose_strategy
 from halfstep.distributed.plan import plan_of
 from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.optim import AdamW
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 
@@ -100,11 +101,7 @@ def test_bytes_are_those_that_the_program_counts(scaling, policy, layout):
         strategy = choose_strategy(layout, policy, torch.device("cpu"))
         model = GPT(config)
         strategy.place_(model, plan_of(model))
-        optimizer = torch.optim.AdamW(model.parameters())
-        if policy == "bf16-split":
-            from halfstep.optim import AdamW
-
-            optimizer = AdamW(model.parameters())
+        optimizer = AdamW(model.parameters())
         strategy.attach_(Precision(policy, model, optimizer, ranks=strategy.ranks))
         counted, _ = strategy.traffic(1)
     finally:

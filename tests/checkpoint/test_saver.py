@@ -25,7 +25,7 @@ from checkpoint.sharded import (
 from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.store import Checkpoint, list_checkpoints, load_checkpoint
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.training import parts
+from halfstep.checkpoint import parts
 
 
 @pytest.fixture

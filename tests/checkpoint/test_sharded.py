@@ -33,7 +33,7 @@ from halfstep.checkpoint.store import (
     save_checkpoint,
 )
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.training import commit
+from halfstep.checkpoint import commit
 
 EIGHT = ("e", "t")
 

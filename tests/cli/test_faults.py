@@ -299,7 +299,7 @@ def test_a_killed_rank_starts_again_in_any_layout(corpus, tmp_path, parallel):
 def test_a_run_without_a_named_folder_starts_again_in_the_same(
     corpus, tmp_path, references, rank, launcher
 ):
-    words = tiny(corpus, "", steps=60)[:-2] + ["--quiet"]
+    words = [*tiny(corpus, "", steps=60)[:-2], "--quiet"]
     if launcher == "torchrun":
         run = Run(words, command=[*TORCHRUN[:3], "--max-restarts=3", *TORCHRUN[3:]], cwd=tmp_path)
     else:

@@ -439,3 +439,32 @@ def test_data_ranks_calibrate_to_the_smallest_of_their_scales(pool2, policy):
 def test_a_loss_that_is_nan_on_one_rank_is_not_calibrated_from(pool2):
     scales = pool2.run(calibrates, policy="fp16-mixed,init_scale=auto", factors=[1.0, float("nan")])
     assert scales[0] == scales[1]
+
+
+def masters_at_the_start(rank, layout, policy):
+    """Before any step: what each policy trains, whole."""
+    _, model, precision = parity.prepare(layout, policy)
+    found = {n: parity.whole(p, m) for n, p, m in parity.masters(model, precision)}
+    return found, {str(p.dtype) for p in model.parameters()}
+
+
+# What weight and remainder hold of an fp32 number, relative to it: all; 24 of its bits, the last
+# one rounded either way; two bf16 numbers, each to half a gap; one bf16 number, rounded either way.
+KEPT = {"bf16-master": 0.0, "fp16-master": 0.0, "bf16-split": 0.0, "bf16-split24": 2.0**-15,
+        "bf16-kahan": 2.0**-16, "bf16-sr": 2.0**-7}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["data=1", "data=2", "shard=2", "tensor=2"])
+@pytest.mark.parametrize("policy", KEPT)
+def test_masters_start_from_the_weights_before_they_were_cast(pool2, layout, policy):
+    """Not from what 16 bits have left of them, though the cast comes before the sharding."""
+    exact = dict(parity.GPT(parity.GPTConfig(**parity.SHAPE), seed=1).named_parameters())
+    alone = layout == "data=1"
+    ranks = [masters_at_the_start(0, layout, policy)] if alone else pool2.run(
+        masters_at_the_start, layout=layout, policy=policy
+    )  # fmt: skip
+    for found, stored in ranks:
+        assert stored == {"torch.float16" if "fp16" in policy else "torch.bfloat16"}
+        for name, weight in exact.items():
+            off = (found[name] - weight.detach()).abs()
+            assert bool((off <= KEPT[policy] * weight.detach().abs()).all()), name

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.store import list_checkpoints
 from halfstep.diagnostics.group_report import LOUD, GroupReport
 from halfstep.diagnostics.lost_updates import LostUpdateMeter
-from halfstep.errors import NonFiniteError
+from halfstep.distributed.world import World
+from halfstep.errors import HalfstepError, NonFiniteError, PeerError
 from halfstep.precision.result import StepResult
 from halfstep.training.evaluate import Evaluation
 from halfstep.training.interrupt import Interrupt
@@ -83,7 +84,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
     started = time.perf_counter()
     try:
-        with closing(saver), Interrupt() as interrupt, closing(_Losses(session)) as losses:
+        with _settled(saver, world), Interrupt() as interrupt, closing(_Losses(session)) as losses:
             while session.step < settings.max_steps:
                 begin = time.perf_counter()
                 lr = learning_rate(
@@ -107,7 +108,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                     metrics.write(
                         Record(step=session.step + 1, applied=False, skip_reason=error.cause)
                     )
-                    raise _stopped(error, session.step + 1, folder) from error
+                    saver.wait()  # it may be the last checkpoint, which the message names
+                    raise _stopped(error, session.step + 1, folder, world) from error
                 session.step += 1
                 session.tokens += settings.batch_size * config.block_size
                 seconds = time.perf_counter() - begin
@@ -141,6 +143,21 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                     return
     finally:
         metrics.close()
+
+
+@contextmanager
+def _settled(saver: Saver, world: World) -> Iterator[None]:
+    """Wait for a save when the block ends, but not for the receipts of ranks that are gone."""
+    gone = False
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's own, or ours that says so
+        lost = isinstance(error, PeerError) or not isinstance(error, HalfstepError)
+        gone = lost and world.size > 1
+        raise
+    finally:
+        if not gone:
+            saver.close()
 
 
 class _Losses:
@@ -210,9 +227,10 @@ def _record(
     )
 
 
-def _stopped(error: NonFiniteError, step: int, folder: Path) -> NonFiniteError:
+def _stopped(error: NonFiniteError, step: int, folder: Path, world: World) -> NonFiniteError:
     kept = list_checkpoints(folder)
     last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
+    last = world.share(last)  # rank 0 completes checkpoints
     return NonFiniteError(
         f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
     )
