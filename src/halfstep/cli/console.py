@@ -22,8 +22,8 @@ def duration(seconds: float) -> str:
 
 
 def megabytes(count: float) -> str:
-    """Bytes as MB (10^6)."""
-    return f"{count / 1e6:,.0f} MB"
+    """Bytes as MB (10^6), or as kB where that would be a single digit."""
+    return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
 
 
 class _Console(Console):

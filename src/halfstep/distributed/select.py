@@ -92,7 +92,7 @@ def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
 
     a + b is b + a, but of three numbers and more collectives choose the order.
     """
-    if policy.reduce_dtype != torch.float32:
+    if policy.reduce_dtype not in (torch.float32, policy.grad_dtype):
         return f"sums in {dtype_name(policy.reduce_dtype)}"
     return EXACT if layout.batch_ranks == 2 else REORDERED
 

@@ -76,8 +76,9 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         settings.keep,
         world.rank,
         world.size,
-        world.share(secrets.token_hex(8)),
-        settings.background_save,
+        token=world.share(secrets.token_hex(8)),
+        background=settings.background_save,
+        timeout=settings.rank_timeout,
     )
     metrics: MetricsFile | NoMetrics = NoMetrics()
     if world.is_main:
