@@ -213,7 +213,10 @@ def test_chunk_size_changes_no_more_than_the_order_of_sums(dtype):
         # A logit may differ by one rounding, and does so rarely: a unit of the dtype a token.
         assert abs(loss - results[0][0]) <= max(u / 8, 8 * 2.0**-24) * abs(loss)
         assert (dx - results[0][1]).norm() <= 4 * u * dx.norm()
-        assert (dw - results[0][2]).norm() <= 4 * u * dw.norm()
+        # Its 400 terms are added in the dtype itself (fp32, fp64), whose roundings grow as the root
+        # of their number, or in fp32 and rounded once.
+        terms = 400**0.5 if dtype in (torch.float32, torch.float64) else 4
+        assert (dw - results[0][2]).norm() <= terms * u * dw.norm()
 
 
 # --- fp16: range -------------------------------------------------------------------------------
