@@ -11,8 +11,9 @@ How long it takes:
 - Machines hold 8 GPUs. Ranks of one machine talk at NVLink's 450 GB/s each way.
 - A ring over several machines (all-reduce, all-gather, reduce-scatter) leaves each machine once,
   spread over all its network ports: a machine sends out what one rank sends.
-- Our 16-bit sum begins with an exchange (all-to-all), in which every rank sends every other one its
-  part: a machine sends out what all of its ranks send to other machines.
+- Our 16-bit sum over several machines with several ranks each has two levels: within machines at
+  NVLink's speed, and between them, where each rank sends its share through its own port. One after
+  the other.
 - Only bandwidth counts. Latency, which grows with N, and congestion are left out.
 
 How long a rank computes: 6 FLOP a token and parameter (Kaplan et al. 2020) at 40 % of the peak; one
@@ -45,9 +46,9 @@ from halfstep.distributed.select import decide
 from halfstep.distributed.traffic import (
     Traffic,
     all_gather,
+    all_reduce,
     data_parallel,
     fully_sharded,
-    reduce_scatter,
     tensor_parallel,
 )
 from halfstep.models.gpt import GPT, GPTConfig
@@ -167,23 +168,17 @@ def why_not(model: Shape, policy: PrecisionPolicy, layout: Layout) -> str:
     return ""
 
 
-def seconds(
-    sent: int, ranks: int, per_machine: int, out: float, *, exchange: bool = False
-) -> float:
-    """How long one collective takes.
+def seconds(sent: int, ranks: int, per_machine: int, out: float) -> float:
+    """How long one collective takes, along a ring or in one level.
 
     Args:
         sent: Bytes that a rank sends.
         ranks: In the group.
         per_machine: Of the group's ranks on one machine, at most.
         out: Bytes per second of one GPU's port out of the machine.
-        exchange: Whether each rank sends to all others, not along a ring.
     """
     if ranks <= per_machine:
         return sent / NVLINK
-    if exchange:
-        leaves = sent * (ranks - per_machine) / (ranks - 1)
-        return max(leaves / out, (sent - leaves) / NVLINK)
     return max(sent / (per_machine * out), sent / NVLINK if per_machine > 1 else 0.0)
 
 
@@ -216,10 +211,11 @@ def cell(model: Shape, policy: PrecisionPolicy, layout: Layout, out: float) -> C
         activation_bytes=policy.compute_dtype.itemsize,
         recomputed=model.config.activation_checkpointing,
     )
-    exchanged = reduce_scatter(mine * reduce_bytes, layout.data) if reduce_bytes == 2 else 0
-    backward = seconds(gradients.gradients - exchanged, layout.data, per_machine, out)
-    if exchanged:
-        backward += seconds(exchanged, layout.data, per_machine, out, exchange=True)
+    backward = seconds(gradients.gradients, layout.data, per_machine, out)
+    if reduce_bytes == 2 and 1 < per_machine < layout.data:  # in two levels
+        share = -(-mine * reduce_bytes // per_machine)
+        leaves = all_reduce(share, layout.data // per_machine)
+        backward = (gradients.gradients - leaves) / NVLINK + leaves / out
     return Cell(
         sent=gradients + activations,
         compute=compute,

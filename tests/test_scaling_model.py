@@ -74,8 +74,8 @@ def test_a_16_bit_sum_between_machines_by_hand(scaling):
         toy(scaling), parse_policy("bf16-mixed,reduce=bf16"), Layout(data=16), 50e9
     )
     assert found.sent.gradients == 2 * 2 * 1600 * 15 // 16 == 6000
-    # of the half that is exchanged 8 of 15 parts leave the machine, by the rank's own port
-    assert found.in_backward == pytest.approx(3000 * 8 / 15 / 50e9 + 3000 / 400e9)
+    # within the machine 2 x 7/8 of 3200 bytes; an eighth of them is summed with the other machine's
+    assert found.in_backward == pytest.approx(5600 / 450e9 + 400 / 50e9)
     inside = scaling.cell(
         toy(scaling), parse_policy("bf16-mixed,reduce=bf16"), Layout(data=8), 50e9
     )

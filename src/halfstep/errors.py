@@ -7,6 +7,7 @@ prints it on one line and leaves with the class's ``exit_code``; a library user 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -73,3 +74,19 @@ class PeerError(HalfstepError, RuntimeError):
 
 def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFiniteError:
     return NonFiniteError(message, cause=cause, parameters=parameters)
+
+
+# What torch.distributed raises when another process is gone: names of classes and words of gloo,
+# NCCL and the store. As text, since importing torch takes seconds.
+_GONE_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_GONE_WORDS = re.compile(
+    r"gloo[/\\]|Connection (closed|reset|refused)|Broken pipe|pair closure|Timed out waiting|"
+    r"wait timeout|Socket Timeout|NCCL (error|timeout)|failed to (recv|send)",
+    re.IGNORECASE,
+)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an error of a run of several ranks only follows from the end of another rank."""
+    gone = isinstance(error, PeerError) or type(error).__name__ in _GONE_CLASSES
+    return gone or (isinstance(error, RuntimeError) and bool(_GONE_WORDS.search(str(error))))

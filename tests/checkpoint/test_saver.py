@@ -22,10 +22,10 @@ from checkpoint.sharded import (
     side_by_side,
     whole_state,
 )
+from halfstep.checkpoint import parts
 from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.store import Checkpoint, list_checkpoints, load_checkpoint
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.checkpoint import parts
 
 
 @pytest.fixture

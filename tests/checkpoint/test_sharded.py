@@ -24,6 +24,7 @@ from checkpoint.sharded import (
     side_by_side,
     whole_state,
 )
+from halfstep.checkpoint import commit
 from halfstep.checkpoint.commit import Team
 from halfstep.checkpoint.pieces import Piece
 from halfstep.checkpoint.store import (
@@ -33,7 +34,6 @@ from halfstep.checkpoint.store import (
     save_checkpoint,
 )
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.checkpoint import commit
 
 EIGHT = ("e", "t")
 

@@ -127,12 +127,17 @@ def reduced(
     bucket_bytes: int = BIG,
     steps: int = 1,
     overlap: bool = True,
+    ranks_per_machine: int | None = None,
 ) -> Found:
     """In a worker: the gradients after finish() of the last of several equal steps."""
     model = Net()
     precision = make(policy, model)
     reducer = GradientReducer(
-        precision, dist.group.WORLD, DTYPES[reduce], bucket_bytes=bucket_bytes
+        precision,
+        dist.group.WORLD,
+        DTYPES[reduce],
+        bucket_bytes=bucket_bytes,
+        ranks_per_machine=ranks_per_machine,
     )
     found: Found = {}
     for step in range(steps):

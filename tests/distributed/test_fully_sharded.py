@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed import parity
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
+from halfstep.precision.local import reshard_
 
 pytestmark = pytest.mark.distributed
 
@@ -114,7 +115,7 @@ def test_frozen_parameters_are_gathered_and_not_summed(pool2):
 
 
 def placed(rank, policy):
-    strategy, model, precision = parity.prepare("shard=2", policy, shape=EVEN)
+    _, model, precision = parity.prepare("shard=2", policy, shape=EVEN)
     whole = sum(math.prod(p.shape) for p in model.parameters())
     held = sum(p.numel() for p in precision.named_parameters().values())
     owned = sum(p.numel() for g in precision.optimizers[0].param_groups for p in g["params"])
@@ -122,7 +123,7 @@ def placed(rank, policy):
     with torch.no_grad():
         model.loss_sum(parity.sequences(0))
     gathered = type(model.wte.weight.data).__name__
-    strategy.settle_(model)
+    reshard_(model)
     return whole, held, owned, before, gathered, type(model.wte.weight.data).__name__
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
@@ -55,22 +55,6 @@ def test_other_texts_are_refused_and_shown(text):
 def test_sizes_below_1_are_refused_in_values_too(sizes):
     with pytest.raises(ConfigError, match="integers >= 1"):
         Layout(**sizes)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), *[st.integers(1, 5)] * 3))
-def test_every_rank_has_its_own_place_and_neighbours_share_the_last_axis(layout):
-    found = [layout.coordinates(rank) for rank in range(layout.size)]
-    places = [tuple(place[axis] for axis in layout.axes) for place in found]
-    assert len(set(places)) == layout.size
-    assert places == sorted(places)
-    assert found[-1] == {axis: size - 1 for axis, size in layout.axes.items()}
-
-
-def test_numbers_row_by_row():
-    layout = Layout(data=2, tensor=2)
-    assert [layout.coordinates(r)["tensor"] for r in range(4)] == [0, 1, 0, 1]
-    assert [layout.coordinates(r)["data"] for r in range(4)] == [0, 0, 1, 1]
 
 
 def test_no_text_is_data_over_all_ranks():

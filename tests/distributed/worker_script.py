@@ -42,7 +42,7 @@ def train(world: World) -> int:
             step += 1
             fail(world, step)
             time.sleep(0.02)
-            stop = world.any(bool(interrupt.requested))
+            stop = bool(world.largest(int(bool(interrupt.requested))))
             world.main_only(lambda now=step: save(state, now))
             note(world.rank, world.attempt, step)
             if stop:

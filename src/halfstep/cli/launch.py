@@ -34,6 +34,7 @@ from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
 from halfstep.errors import ConfigError, PeerError
 
 _SCRIPT = "<nothing>"  # stands for the program in torchrun's grammar
+_SAVING_SECONDS = 600  # that ranks have to save and end after a signal
 _HINT = "torchrun --help lists the options, those of train stand before --"
 _FORBIDDEN = ("module", "no_python", "run_path", "virtual_local_rank")
 
@@ -165,6 +166,8 @@ def _launch_config(options: argparse.Namespace, nproc: int, folder: Path) -> Lau
         options.master_port = 29500  # Source: torch.distributed.run
     if options.log_dir is None and (options.redirects, options.tee) == ("0", "0"):
         options.log_dir = str(folder / "logs")  # which torchrun would leave behind in /tmp
+    if hasattr(options, "shutdown_timeout") and options.shutdown_timeout is None:
+        options.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
     try:
         config, _, _ = config_from_args(options)
     except (AssertionError, RuntimeError, ValueError, OSError) as error:

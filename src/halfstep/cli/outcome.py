@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from halfstep.errors import HalfstepError, PeerError
+from halfstep.errors import HalfstepError, lost_contact
 
 FOLDER = "HALFSTEP_OUTCOME"
 """Environment variable that names the folder where the launcher looks for outcomes."""
@@ -23,15 +23,6 @@ INTERRUPTED = 4
 _AT_ONCE = (0, 1)  # exit codes after which nobody waits for what the other ranks have to say
 _WAIT_SECONDS = 3.0
 _FILES = "rank*.json"
-
-# What torch.distributed raises when another process is gone: names of classes and words of gloo,
-# NCCL and the store. As text, since importing torch takes seconds.
-_GONE_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-_GONE_WORDS = re.compile(
-    r"gloo[/\\]|Connection (closed|reset|refused)|Broken pipe|pair closure|Timed out waiting|"
-    r"wait timeout|Socket Timeout|NCCL (error|timeout)|failed to (recv|send)",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     """The line for an error, and the exit code."""
     if isinstance(error, HalfstepError):
         return str(error), error.exit_code
-    if _lost_contact(error):
+    if rank_of_many() is not None and lost_contact(error):
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         reason = re.sub(r"^\[[^]]*\] ", "", reason)
         return f"lost contact with another rank ({reason}); its own message tells why", 1
@@ -74,7 +65,7 @@ def tell(code: int, message: str = "", error: BaseException | None = None) -> No
     rank = rank_of_many()
     folder = os.environ.get(FOLDER)
     if folder is not None and "RANK" in os.environ:
-        follows = isinstance(error, PeerError) or (error is not None and _lost_contact(error))
+        follows = rank_of_many() is not None and error is not None and lost_contact(error)
         try:
             _write(
                 Path(folder), Outcome(int(os.environ["RANK"]), code, message, follows, time.time())
@@ -123,10 +114,3 @@ def _wait_for_others(folder: Path) -> None:
         if len(list(folder.glob(_FILES))) >= count:
             return
         time.sleep(0.02)
-
-
-def _lost_contact(error: BaseException) -> bool:
-    if rank_of_many() is None:
-        return False
-    gone = type(error).__name__ in _GONE_CLASSES
-    return gone or (isinstance(error, RuntimeError) and bool(_GONE_WORDS.search(str(error))))

@@ -43,8 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
         named = config.run.output_dir or str(default_run_folder(config))
         path = Path(world.remember("run folder", named))
         resuming: bool = arguments.resume
-        foreign = world.remember("held a run before", str(is_run(path))) == "True"
-        if world.attempt > 0 and is_run(path) and not resuming and not foreign:
+        # by rank 0's eyes: file systems may show a new folder to others later
+        held = world.share(str(is_run(path)))
+        foreign = world.remember("held a run before", held) == "True"
+        if world.attempt > 0 and held == "True" and not resuming and not foreign:
             config, resuming = _resumed(arguments, overrides, path), True  # started anew
         if not resuming:
             world.main_only(lambda: require_fresh(path))
@@ -147,7 +149,7 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:
         parts.append(
-            f"each rank sent {megabytes(record.sent_bytes)} a step "
+            f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step "
             f"(in fp32 {megabytes(record.sent_bytes_fp32 or 0)})"
         )
     if last.stopped_by:

@@ -7,6 +7,7 @@ gradient for it, or else 0. The sum of these tells who has one at all, without a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.distributed.flat_sums import DirectSum, FlatSum, RoundedSum, Scratch
+from halfstep.distributed.flat_sums import DirectSum, FlatSum, Level, RoundedSum
 from halfstep.errors import PrecisionError
 
 ALIGNMENT = 16  # numbers: 64 bytes of fp32, a cache line and the widest vector register
@@ -107,7 +108,7 @@ class Bucket:
 
 def make_buckets(
     named: Mapping[str, nn.Parameter],
-    group: dist.ProcessGroup,
+    groups: Sequence[dist.ProcessGroup],
     reduce_dtype: torch.dtype,
     result_dtype: torch.dtype,
     bucket_bytes: int,
@@ -117,13 +118,13 @@ def make_buckets(
 
     Args:
         named: What the optimizer updates, by name; on one device.
-        group: Whose ranks add.
+        groups: Whose ranks add: one, or within a machine and between machines (16 bits only).
         reduce_dtype: On the wire.
         result_dtype: Of the sums: ``reduce_dtype`` or fp32.
         bucket_bytes: On the wire; a bucket holds more only where a single parameter does.
         first_bytes: The same for the first, which is ready first.
     """
-    ranks = dist.get_world_size(group)
+    ranks = math.prod(dist.get_world_size(group) for group in groups)
     device = next(iter(named.values())).device
     filled: list[dict[str, nn.Parameter]] = [{}]
     size = 0
@@ -137,12 +138,15 @@ def make_buckets(
     sizes = [elements([*part.values()], ranks) for part in filled]
     if reduce_dtype == torch.float32:
         return [
-            Bucket(part, DirectSum(size, group, device))
+            Bucket(part, DirectSum(size, groups[0], device))
             for part, size in zip(filled, sizes, strict=True)
         ]
-    scratch = Scratch(max(sizes), ranks, reduce_dtype, device)
+    levels, largest = [], max(sizes)
+    for group in groups:
+        levels.append(Level(largest, group, reduce_dtype, device))
+        largest //= levels[-1].ranks
     return [
-        Bucket(part, RoundedSum(size, group, scratch, result_dtype))
+        Bucket(part, RoundedSum(size, levels, result_dtype))
         for part, size in zip(filled, sizes, strict=True)
     ]
 

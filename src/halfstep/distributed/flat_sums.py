@@ -1,4 +1,4 @@
-"""Sums of flat buffers over the ranks, in two phases that overlap with other work.
+"""Sums of flat buffers over the ranks, in phases that overlap with other work.
 
 In fp32 that is one all-reduce. In 16 bits a ring all-reduce would round after every one of its
 n - 1 additions; here each rank sends every other one its part, adds what it received in fp32, and
@@ -12,11 +12,16 @@ sends the sum around::
 The bytes are those of a ring all-reduce in 16 bits, and the order of the additions is fixed, so the
 bits of the result do not depend on how the numbers are spread over buffers.
 
+Out of a machine, though, all its ranks' parts go in such an exchange, and in a ring one rank's. So
+where a machine has several of the ranks, ``part`` is their sum alone, and before it is gathered it
+is summed in the same way over the ranks with the same place on every machine: one rounding more.
+
 An fp16 overflow becomes inf and stays it; NaN stays NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,14 +43,15 @@ class FlatSum(Protocol):
     sent_bytes: int
     """What one rank sends for one sum."""
 
-    def start(self) -> None:
-        """Launch the first phase."""
+    def phases(self) -> Iterator[None]:
+        """Launch one phase after the other, in each step of the iterator one.
 
-    def advance(self) -> None:
-        """Launch the second phase; needed before the next buffer starts."""
+        Buffers share memory between their phases: before one's n-th, those that started earlier
+        launch their later ones, the oldest first.
+        """
 
     def wait(self) -> None:
-        """Let the host (on CUDA: the current stream) wait for ``result``."""
+        """After all phases, let the host (on CUDA: the current stream) wait for ``result``."""
 
 
 class DirectSum:
@@ -57,12 +63,10 @@ class DirectSum:
         self._group = group
         self._work: Any = None
 
-    def start(self) -> None:
-        """Launch it."""
+    def phases(self) -> Iterator[None]:
+        """There is one."""
         self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
-
-    def advance(self) -> None:
-        """There is one phase."""
+        yield
 
     def wait(self) -> None:
         """Wait for it."""
@@ -70,57 +74,66 @@ class DirectSum:
         self._work = None
 
 
-class Scratch:
-    """What buffers need between their phases, one after the other: memory of the largest one."""
+class Level:
+    """Ranks that add among themselves, and what buffers need meanwhile, one after the other."""
 
-    def __init__(self, elements: int, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, elements: int, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate.
+
+        Args:
+            elements: Of the largest buffer.
+            group: The ranks.
+            dtype: On the wire.
+            device: Of the buffers.
+        """
+        self.group = group
+        self.ranks = dist.get_world_size(group)
         self.received = torch.zeros(elements, dtype=dtype, device=device)
-        self.total = torch.zeros(elements // ranks, device=device)
+        self.total = torch.zeros(elements // self.ranks, device=device)
 
 
 class RoundedSum:
     """16 bits on the wire, additions in fp32."""
 
-    def __init__(
-        self,
-        elements: int,
-        group: dist.ProcessGroup,
-        scratch: Scratch,
-        result_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, elements: int, levels: Sequence[Level], result_dtype: torch.dtype) -> None:
         """Allocate.
 
         Args:
             elements: A multiple of the number of ranks.
-            group: Whose ranks add.
-            scratch: Of the wire's dtype, for as many elements or more.
+            levels: Who adds: all ranks; or those of a machine, then those between machines.
             result_dtype: Of ``result``: the wire's dtype or fp32.
         """
-        self._group, self._scratch = group, scratch
-        self._ranks = dist.get_world_size(group)
-        self.buffer = torch.zeros_like(scratch.received[:elements])
-        self._part = torch.zeros_like(self.buffer[: elements // self._ranks])
+        self._level, *further = levels
+        ranks = self._level.ranks
+        self.buffer = torch.zeros_like(self._level.received[:elements])
         same = result_dtype == self.buffer.dtype
         self.result = self.buffer if same else torch.zeros_like(self.buffer, dtype=result_dtype)
         size = self.buffer.nbytes
-        self.sent_bytes = reduce_scatter(size, self._ranks) + all_gather(size, self._ranks)
+        self.sent_bytes = reduce_scatter(size, ranks) + all_gather(size, ranks)
+        self._further: RoundedSum | None = None
+        if further:
+            self._further = RoundedSum(elements // ranks, further, self.buffer.dtype)
+            self.sent_bytes += self._further.sent_bytes
+            self._part = self._further.buffer
+        else:
+            self._part = torch.zeros_like(self.buffer[: elements // ranks])
         self._work: Any = None
 
-    def start(self) -> None:
-        """Send every rank its part."""
-        self._work = dist.all_to_all_single(
-            self._scratch.received[: self.buffer.numel()],
-            self.buffer,
-            group=self._group,
-            async_op=True,
-        )
-
-    def advance(self) -> None:
-        """Add the parts that came, by rank, and send the sum to all."""
+    def phases(self) -> Iterator[None]:
+        """Exchange parts, add them by rank, sum that over the next level, and gather it."""
+        level, elements = self._level, self.buffer.numel()
+        received = level.received[:elements]
+        self._work = dist.all_to_all_single(received, self.buffer, group=level.group, async_op=True)
+        yield
         self._work.wait()
-        received = self._scratch.received[: self.buffer.numel()].view(self._ranks, -1)
-        add_by_rank(received, self._scratch.total[: self._part.numel()], self._part)
-        self._work = gather(self.buffer, self._part, self._group)
+        add_by_rank(received.view(level.ranks, -1), level.total[: self._part.numel()], self._part)
+        if self._further is not None:
+            yield from self._further.phases()
+            self._further.wait()
+        self._work = gather(self.buffer, self._part, level.group)
+        yield
 
     def wait(self) -> None:
         """Wait for all parts, and widen them."""

@@ -56,12 +56,6 @@ class FullySharded(Strategy):
         for method in plan.methods:
             register_fsdp_forward_method(model, method)
 
-    def settle_(self, model: nn.Module) -> None:
-        """Drop gathered weights: FSDP2 keeps the model's own for a backward that never comes."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
         """By formula; the model's own parameters, outside of its blocks, are gathered once."""
         by_module = self.policy.casts == "module"

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from halfstep.distributed.buckets import Bucket, make_buckets, sparse_gradients
 from halfstep.distributed.flat_sums import check_reduce_dtype
+from halfstep.distributed.machines import split_by_machine
 from halfstep.distributed.traffic import all_reduce
 from halfstep.errors import PrecisionError
 from halfstep.precision.local import local_part
@@ -62,6 +63,7 @@ class GradientReducer:
         reduce_dtype: torch.dtype,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        ranks_per_machine: int | None = None,
     ) -> None:
         """Lay out buffers and watch for finished gradients. All ranks of the group together.
 
@@ -72,8 +74,11 @@ class GradientReducer:
             precision: What its optimizers update is reduced, each parameter once.
             group: The ranks with different data; its backend serves the model's device.
             reduce_dtype: On the wire. fp32: as the group's all-reduce adds. bf16, fp16: every
-                rank's gradient is rounded once, the sum is made in fp32 and rounded once.
+                rank's gradient is rounded once, the sum is made in fp32 and rounded once; where the
+                group has several ranks on each of several machines, a machine's sum too.
             bucket_bytes: Size of a bucket on the wire.
+            ranks_per_machine: Of all processes of the run, numbered machine by machine; None: what
+                torchrun says (LOCAL_WORLD_SIZE).
 
         Raises:
             PrecisionError: If ``reduce_dtype`` is none of these, an embedding has sparse gradients,
@@ -90,17 +95,21 @@ class GradientReducer:
         self._stamp = _stamp(precision)
         self._buckets: list[Bucket] = []
         self._next = 0  # the first bucket that has not started
+        self._running: list[Iterator[None]] = []  # phases of sums, the oldest first
         self._checked = False  # that the same parameters are trained, for this step
         self._stream = None
         if self._ranks == 1:
             return  # the sums are there, and no wire to round for
         self._check(group, reduce_dtype, bucket_bytes)
+        groups = [group]
+        if reduce_dtype != torch.float32:
+            groups = split_by_machine(group, ranks_per_machine, precision.device)
         policy, device = precision.policy, precision.device
         # halfstep's optimizers take 16-bit gradients as they are, others want the weights' dtype.
         low = policy.update != "nearest" or policy.grad_dtype != torch.float32
         self._buckets = make_buckets(
             {name: parameter for name, (_, parameter) in reversed(self._trained.items())},
-            group,
+            groups,
             reduce_dtype,
             reduce_dtype if low else torch.float32,
             bucket_bytes,
@@ -162,7 +171,8 @@ class GradientReducer:
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         with self._aside():
-            self._buckets[-1].sum.advance()
+            while self._running:
+                self._advance()
             for bucket in self._buckets:
                 bucket.sum.wait()
         if self._stream is not None:
@@ -188,15 +198,18 @@ class GradientReducer:
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
-        """Launch the next bucket's sum, after the second phase of the one before."""
+        """Launch the next bucket's sum, after the next phases of those before."""
         bucket.fill(self._precision.masters)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._precision.device))
         with self._aside():
-            if self._next:
-                self._buckets[self._next - 1].sum.advance()
-            bucket.sum.start()
+            self._running.append(bucket.sum.phases())
+            self._advance()
         self._next += 1
+
+    def _advance(self) -> None:
+        """Launch the next phase of every sum that has one, the oldest sum first."""
+        self._running = [phases for phases in self._running if next(phases, True) is None]
 
     def _aside(self) -> AbstractContextManager[object]:
         """On CUDA a stream of our own: to wait for other ranks there does not hold up backward."""

@@ -44,13 +44,6 @@ class Layout:
         """Ranks with different data."""
         return self.data * self.shard
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
-        places = {}
-        for name, size in reversed(self.axes.items()):
-            rank, places[name] = divmod(rank, size)
-        return places
-
     def __str__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
         return ",".join(parts) or "data=1"

@@ -20,8 +20,6 @@ class ParallelPlan:
     tensor: Mapping[str, str] = field(default_factory=dict)
     """Module name to style of tensor parallelism
     (:func:`~halfstep.distributed.parallelize.parallelize_`); empty: it cannot be split so."""
-    heads: int = 0
-    """Attention heads, which tensor ranks share; 0 where there is no plan for tensor."""
     methods: tuple[str, ...] = ()
     """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
 
@@ -40,8 +38,7 @@ def plan_of(model: nn.Module) -> ParallelPlan:
     if callable(getattr(own, "blocks", None)):
         tensor = own.tp_plan() if callable(getattr(own, "tp_plan", None)) else {}
         methods = ("loss_sum",) if callable(getattr(own, "loss_sum", None)) else ()
-        heads = getattr(getattr(own, "config", None), "n_head", 0)
-        return ParallelPlan(blocks=tuple(own.blocks()), tensor=tensor, heads=heads, methods=methods)
+        return ParallelPlan(blocks=tuple(own.blocks()), tensor=tensor, methods=methods)
     names = set(getattr(own, "_no_split_modules", None) or ())
     blocks = tuple(m for m in model.modules() if type(m).__name__ in names)
     if not blocks:

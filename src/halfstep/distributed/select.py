@@ -34,6 +34,10 @@ class Verdict:
     note: str = ""
 
 
+_SCALES = (
+    "init_scale=auto tries scales on each rank by itself, and gradients of different scales would "
+    "be added"
+)
 EXACT, REORDERED = "bit for bit", "another order of sums"
 
 
@@ -62,8 +66,7 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
             )
         if policy.loss_scale.calibrate:
             return Verdict(
-                "init_scale=auto back-propagates a batch several times, and FSDP2's hooks take "
-                "one backward for each forward",
+                _SCALES,
                 "init_scale=65536",
             )
         if low:
@@ -75,7 +78,7 @@ def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
     if layout.tensor > 1:
         if policy.loss_scale.calibrate:
             return Verdict(
-                "init_scale=auto measures gradients before ranks have summed them",
+                _SCALES,
                 "init_scale=65536",
             )
         form = dtype_name(policy.compute_dtype)

@@ -87,7 +87,7 @@ class Strategy:
     def attach_(self, precision: Precision) -> None:
         """Give the masters what the cast before the sharding lost, and watch the gradients."""
         if self._exact:
-            precision.masters.load_({n: self._exact[n] for n in precision.named_parameters()})
+            precision.start_from_({n: self._exact[n] for n in precision.named_parameters()})
             self._exact = {}
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -100,9 +100,6 @@ class Strategy:
 
     def finish(self) -> None:
         """Make the gradients the sums over all ranks with different data."""
-
-    def settle_(self, model: nn.Module) -> None:
-        """Bring parameters back to where they are between steps, after forwards alone."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value's sum over the ranks with different data, in fp64; the same on every rank."""

@@ -90,6 +90,10 @@ def all_reduce(payload: int, ranks: int) -> int:
 def data_parallel(parameters: int, ranks: int, *, reduce_bytes: int) -> Traffic:
     """Data parallelism with whole copies of the model: one all-reduce of the gradients per step.
 
+    Sums in two levels, within machines of k ranks and between m machines, send as much:
+    all_reduce(S, k) + all_reduce(S / k, m) = all_reduce(S, k m). Only the second part leaves the
+    machine.
+
     Args:
         parameters: Trainable numbers in the model.
         ranks: With different data.

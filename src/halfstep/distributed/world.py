@@ -6,8 +6,9 @@ starts the processes; :func:`open_world` makes a process group of them.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +26,11 @@ T = TypeVar("T")
 TIMEOUT_SECONDS = 300.0
 """A collective that takes longer has lost a rank; long enough for a slow disk at a checkpoint."""
 
-# The work of main_only and first_on_machine, such as making a tokenizer for a large corpus, may
-# take longer than any collective; a rank that dies there is noticed at once all the same.
-_PATIENCE = timedelta(days=2)
+# Preparing data, such as making a tokenizer for a large corpus, and writing a large checkpoint may
+# take longer than any collective; a rank that dies meanwhile is noticed at once all the same.
+_PREPARING = timedelta(days=2)
+SAVING_SECONDS = 3600.0
+"""The longest that ranks wait for each other's part of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,6 @@ class World:
             with suppress(RuntimeError):
                 declare_over(self._store, f"rank {self.rank}: {error}")
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; one tiny all-reduce on the host."""
-        return self._maximum(int(flag)) != 0
-
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers, on every rank."""
         return self._maximum(number)
@@ -92,6 +91,33 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._maximum(0)
+
+    def wait_for_save(self) -> None:
+        """Wait for ranks that may be waiting for a disk."""
+        self._maximum(0, timedelta(seconds=SAVING_SECONDS))
+
+    def require_same(self, what: Mapping[str, str]) -> None:
+        """Refuse ranks that were started with different things.
+
+        Args:
+            what: Name to value; the same names on all ranks.
+
+        Raises:
+            ConfigError: The same on every rank: which rank differs from rank 0, and in what.
+        """
+        if self.size == 1:
+            return
+        theirs = json.loads(self.share(json.dumps(what)))
+        odd = [number for number, name in enumerate(what) if what[name] != theirs.get(name)]
+        mark = self._maximum((self.rank * len(what) + odd[0] + 1) if odd else 0)
+        if mark:
+            rank, number = divmod(mark - 1, len(what))
+            name = [*what][number]
+            own = f": {what[name]!r} and {theirs[name]!r}" if rank == self.rank else ""
+            raise ConfigError(
+                f"rank {rank} has another {name} than rank 0{own}; start every rank with the same "
+                "command line, configuration, data and versions"
+            )
 
     def share(self, text: str) -> str:
         """Rank 0's text, on every rank."""
@@ -121,18 +147,20 @@ class World:
         Raises:
             PeerError: On the other ranks, at once, if it raises on rank 0.
         """
-        result: T | None = self._work_together(work if self.is_main else _nothing)
+        result: T | None = self._work_together(work if self.is_main else _nothing, None)
         return result
 
     def first_on_machine(self, work: Callable[[], T]) -> T:
         """Do ``work`` on the first rank of each machine, then on the others, as a cache wants it.
 
+        It may take longer than a collective may.
+
         Raises:
             PeerError: At once, if it raises on any other rank.
         """
         first = self.local_rank == 0
-        early: T = self._work_together(work if first else _nothing)
-        late: T = self._work_together(_nothing if first else work)
+        early: T = self._work_together(work if first else _nothing, _PREPARING)
+        late: T = self._work_together(_nothing if first else work, _PREPARING)
         return early if first else late
 
     def close(self) -> None:
@@ -142,15 +170,15 @@ class World:
                 self.barrier()
             dist.destroy_process_group()
 
-    def _work_together(self, work: Callable[[], T]) -> T:
+    def _work_together(self, work: Callable[[], T], patience: timedelta | None) -> T:
         """Do each rank's work; return when all have done theirs, raise when any has failed."""
         try:
             result = work()
         except BaseException:
             with suppress(RuntimeError):  # the first failure is the one to tell
-                self._maximum(self.size - self.rank, _PATIENCE)
+                self._maximum(self.size - self.rank, patience)
             raise
-        failed = self._maximum(0, _PATIENCE)
+        failed = self._maximum(0, patience)
         if failed:
             raise PeerError(f"rank {self.size - failed} failed; its own message tells why")
         return result

@@ -32,7 +32,7 @@ class LowPrecisionOptimizer(Optimizer):
       :class:`~halfstep.precision.policy.PrecisionPolicy`. None lets :class:`halfstep.Precision`
       choose, and is refused for bf16 weights without it.
     * ``moments``: ``"fp32"``, ``"bf16"`` or ``"8bit"``; the last two round stochastically.
-    * ``seed``: of the random bits, which depend on it, the step and the element alone.
+    * ``seed``: of the random bits, which depend on it, the step and the (part's) element alone.
     """
 
     algorithm: ClassVar[Algorithm]

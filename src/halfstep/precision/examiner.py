@@ -49,6 +49,7 @@ class Examiner:
         late = [p for p in owned if p.requires_grad and not self._masters.covers(p)]
         gradients = self._masters.gradients(owned)
         if late or not gradients:
+            self._ranks.cannot()
             raise no_gradients(self._names(late))
         return gradients
 

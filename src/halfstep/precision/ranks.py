@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.gradients import NonFinite
 
 Gradients = Mapping[int, Sequence[Tensor]]
@@ -38,6 +39,9 @@ class Ranks(Protocol):
             norm: Gives the 2-norm of some of them as a scalar tensor.
         """
 
+    def cannot(self) -> None:
+        """Take part in :meth:`measure` as one that cannot step; the others then raise, too."""
+
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The largest of all ranks' marks, place by place; every rank gives as many."""
 
@@ -54,6 +58,9 @@ class OneRank:
         total = norm(every).to(loss.device)
         value, length = torch.stack([loss.to(total.dtype), total]).tolist()
         return value, length
+
+    def cannot(self) -> None:
+        """Nobody waits."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The marks."""
@@ -84,16 +91,29 @@ class ManyRanks:
         """The sum of the ranks' shares, in fp64; the same bits on every rank.
 
         A part that ``n`` of the ``size`` ranks hold different parts of is there ``size / n`` times.
+
+        Raises:
+            PrecisionError: If another rank cannot step.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         sums[0] = loss.double() * self._loss_share
         for parts, some in gradients.items():
             if some:
                 sums[1] += norm(some).double().to(self._device).square() * parts
         dist.all_reduce(sums)
+        value, squares, unable = sums.tolist()
+        if unable:
+            raise PrecisionError(
+                f"{unable:g} of {self._size} ranks could not take this step, so none does; the "
+                "error that was raised there says why"
+            )
         # rounded to fp32, the loss of two ranks is that of two micro-batches on one device
-        value, squares = sums[0].float().item(), sums[1].item() / self._size
-        return value, math.sqrt(squares) if squares >= 0 else math.nan
+        value = torch.tensor(value, dtype=torch.float32).item()
+        return value, math.sqrt(squares / self._size) if squares >= 0 else math.nan
+
+    def cannot(self) -> None:
+        """Tell the others, who are in :meth:`measure` or come there."""
+        dist.all_reduce(torch.tensor([0, 0, 1], dtype=torch.float64, device=self._device))
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The largest of all ranks' marks, place by place; numbers only, nothing is unpickled."""

@@ -247,6 +247,11 @@ class Precision:
         self._loaded.weights = False
         self._guard.start(self.applied_total)
 
+    def start_from_(self, values: Mapping[str, Tensor]) -> None:
+        """Begin at fp32 values, by name, that the weights (or parts) were rounded from."""
+        self.masters.load_(values)
+        self._guard.start(self.applied_total)
+
     def take_weights_(self) -> None:
         """Train on from the model's weights as they are: after ``model.load_state_dict``."""
         weights = self.model.state_dict()
@@ -256,10 +261,9 @@ class Precision:
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Parameter to gradient, for all that the optimizer is about to update."""
-        if self._loss is None:
-            raise no_backward()
-        if self._loaded.weights and self.policy.keeps_more_than_weights:
-            raise stale_masters()
+        if self._loss is None or (self._loaded.weights and self.policy.keeps_more_than_weights):
+            self._ranks.cannot()
+            raise no_backward() if self._loss is None else stale_masters()
         return self._examiner.gradients()
 
     def _skip(self, loss: float, norm: float, found: NonFinite | None) -> StepResult:

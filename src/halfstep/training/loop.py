@@ -14,8 +14,8 @@ from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.store import list_checkpoints
 from halfstep.diagnostics.group_report import LOUD, GroupReport
 from halfstep.diagnostics.lost_updates import LostUpdateMeter
-from halfstep.distributed.world import World
-from halfstep.errors import HalfstepError, NonFiniteError, PeerError
+from halfstep.distributed.world import SAVING_SECONDS, World
+from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 from halfstep.precision.result import StepResult
 from halfstep.training.evaluate import Evaluation
 from halfstep.training.interrupt import Interrupt
@@ -78,7 +78,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         world.size,
         token=world.share(secrets.token_hex(8)),
         background=settings.background_save,
-        timeout=settings.rank_timeout,
+        timeout=SAVING_SECONDS / 2,
     )
     metrics: MetricsFile | NoMetrics = NoMetrics()
     if world.is_main:
@@ -106,11 +106,17 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                         max_norm=max_norm,
                     )
                 except NonFiniteError as error:
-                    metrics.write(
-                        Record(step=session.step + 1, applied=False, skip_reason=error.cause)
+                    last_words = Record(
+                        step=session.step + 1, applied=False, skip_reason=error.cause
                     )
-                    saver.wait()  # it may be the last checkpoint, which the message names
-                    raise _stopped(error, session.step + 1, folder, world) from error
+                    also = ""
+                    try:
+                        metrics.write(last_words)
+                        saver.wait()  # it may be the last checkpoint, which the message names
+                    except HalfstepError as failed:  # the first cause is the one to tell
+                        also = f"; {failed}"
+                    world.wait_for_save()
+                    raise _stopped(error, session.step + 1, folder, world, also) from error
                 session.step += 1
                 session.tokens += settings.batch_size * config.block_size
                 seconds = time.perf_counter() - begin
@@ -132,11 +138,14 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                 lost = losses.measured() if result.applied else ()
                 record = _record(session, result, lr, seconds, pace, evaluation, lost)
                 metrics.write(record)  # before the checkpoint, so that no resume misses the line
-                if _due(session.step, settings.agree_every):
+                saving = _due(session.step, settings.save_every) or last
+                if saving or _due(session.step, settings.agree_every):
                     session.check_agreement()
-                if _due(session.step, settings.save_every) or last:
+                if saving:
                     saver.save(session.step, session.checkpoint())
                 checkpoint = saver.wait() if last else saver.finished()
+                if saving:
+                    world.wait_for_save()
                 pace.stepped(seconds)
                 left, verdicts = pace.seconds_left(), losses.verdicts(lost)
                 yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
@@ -149,16 +158,16 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 @contextmanager
 def _settled(saver: Saver, world: World) -> Iterator[None]:
     """Wait for a save when the block ends, but not for the receipts of ranks that are gone."""
-    gone = False
     try:
         yield
-    except RuntimeError as error:  # torch.distributed's own, or ours that says so
-        lost = isinstance(error, PeerError) or not isinstance(error, HalfstepError)
-        gone = lost and world.size > 1
+    except BaseException as error:
+        if world.size == 1 or not lost_contact(error):
+            try:
+                saver.close()
+            except HalfstepError as failed:
+                raise error from failed
         raise
-    finally:
-        if not gone:
-            saver.close()
+    saver.close()
 
 
 class _Losses:
@@ -228,10 +237,12 @@ def _record(
     )
 
 
-def _stopped(error: NonFiniteError, step: int, folder: Path, world: World) -> NonFiniteError:
+def _stopped(
+    error: NonFiniteError, step: int, folder: Path, world: World, also: str
+) -> NonFiniteError:
     kept = list_checkpoints(folder)
     last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
-    last = world.share(last)  # rank 0 completes checkpoints
+    last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
     return NonFiniteError(
         f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from halfstep.training.environment import gemm_flops_per_second
 from halfstep.training.session import Session
 
@@ -16,8 +18,9 @@ class Pace:
             * session.config.run.batch_size
             * session.config.block_size
         )
-        one = gemm_flops_per_second(session.precision.policy, session.device)
-        self.gemm = one * session.world.size
+        policy, world = session.precision.policy, session.world
+        one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
+        self.gemm = one * world.size
         self._steps: list[float] = []
         self._evaluations: list[float] = []
 

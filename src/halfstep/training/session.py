@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.models.gpt import GPT
 from halfstep.models.hf import load_gpt2
 from halfstep.precision.autocast import require_support
+from halfstep.precision.local import reshard_
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.training.config import TrainConfig, config_to_table
@@ -37,6 +37,7 @@ from halfstep.training.optimizer_state import (
     optimizer_tensors,
     set_optimizer_state,
 )
+from halfstep.training.shares import dropout_seed, facts, share_of
 from halfstep.training.step import Batch, LossSum
 
 Progress = Callable[[str, int, int], None]
@@ -71,7 +72,7 @@ class Session:
     def share(self) -> range:
         """This rank's sequences of a step's batch; shares differ by one where ranks do not fit."""
         size, ranks = self.config.run.batch_size, self.strategy.layout.batch_ranks
-        return _share(size, self.strategy.batch_rank, ranks)
+        return share_of(size, self.strategy.batch_rank, ranks)
 
     def micro_batches(self) -> list[Batch]:
         """This rank's part of the next step's batch, split for accumulation.
@@ -80,8 +81,8 @@ class Session:
         """
         run = self.config.run
         share = self.share
-        parts = [_share(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
-        torch.manual_seed(_dropout_seed(run.seed, self.step, self.strategy.batch_rank))
+        parts = [share_of(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
+        torch.manual_seed(dropout_seed(run.seed, self.step, self.strategy.batch_rank))
         return [
             batch(
                 self.data.train,
@@ -104,7 +105,7 @@ class Session:
             max_batches=run.eval_batches * run.grad_accum or None,
         )
         for tokens_BT, targets_BT in whole:
-            rows = _share(len(tokens_BT), self.strategy.batch_rank, layout.batch_ranks)
+            rows = share_of(len(tokens_BT), self.strategy.batch_rank, layout.batch_ranks)
             if rows:
                 here = slice(rows.start, rows.stop)
                 yield tokens_BT[here], targets_BT[here]
@@ -124,7 +125,7 @@ class Session:
                 self.strategy.sum,
             )
         finally:
-            self.strategy.settle_(self.model)
+            reshard_(self.model)
             self.model.train()
 
     def _data_hashes(self) -> list[str]:
@@ -147,7 +148,8 @@ class Session:
         names = {parameter: name for name, parameter in named.items()}
         (used,) = self.precision.optimizers
         optimizer = optimizer_tensors(used, names)
-        return Checkpoint(dict(self.precision.masters.items()), optimizer, state, self.pieces)
+        weights = {n: w for n, w in self.precision.masters.items() if self.pieces[n].written}
+        return Checkpoint(weights, optimizer, state, self.pieces)
 
     def check_agreement(self, when: str = "") -> None:
         """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
@@ -220,6 +222,7 @@ def open_session(
     policy = parse_policy(config.precision)
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
+    world.require_same(facts(config))
     strategy = choose_strategy(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
@@ -230,6 +233,10 @@ def open_session(
             f"{layout.batch_ranks * run.grad_accum} or more"
         )
     data = world.first_on_machine(lambda: prepare(config.data, progress=progress))
+    found = (data.train.sha256, data.validation.sha256, data.tokenizer.fingerprint)
+    world.require_same(
+        dict(zip(("training data", "validation data", "tokenizer"), found, strict=True))
+    )
     model = _make_model(config, data.tokenizer, resuming).to(device)
     config = dataclasses.replace(config, model=model.config)
     if run.block_size > model.config.block_size:
@@ -257,17 +264,6 @@ def open_session(
         except DataError as error:
             raise DataError(f"the {part} data is too short: {error}") from error
     return session
-
-
-def _share(size: int, rank: int, ranks: int) -> range:
-    """Which of ``size`` things a rank takes; the shares follow each other without a gap."""
-    return range(rank * size // ranks, (rank + 1) * size // ranks)
-
-
-def _dropout_seed(seed: int, step: int, batch_rank: int) -> int:
-    """A seed for each step and share: a resumed run needs no random state, whatever its layout."""
-    text = f"dropout {seed} {step} {batch_rank}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
