@@ -41,7 +41,7 @@ def test_two_ranks_are_two_micro_batches(two, corpus, tmp_path, monkeypatch):
 
     assert len(out.splitlines()) == 1
     assert f"{path}: step 12; validation loss" in out
-    assert "each rank sent 0 MB a step (in fp32 0 MB)" in out
+    assert "each rank sent 88 kB of gradients and parameters a step (in fp32 88 kB)" in out
     assert err.count("parameters, ") == 1
     assert "2 ranks as data=2" in err
     assert err.count("step 12: validation loss") == 1

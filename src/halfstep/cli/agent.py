@@ -217,7 +217,9 @@ class Agent(LocalElasticAgent):
         roots.sort(key=lambda cause: (cause.time, cause.rank))
         code = roots[0].code if roots else 1
         suffix = ""
-        if restarts and self._attempts > 1 and code not in _FINAL:
+        if restarts and self._attempts == 1 and code not in _FINAL:
+            suffix = "; go on from the last checkpoint with --resume, or let -- --max-restarts N do"
+        elif restarts and code not in _FINAL:
             suffix = f" (attempt {self._attempt} of {self._attempts})"
             if self._attempt < self._attempts:
                 suffix += "; starting again"

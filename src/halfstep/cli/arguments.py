@@ -15,8 +15,8 @@ TRAIN_OPTIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
      {"nargs": "+", "metavar": "PATH"}),
     ("--tokenizer", "data.tokenizer", "bytes, bpe:N (trained on --data), or a tokenizer.json or "
      "its folder", {"metavar": "T"}),
-    ("--precision", "precision", "a policy: fp32 tf32 bf16-mixed fp16-mixed bf16-master "
-     "fp16-master bf16-pure fp16-pure, a string of fields, or a .toml file", {"metavar": "P"}),
+    ("--precision", "precision", "a policy by name (halfstep explain lists them), fields such as "
+     "bf16-mixed,reduce=bf16, or a .toml file", {"metavar": "P"}),
     ("--max-steps", "run.max_steps", "optimizer steps", {"metavar": "N"}),
     ("--max-seconds", "run.max_seconds", "stop, evaluate and save after this long",
      {"metavar": "S"}),

@@ -10,6 +10,7 @@ from typing import Any
 
 from halfstep.cli.arguments import TRAIN_OPTIONS
 from halfstep.cli.console import RunDisplay, megabytes, write_out
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.training.allocator import keep_freed_memory
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
+        elif "run.parallel" not in dict(overrides):
+            config = _fitting(config, world.size)
         return _train(arguments, config, path, world, resuming=resuming)
 
 
@@ -94,6 +97,16 @@ def _train(
     if world.is_main:
         write_out(_summary(session, path, last))
     return INTERRUPTED if last is not None and last.stopped_by.startswith("SIG") else 0
+
+
+def _fitting(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The run's layout, or data over all ranks if it is of another number of ranks than there are.
+
+    Any layout goes on from any other's checkpoint; the first line of a run shows which is used.
+    """
+    if not config.run.parallel or Layout.parse(config.run.parallel).size == ranks:
+        return config
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
 
 
 def _overrides(arguments: argparse.Namespace) -> list[tuple[str, Any]]:

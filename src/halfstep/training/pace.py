@@ -35,6 +35,8 @@ class Pace:
     def seconds_left(self) -> float:
         """Steps left at the recent median, and evaluations left."""
         run, step = self._session.config.run, self._session.step
+        if step >= run.max_steps:
+            return 0.0
         per_step = sorted(self._steps)[len(self._steps) // 2]
         steps = run.max_steps - step
         every = run.eval_every or run.max_steps

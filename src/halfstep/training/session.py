@@ -244,6 +244,11 @@ def open_session(
             f"run.block_size={run.block_size} is over the {model.config.block_size} "
             f"positions of run.init_from={run.init_from}"
         )
+    if model.config.n_head % layout.tensor:
+        raise ConfigError(
+            f"model.n_head={model.config.n_head} attention heads cannot be shared equally by "
+            f"tensor={layout.tensor} ranks; choose a tensor size that divides them"
+        )
     strategy.place_(model, plan_of(model))
     optimizer = make_optimizer(model, config.optimizer, policy, seed=run.seed)
     precision = Precision(
