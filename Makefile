@@ -8,6 +8,9 @@
 VENV ?= .venv
 BIN = $(VENV)/bin
 
+# The tests' tensors are small: threads that wait for each other cost more than they give.
+test test-slow test-distributed: export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo test test-slow test-distributed lint check wheel benchmark clean
 
 demo:
