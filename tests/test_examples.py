@@ -18,6 +18,7 @@ from torch import nn
 from reference import floats, loss_scale
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+LOOPS = ("minimal_loop", "distributed_loop")
 WITH_FIGURE = (
     "dynamic_scale",
     "fp32_accumulation",
@@ -123,7 +124,7 @@ def test_the_examples_share_their_form():
         functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
         found.add(ast.unparse(functions["pyplot"]))
     assert len(found) == 1
-    others = {p.stem for p in EXAMPLES.glob("*.py")} - {*WITH_FIGURE, "minimal_loop"}
+    others = {p.stem for p in EXAMPLES.glob("*.py")} - {*WITH_FIGURE, *LOOPS}
     assert not others, "an example without a test"
 
 
