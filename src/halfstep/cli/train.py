@@ -10,6 +10,7 @@ from typing import Any
 
 from halfstep.cli.arguments import TRAIN_OPTIONS
 from halfstep.cli.console import RunDisplay, megabytes, write_out
+from halfstep.cli.outcome import INTERRUPTED
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
@@ -32,7 +33,6 @@ from halfstep.training.session import Session, open_session
 from halfstep.training.tensorboard import MetricsSink, NoSink, open_sink, require_sink
 
 DEFAULT_CONFIG = "gpt-small-cpu"
-INTERRUPTED = 4
 
 
 def run(arguments: argparse.Namespace) -> int:

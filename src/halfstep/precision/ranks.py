@@ -75,7 +75,7 @@ class ManyRanks:
     """All ranks of ``torch.distributed``'s default group; each must call each step."""
 
     def __init__(self, device: torch.device, *, loss_share: float | None = None) -> None:
-        """Args below.
+        """Take part in the default group, which must exist.
 
         Args:
             device: Where the ranks' sums are made; one that the group's backend serves.
