@@ -54,6 +54,22 @@ ALLOWED = {
 # A missing optional dependency is the one import that may stand inside a function.
 OPTIONAL = {
     ("training/tensorboard.py", "torch.utils.tensorboard"),
+    ("data/hub_datasets.py", "datasets"),
+    ("integrations/hf_trainer.py", "transformers"),
+    ("integrations/lightning.py", "lightning.pytorch"),
+    ("integrations/lightning.py", "lightning.pytorch.callbacks"),
+    ("integrations/lightning.py", "lightning.pytorch.plugins"),
+    ("integrations/lightning.py", "lightning.pytorch.trainer.states"),
+    ("integrations/lightning.py", "lightning.pytorch.utilities"),
+    ("integrations/lightning.py", "lightning.pytorch.utilities.model_helpers"),
+    ("integrations/fabric.py", "lightning.fabric"),
+    ("integrations/fabric.py", "lightning.fabric.plugins"),
+    ("models/pretrained_hub.py", "transformers"),
+    ("models/pretrained_hub.py", "peft"),
+    ("models/pretrained_hub.py", "huggingface_hub.errors"),
+    ("models/pretrained_hub.py", "huggingface_hub.utils"),
+    ("training/classification_report.py", "matplotlib.figure"),
+    ("training/classification_report.py", "matplotlib"),
     ("optim/cuda.py", "halfstep.optim.triton_scaling"),  # which needs triton at its top
 }
 

@@ -192,6 +192,51 @@ def test_ranks_save_many_steps_together(tmp_path, background):
                     whole_state(step).weights)  # fmt: skip
 
 
+class Gone(RuntimeError):
+    """What a collective raises when a rank has died."""
+
+
+@pytest.mark.parametrize("ask", ["save", "wait", "save in the foreground"])
+def test_rank_0_does_not_wait_for_the_receipt_of_a_dead_rank(tmp_path, ask):
+    background = ask != "save in the foreground"
+    met = iter([True] * background)  # with a living rank 1
+
+    def meet():
+        if not next(met, False):
+            raise Gone
+
+    saver = Saver(tmp_path, 1, 0, 2, "run", background, timeout=0.5, meet=meet)
+    states = [cut_state(whole_state(), LAYOUTS["rows"], 0, 2) for _ in range(2)]
+    if background:
+        saver.save(1, states[0])  # rank 1 comes to it, and dies before it leaves a receipt
+    with pytest.raises(Gone):  # waiting would raise CheckpointError
+        saver.wait() if ask == "wait" else saver.save(2, states[1])
+    with pytest.raises(CheckpointError, match="no receipt of rank 1"):
+        saver.close()
+    assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_ranks_meet_when_their_parts_are_written_and_before_errors(
+    tmp_path, gate, background, value
+):
+    """As rank 1: what was being saved, or why it cannot be, is told to rank 0 when they meet."""
+    met = []
+
+    def meet():
+        met.append(sorted(p.name for p in tmp_path.glob("*/receipt-*.json")))
+
+    saver = Saver(tmp_path, 1, 1, 2, "run", background, meet=meet)
+    mine = cut_state(Checkpoint({"a": torch.full((4,), value)}, {}, {}), {"a": 0}, 1, 2)
+    threading.Timer(0.3, gate.set).start()
+    with pytest.raises(NonFiniteError) if value != value else nothing():
+        saver.save(1, mine)
+        saver.wait()
+    receipt = ["receipt-00002.json"]
+    assert met == ([[], receipt] if background else [receipt] * (1 if value != value else 2))
+
+
 def test_a_step_that_failed_is_saved_again_though_old_receipts_may_lie_there(tmp_path):
     """Rank 1's receipt of the first attempt must not stand for its second."""
     first, second = (Saver(tmp_path, 2, rank, 2, "run", True, timeout=0.2) for rank in range(2))

@@ -21,6 +21,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 LAUNCH = [sys.executable, "-m", "halfstep", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
             "127.0.0.1", "--nproc-per-node", "2", "-m", "halfstep", "train"]  # fmt: skip
+PF_EXITING = 0x4  # Source: linux/sched.h
 SECONDS = 240  # a run that takes longer hangs
 TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes", "sent_bytes",
          "sent_bytes_fp32", "grad_norm"}  # fmt: skip
@@ -105,11 +106,12 @@ def await_that(happens, process):
 
 
 def alive(pid):
-    """Whether a process runs, zombies not counted."""
+    """Whether a process runs; zombies, and those whose exit code is settled, are not counted."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
+    return fields[0] != "Z" and not int(fields[6]) & PF_EXITING
 
 
 def steps_of(path):

@@ -120,6 +120,34 @@ def test_a_killed_rank_starts_again(two, corpus, tmp_path):
     assert_same_state(again, path)
 
 
+# Python runs it before it runs halfstep. Rank 1 of the first attempt dies as its part of the last
+# checkpoint is about to be written, when rank 0 has nothing left to do but to wait for it.
+DIES_SAVING = """
+import os, signal
+if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
+    from halfstep.checkpoint import saver
+    real = saver.save_part
+    def save_part(folder, step, *more):
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(folder, step, *more)
+    saver.save_part = save_part
+"""
+
+
+def test_a_rank_killed_in_the_last_save_is_not_waited_for(two, corpus, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(DIES_SAVING)
+    words = ["--nproc", 2, *tiny(corpus, tmp_path / "r"), "--quiet", "--", "--max-restarts", 3]
+    search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    code, out, err = ranks(words, PYTHONPATH=os.pathsep.join(search))
+    assert code == 0, err
+    assert "step 12; validation loss" in out
+    # and no line that rank 0 did not answer, which the launcher says after half a minute
+    assert_one_line(err, "rank 1 was killed by SIGKILL (attempt 1 of 4); starting again")
+    assert numbers(tmp_path / "r") == numbers(two[0])
+    assert_same_state(tmp_path / "r", two[0])
+
+
 def test_a_guard_stops_all_ranks_with_one_message(corpus, tmp_path):
     words = [*tiny(corpus, tmp_path / "r", save=1), "--learning-rate", "1e30", "--quiet"]
     code, out, err = ranks(["--nproc", 2, *words, "--schedule.warmup_steps", 0])

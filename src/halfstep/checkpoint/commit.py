@@ -60,6 +60,11 @@ class Team:
             )
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where a step's checkpoint is, if there is one."""
+    return folder / f"step-{step:08d}"
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run's ``checkpoints`` folder, oldest first."""
     if not folder.is_dir():
@@ -68,8 +73,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def save_part(folder: Path, step: int, part: Part, keep: int, team: Team) -> Path:
+def save_part(
+    folder: Path, step: int, part: Part, keep: int, team: Team, spared: int | None = None
+) -> Path:
     """Write this rank's part of a checkpoint; on rank 0, complete it.
+
+    Then all but the newest ``keep`` are removed, and but that of the step ``spared``.
 
     Returns:
         The checkpoint's folder. On rank 0 it is complete; on the others it will be, unless rank 0
@@ -83,7 +92,7 @@ def save_part(folder: Path, step: int, part: Part, keep: int, team: Team) -> Pat
     broken = part.first_nonfinite()
     if broken and team.size == 1:
         raise _nonfinite([broken])
-    final = folder / f"step-{step:08d}"
+    final = checkpoint_path(folder, step)
     if final.exists():
         if broken:
             raise _nonfinite([broken])
@@ -125,7 +134,7 @@ def save_part(folder: Path, step: int, part: Part, keep: int, team: Team) -> Pat
         if team.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _prune(folder, keep)
+    _prune(folder, keep, spared)
     return final
 
 
@@ -255,8 +264,11 @@ def _remove_leftovers(folder: Path, team: Team) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(folder: Path, keep: int) -> None:
+def _prune(folder: Path, keep: int, spared: int | None) -> None:
+    kept = None if spared is None else checkpoint_path(folder, spared)
     for old in list_checkpoints(folder)[:-keep]:
+        if old == kept:
+            continue
         try:  # renamed first: a kill leaves no half of one
             shutil.rmtree(old.rename(folder / f"{TEMPORARY}{old.name}"))
         except OSError as error:

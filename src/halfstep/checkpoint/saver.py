@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from halfstep.checkpoint.commit import TIMEOUT, Team, save_part
@@ -14,11 +15,16 @@ from halfstep.checkpoint.parts import Part
 from halfstep.checkpoint.store import Checkpoint
 
 
-class Saver:
-    """Writes a run's checkpoints, in a thread of its own where asked.
+def _nobody_to_meet() -> None:
+    """What one process alone waits for."""
 
-    Every rank has one and calls :meth:`save` for the same steps in the same order. There are no
-    collectives in it. Host memory holds one copy of this rank's part of the state at a time.
+
+class Saver:
+    """Writes a run's checkpoints in a thread, which training need not wait for.
+
+    Every rank has one, and calls :meth:`save` and :meth:`wait` for the same steps in the same
+    order. There are no collectives in the thread. Host memory holds one copy of this rank's part of
+    the state at a time.
 
     An error of a save is raised once, by the next call of any method; if none comes, it is printed
     when the interpreter ends. The interpreter does not end while a save is going on.
@@ -30,8 +36,12 @@ class Saver:
         size: Number of ranks that save.
         token: The same on all ranks and another one in every start of the run: 1 to 64 letters,
             digits, ``-`` and ``_``. One rank may leave it empty.
-        background: Whether to write in a thread.
+        background: Whether training goes on meanwhile; otherwise :meth:`save` waits, and nothing is
+            copied.
         timeout: Seconds that rank 0 waits for the others.
+        meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
+            calls it once, when the other ranks' parts are written and before rank 0 waits for their
+            receipts: those of the dead never come. One process needs none.
 
     Attributes:
         blocked_seconds: How long the last :meth:`save` kept its caller, in seconds.
@@ -46,20 +56,25 @@ class Saver:
         token: str = "",
         background: bool = True,
         timeout: float = TIMEOUT,
+        meet: Callable[[], None] = _nobody_to_meet,
     ) -> None:
         self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
         self._team = Team(rank, size, token, timeout)
         self._background = background
+        self._meet = meet
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._path: Path | None = None  # of a save that nobody has been told of
         self._error: BaseException | None = None  # that nobody has been told of
         atexit.register(self._last_words)
 
-    def save(self, step: int, checkpoint: Checkpoint) -> None:
+    def save(self, step: int, checkpoint: Checkpoint, *, spared: int | None = None) -> None:
         """Save the state as it is now; the caller may change it as soon as this returns.
+
+        The checkpoint of the step ``spared`` is not removed, whatever its age.
+
 
         First waits for the save before it. In the background, only memory is read and written here;
         otherwise the checkpoint is complete on return, on rank 0.
@@ -71,19 +86,22 @@ class Saver:
         """
         begin = time.perf_counter()
         try:
-            self._join()
+            if self._background:
+                self._settle()
             self._saves += 1
             number = f"{self._team.token}.{self._saves}" if self._team.token else ""
             team = Team(self._team.rank, self._team.size, number, self._team.timeout)
             part = checkpoint.part(team.rank)
-            if not self._background:
-                self._path = save_part(self._folder, step, part, self._keep, team)
-                return
-            held = [part.copied()]
+            held = [part.copied() if self._background else part]
             self._thread = threading.Thread(
-                target=self._work, args=(step, held, team), name=f"save-step-{step}", daemon=False
+                target=self._work,
+                args=(step, held, team, spared),
+                name=f"save-step-{step}",
+                daemon=False,
             )
             self._thread.start()
+            if not self._background:
+                self._settle()
         finally:
             self.blocked_seconds = time.perf_counter() - begin
 
@@ -100,7 +118,7 @@ class Saver:
 
     def wait(self) -> Path | None:
         """Wait for the save that is going on; then as :meth:`finished`."""
-        self._join()
+        self._settle()
         return self._told()
 
     def close(self) -> None:
@@ -119,6 +137,13 @@ class Saver:
         path, self._path = self._path, None
         return path
 
+    def _settle(self) -> None:
+        """Wait for the save that is going on, as long as all ranks are there to finish it."""
+        if self._team.rank and self._thread is not None:
+            self._thread.join()  # its error waits: rank 0 is to be met, and has the receipt
+        self._meet()
+        self._join()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()  # an interrupt leaves it as it is: asked again, it is joined again
@@ -127,10 +152,10 @@ class Saver:
         if error is not None:
             raise error
 
-    def _work(self, step: int, held: list[Part], team: Team) -> None:
+    def _work(self, step: int, held: list[Part], team: Team, spared: int | None) -> None:
         """The thread. ``held`` gives the only reference to the copy away."""
         try:
-            self._path = save_part(self._folder, step, held.pop(), self._keep, team)
+            self._path = save_part(self._folder, step, held.pop(), self._keep, team, spared)
         except BaseException as error:
             _forget(error)
             self._error = error

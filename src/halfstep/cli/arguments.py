@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.cli.finetune_arguments import add_finetune, add_predict
+
 # Fixed spellings of train, and the configuration key that each sets. Everything else of the
 # configuration is reached by its dotted key: --schedule.warmup_steps 20.
 TRAIN_OPTIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
@@ -40,6 +42,9 @@ TRAIN_OPTIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
      {"metavar": "DIR"}),
 )  # fmt: skip
 
+RUNS = ("train", "finetune")
+"""Commands that start a run: configured by dotted keys, on one rank or several."""
+
 _EXIT_CODES = (
     "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics guard, "
     "4 interrupted with a checkpoint written; with --nproc, that of the rank that failed first"
@@ -64,6 +69,8 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"halfstep {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_train(commands)
+    add_finetune(commands, _EXIT_CODES, _add_options)
+    add_predict(commands)
     _add_generate(commands)
     _add_evaluate(commands)
     _add_explain(commands)
@@ -76,9 +83,9 @@ def build_parser(version: str) -> argparse.ArgumentParser:
 
 
 def split_launcher(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Part ``train ... -- options of torchrun`` at the ``--``; None if there is none."""
+    """Part ``COMMAND ... -- options of torchrun`` at the ``--``; None if there is none."""
     words = list(arguments)
-    if words[:1] != ["train"] or "--" not in words:
+    if not (words and words[0] in RUNS) or "--" not in words:
         return words, None
     cut = words.index("--")
     return words[:cut], words[cut + 1 :]
@@ -128,23 +135,32 @@ def _add_train(commands: Any) -> None:
         f"them. {_EXIT_CODES}",
         allow_abbrev=False,
     )
-    train.add_argument(
-        "--config",
-        default=None,
-        metavar="NAME|PATH",
-        help="a shipped configuration (halfstep configs ls) or a TOML file; default gpt-small-cpu",
-    )
-    for flag, key, text, extra in TRAIN_OPTIONS:
-        train.add_argument(flag, dest=key, default=None, help=text, **extra)
-    train.add_argument(
+    _add_options(train, "pretrain", "gpt-small-cpu", TRAIN_OPTIONS)
+
+
+def _add_options(
+    command: argparse.ArgumentParser,
+    task: str,
+    config: str,
+    options: Sequence[tuple[str, str, str, dict[str, Any]]],
+) -> None:
+    """What every command that starts a run has, and its own fixed spellings."""
+    command.set_defaults(task=task, default_config=config)
+    command.add_argument(
+        "--config", default=None, metavar="NAME|PATH",
+        help=f"a shipped configuration (halfstep configs ls) or a TOML file; default {config}",
+    )  # fmt: skip
+    for flag, key, text, extra in options:
+        command.add_argument(flag, dest=key, default=None, help=text, **extra)
+    command.add_argument(
         "--compile", dest="run.compile", action="store_const", const=True, default=None,
         help="run the model through torch.compile",
     )  # fmt: skip
-    train.add_argument(
+    command.add_argument(
         "--resume", action="store_true", help="go on with the run in --output-dir, bit for bit"
     )
-    train.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    train.add_argument(
+    command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    command.add_argument(
         "--nproc", type=int, default=None, metavar="N",
         help="start N ranks on this machine; options of torchrun may follow after --, such as "
         "-- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST",

@@ -94,9 +94,7 @@ class RunDisplay:
         for verdict in tick.verdicts:
             self.say(f"step {record.step}: {verdict}")
         if tick.evaluation is not None:
-            bits = tick.evaluation.bits_per_byte
-            suffix = f", {bits:.3f} bits per byte" if bits is not None else ""
-            self.say(f"step {record.step}: validation loss {tick.evaluation.loss:.4f}{suffix}")
+            self.say(f"step {record.step}: {tick.evaluation.text}")
         if not self._console.is_terminal:
             self._line(f"{self._title}: {text}")
 

@@ -12,7 +12,7 @@ from halfstep.cli.source import open_source
 from halfstep.data.batches import validation_batches
 from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
-from halfstep.training.evaluate import evaluate, tokens_per_byte
+from halfstep.training.evaluate import Judge, evaluate, tokens_per_byte
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,22 +31,20 @@ def run(arguments: argparse.Namespace) -> int:
             data = dataclasses.replace(config.data, tokenizer=f"{arguments.run}/tokenizer")
             tokens = prepare(data, progress=display.prepared).validation
     result = evaluate(
-        source.model.loss_sum,
         validation_batches(
             tokens,
             block_size=config.block_size if config else source.model.config.block_size,
             batch_size=arguments.batch_size,
             max_batches=arguments.max_batches or None,
         ),
-        source.around,
-        source.device,
+        Judge(source.model.loss_sum, source.around, source.device),
         tokens_per_byte(tokens),
     )
     numbers = {
         "loss": result.loss,
         "perplexity": math.exp(result.loss) if result.loss < 700 else math.inf,
         "bits_per_byte": result.bits_per_byte,
-        "tokens": result.tokens,
+        "tokens": result.targets,
         "precision": str(source.policy),
     }
     if arguments.json:
@@ -55,6 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
     write_out(
         f"loss {result.loss:.4f} nats per token, perplexity {numbers['perplexity']:.2f}{bits}, "
-        f"on {result.tokens:,} tokens in {source.policy}"
+        f"on {result.targets:,} tokens in {source.policy}"
     )
     return 0

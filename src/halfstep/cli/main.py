@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from halfstep import __version__
 from halfstep.cli.arguments import (
+    RUNS,
     build_parser,
     shield_negative_value,
     split_launcher,
@@ -35,10 +36,10 @@ def _run(argv: Sequence[str]) -> int:
     words, overrides = split_overrides(words)
     parser = build_parser(__version__)
     arguments = parser.parse_args(shield_negative_value(words))
-    if overrides and arguments.command != "train":
-        parser.error(f"--{overrides[0][0]} is an option of train only")
     name = arguments.command
-    if name == "train" and arguments.nproc is not None:
+    if overrides and name not in RUNS:
+        parser.error(f"--{overrides[0][0]} is an option of {' and '.join(RUNS)} only")
+    if name in RUNS and arguments.nproc is not None:
         name = "launch"
     elif launcher is not None:
         parser.error("what stands after -- is for torchrun, and needs --nproc N before it")

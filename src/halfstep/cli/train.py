@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli.arguments import TRAIN_OPTIONS
 from halfstep.cli.console import RunDisplay, megabytes, write_out
 from halfstep.cli.outcome import INTERRUPTED
 from halfstep.distributed.layout import Layout
@@ -17,12 +16,15 @@ from halfstep.errors import ConfigError
 from halfstep.training.allocator import keep_freed_memory
 from halfstep.training.config import TrainConfig, load_config
 from halfstep.training.environment import choose_device
+from halfstep.training.finetune_config import FinetuneConfig
 from halfstep.training.loop import Tick, train
 from halfstep.training.resume import require_resumable, resume, with_run_folder
+from halfstep.training.run_config import BaseConfig
 from halfstep.training.run_folder import (
     CHECKPOINTS,
     create_run,
     default_run_folder,
+    finish_run,
     is_run,
     reopen_run,
     require_fresh,
@@ -32,12 +34,13 @@ from halfstep.training.run_folder import (
 from halfstep.training.session import Session, open_session
 from halfstep.training.tensorboard import MetricsSink, NoSink, open_sink, require_sink
 
-DEFAULT_CONFIG = "gpt-small-cpu"
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, new or resumed, on this process's rank; returns 0, or 4 if a signal ended it early."""
-    overrides = _overrides(arguments)
+    """Train, new or resumed, on this process's rank; returns 0, or 4 if a signal ended it early.
+
+    ``arguments.task`` and ``arguments.config`` name the task and its configuration.
+    """
+    overrides = given_keys(arguments)
     config = _requested(arguments, overrides)
     kind = choose_device(config.run.device).type
     with open_world(kind, timeout_seconds=config.run.rank_timeout) as world:
@@ -58,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(
-    arguments: argparse.Namespace, config: TrainConfig, path: Path, world: World, *, resuming: bool
+    arguments: argparse.Namespace, config: BaseConfig, path: Path, world: World, *, resuming: bool
 ) -> int:
     require_sink(config.run.report_to)
     keep_freed_memory()
@@ -68,10 +71,11 @@ def _train(
         support = session.precision.support
         layout = f", {world.size} ranks as {session.strategy.layout}" if world.size > 1 else ""
         display.say(
-            f"{title}: {session.model.num_parameters():,} parameters, "
-            f"{session.data.train.count:,} training tokens, on {session.device}{layout} "
+            f"{title}: {session.task.summary()}, on {session.device}{layout} "
             f"({support.status}: {support.reason})"
         )
+        for note in session.task.notes:
+            display.say(f"note: {note}")
         opened = reopen_run if resuming else partial(create_run, session=session)
         folder = world.main_only(lambda: opened(path))
         if resuming:
@@ -87,19 +91,23 @@ def _train(
             if world.is_main:
                 sink = open_sink(config.run.report_to, path, session.step + 1)
             for tick in train(session, path):
-                display.stepped(tick, config.run.max_steps)
+                display.stepped(tick, session.config.run.max_steps)
                 sink.write(tick.record)
                 last = tick
+            interrupted = last is not None and last.stopped_by.startswith("SIG")
+            left = "" if interrupted else world.main_only(lambda: finish_run(session, path))
         finally:
             sink.close()
             if folder is not None:
                 folder.close()
     if world.is_main:
         write_out(_summary(session, path, last))
-    return INTERRUPTED if last is not None and last.stopped_by.startswith("SIG") else 0
+        if left:
+            write_out(left)
+    return INTERRUPTED if interrupted else 0
 
 
-def _fitting(config: TrainConfig, ranks: int) -> TrainConfig:
+def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
     """The run's layout, or data over all ranks if it is of another number of ranks than there are.
 
     Any layout goes on from any other's checkpoint; the first line of a run shows which is used.
@@ -109,17 +117,24 @@ def _fitting(config: TrainConfig, ranks: int) -> TrainConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
 
 
-def _overrides(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
-    keys = [key for _, key, _, _ in TRAIN_OPTIONS] + ["run.compile"]
+def given_keys(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Configuration keys and values of the command line; dotted overrides come last."""
+    keys = [key for key in vars(arguments) if "." in key or key == "precision"]
     given = [(key, getattr(arguments, key)) for key in keys]
     dotted: list[tuple[str, Any]] = arguments.overrides
     return [(key, value) for key, value in given if value is not None] + dotted
 
 
-def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) -> TrainConfig:
+def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) -> BaseConfig:
     """The configuration of a new run or to go on by; refuses before anything is prepared."""
     if not arguments.resume:
-        return load_config(arguments.config or DEFAULT_CONFIG, overrides)
+        config = load_config(arguments.config or arguments.default_config, overrides)
+        if arguments.task != config.TASK:
+            raise ConfigError(
+                f"configuration {arguments.config} is of the task {config.TASK}: use "
+                f"halfstep {'train' if config.TASK == 'pretrain' else f'finetune {config.TASK}'}"
+            )
+        return config
     named = dict(overrides).get("run.output_dir")
     if named is None:
         raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
@@ -128,13 +143,27 @@ def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) 
 
 def _resumed(
     arguments: argparse.Namespace, overrides: list[tuple[str, Any]], path: Path
-) -> TrainConfig:
+) -> BaseConfig:
     """The configuration to go on by with the run in ``path``."""
     saved = run_config(path)
-    if arguments.config is None:
-        wanted = load_config(str(path / "config.toml"), overrides)
-    else:  # the same command line once more: what only the first start could know is filled in
-        wanted = load_config(arguments.config, overrides)
+    if arguments.task != saved.TASK:
+        raise ConfigError(
+            f"{path} is a run of the task {saved.TASK}: go on with it by halfstep "
+            f"{'train' if saved.TASK == 'pretrain' else f'finetune {saved.TASK}'} --resume"
+        )
+    wanted = load_config(arguments.config or str(path / "config.toml"), overrides)
+    if arguments.config is not None:  # the same command line once more
+        wanted = _filled(wanted, saved)
+    if isinstance(wanted, FinetuneConfig) and "run.epochs" in dict(overrides):
+        steps = int(dict(overrides).get("run.max_steps", 0))  # else the run's own would count
+        wanted = dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, max_steps=steps))
+    require_resumable(saved, wanted, other_precision="precision" in dict(overrides))
+    return with_run_folder(wanted, path)
+
+
+def _filled(wanted: BaseConfig, saved: BaseConfig) -> BaseConfig:
+    """A configuration with what only the run's first start could know."""
+    if isinstance(wanted, TrainConfig) and isinstance(saved, TrainConfig):
         shape = wanted.model
         if wanted.run.init_from and wanted.run.init_from == saved.run.init_from:
             shape = dataclasses.replace(
@@ -144,9 +173,10 @@ def _resumed(
             )
         elif not shape.vocab_size:
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
-        wanted = dataclasses.replace(wanted, model=shape)
-    require_resumable(saved, wanted, other_precision="precision" in dict(overrides))
-    return with_run_folder(wanted, path)
+        return dataclasses.replace(wanted, model=shape)
+    if isinstance(wanted, FinetuneConfig) and not wanted.schedule.warmup_steps:
+        return dataclasses.replace(wanted, schedule=saved.schedule)
+    return wanted
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:
@@ -155,9 +185,9 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     record = last.record
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
-        parts.append(f"validation loss {last.evaluation.loss:.4f} nats per token")
-        if last.evaluation.bits_per_byte is not None:
-            parts.append(f"{last.evaluation.bits_per_byte:.4f} bits per byte")
+        parts.append(last.evaluation.text)
+    if session.best is not None and session.task.keeps_best:
+        parts.append(f"best at step {session.best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:

@@ -37,7 +37,7 @@ def plan_of(model: nn.Module) -> ParallelPlan:
     own: Any = model
     if callable(getattr(own, "blocks", None)):
         tensor = own.tp_plan() if callable(getattr(own, "tp_plan", None)) else {}
-        methods = ("loss_sum",) if callable(getattr(own, "loss_sum", None)) else ()
+        methods = tuple(n for n in ("loss_sum", "logits") if callable(getattr(own, n, None)))
         return ParallelPlan(blocks=tuple(own.blocks()), tensor=tensor, methods=methods)
     names = set(getattr(own, "_no_split_modules", None) or ())
     blocks = tuple(m for m in model.modules() if type(m).__name__ in names)

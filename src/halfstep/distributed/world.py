@@ -105,8 +105,6 @@ class World:
         Raises:
             ConfigError: The same on every rank: which rank differs from rank 0, and in what.
         """
-        if self.size == 1:
-            return
         theirs = json.loads(self.share(json.dumps(what)))
         odd = [number for number, name in enumerate(what) if what[name] != theirs.get(name)]
         mark = self._maximum((self.rank * len(what) + odd[0] + 1) if odd else 0)

@@ -13,7 +13,7 @@ optimizers that are not fused have paid in ``step`` already) and stops where no 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, Self, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class GradScaler(RecordingScaler):
         >>> result.applied, result.reason, result.nonfinite_parameters, result.next_loss_scale
         (False, 'overflow', ('weight',), 2.0)
     """
+
+    _always_saves_counts: ClassVar[bool] = False  # torch's own state dict where no option is on
 
     def __init__(
         self,
@@ -234,7 +236,7 @@ class GradScaler(RecordingScaler):
         state = super().state_dict()
         losses = {name: loss.state_dict() for name, loss in self._losses.items()}
         losses |= self._saved_losses
-        if self._enabled and (self._guard is not None or losses):
+        if self._enabled and (self._guard is not None or losses or self._always_saves_counts):
             state[EXTRA_KEY] = {
                 "hysteresis_left": self._hysteresis_left,
                 "skipped_total": self._count.total,

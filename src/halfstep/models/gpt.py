@@ -16,6 +16,7 @@ from halfstep.models.cross_entropy import linear_cross_entropy_sum
 from halfstep.models.gpt_config import GPTConfig
 from halfstep.models.islands import autocast_off, matmul_dtype
 from halfstep.models.layers import Block, Embedding, KeyValueCache, LayerNorm
+from halfstep.models.vocabulary import WHOLE
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -47,6 +48,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.wte = Embedding(config.vocab_size, config.n_embd)
+            self.wte.vocabulary = WHOLE  # as the table is the head's too
             self.wpe = Embedding(config.block_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))

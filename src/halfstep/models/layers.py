@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.models.gpt_config import GPTConfig
 from halfstep.models.islands import autocast_off
-from halfstep.models.vocabulary import WHOLE, Vocabulary
+from halfstep.models.vocabulary import Vocabulary
 
 
 class LayerNorm(nn.LayerNorm):
@@ -62,8 +62,9 @@ class Embedding(nn.Embedding):
     **Source:** measured with torch 2.13; ``tests/models/test_layers.py`` pins it.
     """
 
-    vocabulary: Vocabulary = WHOLE
-    """Where the rows are, for a head that uses the table too; tensor parallelism replaces it."""
+    vocabulary: Vocabulary
+    """Where the rows are, if a head uses the table too, and only then: a model sets it, tensor
+    parallelism replaces it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the table: ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exact."""

@@ -15,6 +15,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.autocast import arithmetic, autocast
+from halfstep.precision.losses import LossesInFp32
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.rules import Placement, needs_region, parameter_dtypes, place, root_is_fp32
 
@@ -131,7 +132,8 @@ class CastOutputs:
 def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
     """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
 
-    Modules that the policy's rules place otherwise than what calls them get a :class:`Region`.
+    Modules that the policy's rules place otherwise than what calls them get a
+    :class:`FormatRegion`, and a module with 16-bit weights a :class:`LossRegion`.
 
     Returns:
         The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`.
@@ -139,6 +141,7 @@ def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[Removable
     handles = []
     add_regions_(module, policy)
     if policy.param_dtype != torch.float32:
+        module.forward = LossRegion(module)
         dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
         hook = CastInputs(policy, dtype)
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -148,6 +151,39 @@ def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[Removable
 
 
 class Region:
+    """Stands as ``forward`` in a module's own attributes, around the module's own forward.
+
+    Unlike a pair of hooks it cannot be left by an interrupt with the context still on, holds no
+    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
+    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class LossRegion(Region):
+    """The forward of a model whose own losses are computed in fp32."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        with LossesInFp32():
+            return self.inside(args, kwargs)
+
+
+class FormatRegion(Region):
     """The forward of a module that rules place in another format than what is around it.
 
     In fp32: floating inputs are cast to fp32, autocast is off, and floating outputs are cast to
@@ -159,36 +195,22 @@ class Region:
 
     Back in the policy's own format, inside of an fp32 module: inputs are cast to the compute dtype
     or autocast is on again, and outputs are cast to fp32.
-
-    It stands as ``forward`` in the module's own attributes. Unlike a pair of hooks it cannot be
-    left by an interrupt with autocast in the wrong state, holds no state between calls (recursion,
-    threads, recomputation), and is traced, copied and pickled with its module; parameters, buffers
-    and the keys of ``state_dict`` are untouched.
     """
 
     def __init__(self, policy: PrecisionPolicy, placement: Placement) -> None:
         compute, stored_low = policy.compute_dtype, policy.param_dtype != torch.float32
         low = compute if stored_low else None
-        self.module = placement.module
-        self.replaced = placement.module.__dict__.get("forward")
+        super().__init__(placement.module)
         self.inputs = torch.float32 if placement.fp32 else low
         self.outputs = torch.float32 if placement.around_fp32 else low
         self.autocast = None if placement.fp32 or not policy.casts_per_op else compute
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
-        return self.replaced or MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its format."""
         if self.inputs is not None:
             args, kwargs = cast_floating(args, self.inputs), cast_floating(kwargs, self.inputs)
         with self._context(_device_type(self.module, args, kwargs)):
-            if self.replaced is not None:
-                output = self.replaced(*args, **kwargs)
-            else:
-                output = type(self.module).forward(self.module, *args, **kwargs)
+            output = self.inside(args, kwargs)
         return output if self.outputs is None else cast_floating(output, self.outputs)
 
     def _context(self, device_type: str) -> AbstractContextManager[object]:
@@ -248,15 +270,14 @@ def add_regions_(model: nn.Module, policy: PrecisionPolicy) -> None:
     for placement in placements:
         module = placement.module
         if needs_region(placement) and not isinstance(module.__dict__.get("forward"), Region):
-            module.forward = Region(policy, placement)
+            module.forward = FormatRegion(policy, placement)
             module.register_forward_pre_hook(keep_fused_paths_off)
 
 
 def remove_regions_(model: nn.Module) -> None:
     """Give every module its own forward back."""
     for module in model.modules():
-        region = module.__dict__.get("forward")
-        if isinstance(region, Region):
+        while isinstance(region := module.__dict__.get("forward"), Region):
             del module.forward
             if region.replaced is not None:
                 module.forward = region.replaced

@@ -10,8 +10,8 @@ every module::
 So a rule on a module holds for all below it, a rule that matches deeper down overrides it there in
 whatever order they stand, and among rules that match the same module the later one wins.
 
-What "fp32" means for a module is in :class:`halfstep.precision.cast.Region`; a module that calls
-no submodule's forward but uses its weights (``torch.nn.MultiheadAttention``) is one piece.
+What "fp32" means for a module is in :class:`halfstep.precision.cast.FormatRegion`; a module that
+calls no submodule's forward but uses its weights (``torch.nn.MultiheadAttention``) is one piece.
 """
 
 from __future__ import annotations

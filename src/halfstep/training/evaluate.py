@@ -14,20 +14,46 @@ from halfstep.errors import DataError
 from halfstep.training.step import Batch, LossSum, to_device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A validation result.
+    """What one evaluation found.
 
     Attributes:
-        loss: Mean negative log-likelihood, in nats per token.
-        tokens: Target tokens it was measured on.
+        loss: Mean negative log-likelihood, in nats per target: token, or example of a classifier.
+        targets: How many it was measured on.
+        score: What is compared to find the best evaluation; higher is better.
+        text: The result in words.
         bits_per_byte: The loss in bits per UTF-8 byte of text: comparable between tokenizers. None
             where the bytes behind the tokens are not known.
+        accuracy: Share of the examples whose class was found; None where there are no classes.
+        macro_f1: Mean of the classes' F1.
+        confusion: Row: true class, column: found class, value: examples; empty without classes.
     """
 
     loss: float
-    tokens: int
-    bits_per_byte: float | None
+    targets: int
+    score: float
+    text: str
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+    macro_f1: float | None = None
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How a rank evaluates: its share of the rows, the precision, and sums over the ranks."""
+
+    loss_sum: LossSum
+    """The model's loss, compiled where asked."""
+    around: Callable[[], AbstractContextManager[None]]
+    """Gives the context of a forward pass in the training precision."""
+    device: torch.device
+    rank: int = 0
+    """Of the ranks with different rows."""
+    ranks: int = 1
+    sum: Callable[[Sequence[float]], list[float]] = list
+    """Adds up each value over the ranks, in fp64; the same on every rank."""
 
 
 def tokens_per_byte(tokens: TokenFile) -> float | None:
@@ -36,38 +62,34 @@ def tokens_per_byte(tokens: TokenFile) -> float | None:
 
 
 @torch.no_grad()
-def evaluate(
-    loss_sum: LossSum,
-    batches: Iterable[Batch],
-    around: Callable[[], AbstractContextManager[None]],
-    device: torch.device,
-    density: float | None = None,
-    over_ranks: Callable[[Sequence[float]], list[float]] = list,
-) -> Evaluation:
-    """Measure the mean loss over batches; every counted target once.
+def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
+    """The mean loss over this rank's batches and the other ranks', and the targets it is of.
 
     The model must be in evaluation mode already. Sums are kept in fp64 on the host.
-
-    Args:
-        loss_sum: Gives the summed loss and the count of a batch.
-        batches: Tokens and targets, int64 (B, T).
-        around: Gives the context of a forward pass in the training precision.
-        device: Where the model is.
-        density: Tokens per byte of text, for bits per byte; None if unknown.
-        over_ranks: Adds up sums over the ranks that share the batches.
 
     Raises:
         DataError: If there is no target at all.
     """
     total = count = 0.0
     for batch in batches:
-        with around():
-            loss, n = loss_sum(to_device(batch, device))
+        with judge.around():
+            loss, n = judge.loss_sum(to_device(batch, judge.device))
         total += float(loss)
-        count += int(n)
-    total, count = over_ranks([total, count])
+        count += float(n)
+    total, count = judge.sum([total, count])
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")
-    loss_mean = total / count
-    bits = None if density is None else loss_mean / math.log(2) * density
-    return Evaluation(loss_mean, int(count), bits)
+    return total / count, round(count)
+
+
+def evaluate(batches: Iterable[Batch], judge: Judge, density: float | None = None) -> Evaluation:
+    """Measure the loss per token, and per byte where ``density``, tokens per byte, is known.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    loss, targets = mean_loss(batches, judge)
+    bits = None if density is None else loss / math.log(2) * density
+    suffix = "" if bits is None else f", {bits:.4f} bits per byte"
+    text = f"validation loss {loss:.4f} nats per token{suffix}"
+    return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

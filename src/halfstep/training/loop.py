@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from halfstep.checkpoint.saver import Saver
@@ -39,7 +40,8 @@ class Tick:
         evaluation: The validation result, if the step ended with one.
         checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
-        stopped_by: Empty, or why this is the last step: a signal's name or ``"max_seconds"``.
+        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"`` or
+            ``"patience"``.
         verdicts: Of the lost-update meter on groups that lose much, once a group and process.
     """
 
@@ -79,6 +81,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         token=world.share(secrets.token_hex(8)),
         background=settings.background_save,
         timeout=SAVING_SECONDS / 2,
+        meet=world.wait_for_save,
     )
     metrics: MetricsFile | NoMetrics = NoMetrics()
     if world.is_main:
@@ -95,7 +98,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                     session.applied,
                     settings.max_steps,
                 )
-                batches = session.micro_batches()
+                batches, seeds = session.micro_batches()
                 try:
                     result = train_step(
                         session.loss_sum,
@@ -104,21 +107,25 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                         batches,
                         learning_rate=lr,
                         max_norm=max_norm,
+                        targets=session.task.targets,
+                        seeds=seeds,
                     )
                 except NonFiniteError as error:
                     last_words = Record(
                         step=session.step + 1, applied=False, skip_reason=error.cause
                     )
                     also = ""
-                    try:
-                        metrics.write(last_words)
-                        saver.wait()  # it may be the last checkpoint, which the message names
-                    except HalfstepError as failed:  # the first cause is the one to tell
-                        also = f"; {failed}"
+                    # what is being saved may be the last checkpoint, which the message names
+                    for work in (partial(metrics.write, last_words), saver.wait):
+                        try:
+                            work()
+                        except HalfstepError as failed:  # the first cause is the one to tell
+                            also += f"; {failed}"
                     world.wait_for_save()
                     raise _stopped(error, session.step + 1, folder, world, also) from error
+                tokens = session.task.tokens(session.step)
                 session.step += 1
-                session.tokens += settings.batch_size * config.block_size
+                session.tokens += tokens
                 seconds = time.perf_counter() - begin
 
                 late = settings.max_seconds and time.perf_counter() - started > settings.max_seconds
@@ -126,7 +133,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                 stopped_by = STOPS[world.largest(STOPS.index(reason))]
                 finished = session.step == settings.max_steps
                 last = finished or bool(stopped_by)
-                evaluation = None
+                evaluation, better = None, False
                 if (
                     _due(session.step, settings.eval_every)
                     or finished
@@ -135,22 +142,28 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                     begin = time.perf_counter()
                     evaluation = session.evaluate()
                     pace.evaluated(time.perf_counter() - begin)
+                    better = session.note(evaluation)
+                    if _patience_is_over(session) and not last:
+                        stopped_by, last = "patience", True
                 lost = losses.measured() if result.applied else ()
-                record = _record(session, result, lr, seconds, pace, evaluation, lost)
+                record = _record(session, result, lr, seconds, tokens, pace, evaluation, lost)
                 metrics.write(record)  # before the checkpoint, so that no resume misses the line
-                saving = _due(session.step, settings.save_every) or last
+                keeping = better and session.task.keeps_best
+                saving = _due(session.step, settings.save_every) or last or keeping
                 if saving or _due(session.step, settings.agree_every):
                     session.check_agreement()
                 if saving:
-                    saver.save(session.step, session.checkpoint())
+                    saver.save(session.step, session.checkpoint(), spared=_spared(session))
                 checkpoint = saver.wait() if last else saver.finished()
                 if saving:
                     world.wait_for_save()
                 pace.stepped(seconds)
+                if keeping and evaluation is not None and world.is_main:
+                    session.task.improved(path, session.step, evaluation)
                 left, verdicts = pace.seconds_left(), losses.verdicts(lost)
                 yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
                 if last:
-                    return
+                    break
     finally:
         metrics.close()
 
@@ -200,23 +213,37 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _patience_is_over(session: Session) -> bool:
+    """Whether enough evaluations in a row were no better than the best one."""
+    patience = session.config.run.patience
+    return bool(patience and session.best and session.best.evaluations_since >= patience)
+
+
+def _spared(session: Session) -> int | None:
+    """The step whose checkpoint is kept whatever its age."""
+    return session.best.step if session.best and session.task.keeps_best else None
+
+
 def _record(
     session: Session,
     result: StepResult,
     lr: float,
     seconds: float,
+    tokens: int,
     pace: Pace,
     evaluation: Evaluation | None,
     lost: Sequence[GroupReport],
 ) -> Record:
     run = session.config.run
-    rate = pace.flops_per_step / seconds
+    rate = session.task.flops(tokens) / seconds
     sent, fp32 = session.strategy.traffic(run.grad_accum)
     return Record(
         step=session.step,
         applied=result.applied,
         loss=result.loss,
         val_loss=evaluation.loss if evaluation else None,
+        val_accuracy=evaluation.accuracy if evaluation else None,
+        val_macro_f1=evaluation.macro_f1 if evaluation else None,
         learning_rate=lr,
         grad_norm=result.grad_norm,
         loss_scale=result.loss_scale,
@@ -230,7 +257,7 @@ def _record(
         sent_bytes=sent.total or None,
         sent_bytes_fp32=fp32.total or None,
         tokens=session.tokens,
-        tokens_per_second=run.batch_size * session.config.block_size / seconds,
+        tokens_per_second=tokens / seconds,
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
         peak_memory_bytes=peak_memory_bytes(session.device),

@@ -24,9 +24,13 @@ class Record:
     applied: bool
     """Whether the weights were updated."""
     loss: float | None = None
-    """Training loss before the step, nats per token."""
+    """Training loss before the step, nats per target: token, or example of a classifier."""
     val_loss: float | None = None
-    """Validation loss after the step, nats per token."""
+    """Validation loss after the step, nats per target."""
+    val_accuracy: float | None = None
+    """Of a classifier: share of the validation examples whose class was found."""
+    val_macro_f1: float | None = None
+    """Of a classifier: mean of the classes' F1."""
     learning_rate: float | None = None
     """Learning rate of the step."""
     grad_norm: float | None = None
@@ -52,7 +56,7 @@ class Record:
     sent_bytes_fp32: int | None = None
     """What it would send if all of it travelled in fp32."""
     tokens: int | None = None
-    """Target tokens trained on so far, skipped steps included."""
+    """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None
     """Of this step: data, forward, backward and update."""
     flops_per_second: float | None = None

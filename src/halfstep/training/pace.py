@@ -13,11 +13,6 @@ class Pace:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.flops_per_step = (
-            session.model.flops_per_token(session.config.block_size)
-            * session.config.run.batch_size
-            * session.config.block_size
-        )
         policy, world = session.precision.policy, session.world
         one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
         self.gemm = one * world.size

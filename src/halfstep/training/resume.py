@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.errors import ConfigError
-from halfstep.training.config import TrainConfig
+from halfstep.training.run_config import BaseConfig
 from halfstep.training.session import Session
+
+Config = TypeVar("Config", bound=BaseConfig)
 
 # What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
 # where prepared data is kept, and how ranks and micro-batches share the same batches.
 RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "parallel", "sequence_parallel", "grad_accum", "agree_every",
      "rank_timeout", "background_save", "max_steps", "max_seconds", "eval_every", "eval_batches",
-     "lost_update_every", "save_every", "keep", "output_dir", "report_to"}
+     "lost_update_every", "save_every", "keep", "patience", "output_dir", "report_to"}
 )  # fmt: skip
 
 
@@ -34,7 +37,7 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
 
 
 def require_resumable(
-    saved: TrainConfig, wanted: TrainConfig, *, other_precision: bool = False
+    saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
 ) -> None:
     """Refuse to resume with a configuration that computes something else.
 
@@ -55,14 +58,14 @@ def require_resumable(
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
 
 
-def with_run_folder(config: TrainConfig, path: Path) -> TrainConfig:
+def with_run_folder(config: Config, path: Path) -> Config:
     """The configuration with its run folder filled in."""
     return replace(config, run=replace(config.run, output_dir=str(path)))
 
 
-def _flat(config: TrainConfig) -> dict[str, object]:
+def _flat(config: BaseConfig) -> dict[str, object]:
     """Key to value; the run's own keys without their section, as the table above spells them."""
-    values: dict[str, object] = {}
+    values: dict[str, object] = {"task": config.TASK}
     for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
         part = getattr(config, name)
         if isinstance(part, str):

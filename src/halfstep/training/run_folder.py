@@ -6,6 +6,8 @@
     env.json        what machine it ran on
     metrics.jsonl   one object a step
     tokenizer/      enough to encode and decode with
+    model/          of a fine-tuning: the best state, for others to load
+    report.txt      of a classifier: scores of its classes; also report.json and confusion.png
     checkpoints/    step-00000100 ...
     run.lock        held by the process that writes here
 """
@@ -16,10 +18,14 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from torch import Tensor
+
+from halfstep.checkpoint.commit import checkpoint_path
 from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.data.tokenizer import Tokenizer
 from halfstep.data.tokenizer_files import load_tokenizer
@@ -32,6 +38,7 @@ from halfstep.training.config import (
     load_config,
 )
 from halfstep.training.environment import environment
+from halfstep.training.run_config import BaseConfig
 from halfstep.training.session import Session
 
 METRICS = "metrics.jsonl"
@@ -52,7 +59,7 @@ class RunFolder:
         self._lock.close()
 
 
-def default_run_folder(config: TrainConfig) -> Path:
+def default_run_folder(config: BaseConfig) -> Path:
     """``runs/NAME-PRECISION-TIME`` for a run that was given no folder."""
     name = f"{config.name}-{config.precision}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
@@ -90,7 +97,7 @@ def create_run(path: Path, session: Session) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path, _lock(path))
         require_fresh(path)  # another process may have made a run of it in the meantime
-        session.data.tokenizer.save(path / "tokenizer")
+        session.task.save(path)
         report = json.dumps(environment(session.device), indent=1)
         (path / "env.json").write_text(report, encoding="utf-8")
         write_config(path, session.config)  # last: its presence makes the folder a run
@@ -99,7 +106,7 @@ def create_run(path: Path, session: Session) -> RunFolder:
     return folder
 
 
-def write_config(path: Path, config: TrainConfig) -> None:
+def write_config(path: Path, config: BaseConfig) -> None:
     """Write a run's configuration, in one piece; a resume does it again with what it changed."""
     temporary = path / "config.toml.tmp"
     temporary.write_text(config_to_toml(config), encoding="utf-8")
@@ -117,7 +124,7 @@ def reopen_run(path: Path) -> RunFolder:
     return RunFolder(path, _lock(path))
 
 
-def run_config(path: Path) -> TrainConfig:
+def run_config(path: Path) -> BaseConfig:
     """The configuration that a run was started with.
 
     Raises:
@@ -135,12 +142,17 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
         ConfigError: If the folder holds no run.
         CheckpointError: If it has no checkpoint, or a damaged one.
     """
-    run_config(path)
+    saved = run_config(path)
+    if not isinstance(saved, TrainConfig):
+        raise ConfigError(
+            f"{path} is a run of finetune {saved.TASK}; its result is the folder {path / 'model'}"
+        )
     found = list_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
     checkpoint = load_checkpoint(found[-1])
     config = config_from_table(checkpoint.state["config"])
+    assert isinstance(config, TrainConfig)
     model = GPT(config.model, seed=0)
     expected = dict(model.named_parameters())
     if {n: w.shape for n, w in checkpoint.weights.items()} != {
@@ -150,6 +162,25 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
     for name, parameter in expected.items():
         parameter.data.copy_(checkpoint.weights[name])
     return model, load_tokenizer(path / "tokenizer"), config
+
+
+def finish_run(session: Session, path: Path) -> str:
+    """Write what a finished run leaves to its user, from its best state; rank 0.
+
+    Returns:
+        What was written, in words; empty for nothing.
+
+    Raises:
+        CheckpointError: If it cannot be written, or its checkpoint is damaged.
+    """
+    folder = path / CHECKPOINTS
+    best = checkpoint_path(folder, session.best.step) if session.best else None
+
+    def weights() -> Mapping[str, Tensor]:
+        found = best if best is not None and best.is_dir() else list_checkpoints(folder)[-1]
+        return load_checkpoint(found).weights
+
+    return session.task.finish(path, weights)
 
 
 def _lock(path: Path) -> IO[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,124 +12,109 @@ import torch
 
 from halfstep.checkpoint.pieces import Piece, piece_of
 from halfstep.checkpoint.store import Checkpoint
-from halfstep.data.batches import IGNORED, batch, validation_batches
-from halfstep.data.prepare import PreparedData, prepare
-from halfstep.data.tokenizer import Tokenizer
 from halfstep.distributed.agreement import check_agreement
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, DataError
-from halfstep.models.gpt import GPT
-from halfstep.models.hf import load_gpt2
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.autocast import require_support
 from halfstep.precision.local import reshard_
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.config import TrainConfig, config_to_table
+from halfstep.training.config import config_to_table
 from halfstep.training.environment import choose_device
-from halfstep.training.evaluate import Evaluation, evaluate, tokens_per_byte
+from halfstep.training.evaluate import Evaluation, Judge
+from halfstep.training.open_task import open_task
 from halfstep.training.optimizer import make_optimizer
 from halfstep.training.optimizer_state import (
     convert_optimizer_tensors,
     optimizer_tensors,
     set_optimizer_state,
 )
+from halfstep.training.run_config import BaseConfig
 from halfstep.training.shares import dropout_seed, facts, share_of
 from halfstep.training.step import Batch, LossSum
+from halfstep.training.task import Progress, Task
 
-Progress = Callable[[str, int, int], None]
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    step: int
+    score: float
+    evaluations_since: int = 0
+    """Evaluations after it that were no better."""
 
 
 @dataclass(slots=True)
 class Session:
-    """A run in memory: model, optimizer and precision, data, and how far it has come."""
+    """A run in memory: task, optimizer and precision, and how far it has come."""
 
-    config: TrainConfig
+    config: BaseConfig
     world: World
     device: torch.device
-    data: PreparedData
-    model: GPT
+    task: Task
     strategy: Strategy
     precision: Precision
     loss_sum: LossSum
     """The model's loss, compiled where asked."""
     pieces: dict[str, Piece]
-    """What this rank holds of every parameter."""
+    """What this rank holds of every parameter that is trained."""
     step: int = 0
     """Steps taken, skipped ones included."""
     tokens: int = 0
-    """Target tokens trained on."""
+    """Tokens trained on, without padding."""
+    best: Best | None = None
 
     @property
     def applied(self) -> int:
         """Steps that updated the weights."""
         return self.step - self.precision.skipped_total
 
-    @property
-    def share(self) -> range:
-        """This rank's sequences of a step's batch; shares differ by one where ranks do not fit."""
-        size, ranks = self.config.run.batch_size, self.strategy.layout.batch_ranks
-        return share_of(size, self.strategy.batch_rank, ranks)
+    def micro_batches(self) -> tuple[list[Batch], list[int]]:
+        """This rank's part of the next step's batch, split for accumulation; dropout's seeds.
 
-    def micro_batches(self) -> list[Batch]:
-        """This rank's part of the next step's batch, split for accumulation.
-
-        A pure function of seed, step and share; so is the random state it leaves for dropout.
+        A pure function of seed, step and share.
         """
-        run = self.config.run
-        share = self.share
-        parts = [share_of(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
-        torch.manual_seed(dropout_seed(run.seed, self.step, self.strategy.batch_rank))
-        return [
-            batch(
-                self.data.train,
-                seed=run.seed,
-                step=self.step,
-                sequences=share[part.start : part.stop],
-                block_size=self.config.block_size,
-            )
-            for part in parts
-        ]
-
-    def validation_batches(self) -> Iterable[Batch]:
-        """This rank's rows of what one evaluation measures: always the same windows."""
-        run = self.config.run
-        layout = self.strategy.layout
-        whole = validation_batches(
-            self.data.validation,
-            block_size=self.config.block_size,
-            batch_size=run.batch_size // run.grad_accum,
-            max_batches=run.eval_batches * run.grad_accum or None,
+        run, strategy = self.config.run, self.strategy
+        share = share_of(
+            self.task.batch_size(self.step), strategy.batch_rank, strategy.layout.batch_ranks
         )
-        for tokens_BT, targets_BT in whole:
-            rows = share_of(len(tokens_BT), self.strategy.batch_rank, layout.batch_ranks)
-            if rows:
-                here = slice(rows.start, rows.stop)
-                yield tokens_BT[here], targets_BT[here]
-            else:  # all ranks run as often: a row that does not count
-                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
+        parts = [share_of(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
+        rows = [share[part.start : part.stop] for part in parts]
+        seeds = [dropout_seed(run.seed, self.step, part.start) for part in rows]
+        return [self.task.batch(self.step, part) for part in rows], seeds
 
     def evaluate(self) -> Evaluation:
-        """Validation loss in the training precision."""
-        self.model.eval()
+        """The task's measure in the training precision."""
+        model = self.task.model
+        judge = Judge(
+            self.loss_sum,
+            self.precision.autocast,
+            self.device,
+            self.strategy.batch_rank,
+            self.strategy.layout.batch_ranks,
+            self.strategy.sum,
+        )
+        model.eval()
         try:
-            return evaluate(
-                self.loss_sum,
-                self.validation_batches(),
-                self.precision.autocast,
-                self.device,
-                tokens_per_byte(self.data.validation),
-                self.strategy.sum,
-            )
+            return self.task.evaluate(judge)
         finally:
-            reshard_(self.model)
-            self.model.train()
+            reshard_(model)
+            model.train()
 
-    def _data_hashes(self) -> list[str]:
-        return [self.data.train.sha256, self.data.validation.sha256]
+    def note(self, evaluation: Evaluation) -> bool:
+        """Remember an evaluation of this step; whether it is the best so far."""
+        best = self.best
+        score = -math.inf if math.isnan(evaluation.score) else evaluation.score
+        if best is None or score > best.score:
+            self.best = Best(self.step, score)
+            return True
+        self.best = Best(best.step, best.score, best.evaluations_since + 1)
+        return False
 
     def checkpoint(self) -> Checkpoint:
         """All that :meth:`restore` needs to go on bit for bit."""
@@ -141,10 +126,12 @@ class Session:
             "tokens": self.tokens,
             "precision": precision,
             "config": config_to_table(self.config),
-            "tokenizer": self.data.tokenizer.fingerprint,
-            "data": self._data_hashes(),
+            "made_with": dict(self.task.identity),
             "torch": torch.__version__,
         }
+        if self.best is not None:
+            best = self.best
+            state["best"] = [best.step, best.score, best.evaluations_since]
         names = {parameter: name for name, parameter in named.items()}
         (used,) = self.precision.optimizers
         optimizer = optimizer_tensors(used, names)
@@ -153,7 +140,9 @@ class Session:
 
     def check_agreement(self, when: str = "") -> None:
         """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
-        check_agreement(self.precision, self.model, self.strategy.layout, step=self.step, when=when)
+        check_agreement(
+            self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
+        )
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
@@ -167,15 +156,14 @@ class Session:
             CheckpointError: If it belongs to another run; nothing is changed then.
         """
         state = checkpoint.state
-        if state.get("tokenizer") != self.data.tokenizer.fingerprint:
-            raise CheckpointError(
-                f"{where}: made with another tokenizer; resume with the same data and --tokenizer"
-            )
-        if state.get("data") != self._data_hashes():
-            raise CheckpointError(
-                f"{where}: the training or validation data has changed since; resume with the same "
-                "files, from the same directory if --data is relative"
-            )
+        made_with = _made_with(state)
+        for name, value in self.task.identity.items():
+            if made_with.get(name) != value:
+                raise CheckpointError(
+                    f"{where}: made with another {name}, or it has changed since; resume with the "
+                    "same files, from the same directory if their paths are relative, and the same "
+                    "options for them"
+                )
         named = self.precision.named_parameters()
         shapes = {name: tensor.shape for name, tensor in named.items()}
         if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
@@ -191,10 +179,13 @@ class Session:
         set_optimizer_state(used, states)
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
+        if "best" in state:
+            step, score, since = state["best"]
+            self.best = Best(int(step), float(score), int(since))
 
 
 def open_session(
-    config: TrainConfig,
+    config: BaseConfig,
     progress: Progress,
     *,
     resuming: bool = False,
@@ -226,29 +217,10 @@ def open_session(
     strategy = choose_strategy(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
-    if run.batch_size < layout.batch_ranks * run.grad_accum:
-        raise ConfigError(
-            f"run.batch_size={run.batch_size} is too small for {layout.batch_ranks} ranks with "
-            f"different data and run.grad_accum={run.grad_accum} micro-batches each; allowed: "
-            f"{layout.batch_ranks * run.grad_accum} or more"
-        )
-    data = world.first_on_machine(lambda: prepare(config.data, progress=progress))
-    found = (data.train.sha256, data.validation.sha256, data.tokenizer.fingerprint)
-    world.require_same(
-        dict(zip(("training data", "validation data", "tokenizer"), found, strict=True))
-    )
-    model = _make_model(config, data.tokenizer, resuming).to(device)
-    config = dataclasses.replace(config, model=model.config)
-    if run.block_size > model.config.block_size:
-        raise ConfigError(
-            f"run.block_size={run.block_size} is over the {model.config.block_size} "
-            f"positions of run.init_from={run.init_from}"
-        )
-    if model.config.n_head % layout.tensor:
-        raise ConfigError(
-            f"model.n_head={model.config.n_head} attention heads cannot be shared equally by "
-            f"tensor={layout.tensor} ranks; choose a tensor size that divides them"
-        )
+    _require_rows(run.batch_size, config, layout)
+    task = open_task(config, layout, world, progress, resuming)
+    config, model = task.config, task.model.to(device)
+    _require_rows(task.smallest_batch, config, layout)
     strategy.place_(model, plan_of(model))
     optimizer = make_optimizer(model, config.optimizer, policy, seed=run.seed)
     precision = Precision(
@@ -256,43 +228,28 @@ def open_session(
     )
     strategy.attach_(precision)
     loss_sum: LossSum = torch.compile(model.loss_sum) if run.compile else model.loss_sum
-    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters()}
-    session = Session(
-        config, world, device, data, model.train(), strategy, precision, loss_sum, pieces
-    )
-    for part, first in (
-        ("training", session.micro_batches),
-        ("validation", lambda: next(iter(session.validation_batches()))),
-    ):
-        try:  # data shorter than a block is refused here, not at the first step
-            first()
-        except DataError as error:
-            raise DataError(f"the {part} data is too short: {error}") from error
-    return session
+    trained = precision.named_parameters()
+    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
+    model.train()
+    return Session(config, world, device, task, strategy, precision, loss_sum, pieces)
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
-    """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
-    size = tokenizer.vocab_size
-    if config.run.init_from and resuming:
-        return GPT(config.model, seed=config.run.seed)
-    if config.run.init_from:
-        model = load_gpt2(
-            Path(config.run.init_from),
-            dropout=config.model.dropout,
-            activation_checkpointing=config.model.activation_checkpointing,
-        )
-        if model.config.vocab_size < size:
-            raise ConfigError(
-                f"run.init_from={config.run.init_from} has a vocabulary of "
-                f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
-                "use the model's own tokenizer folder"
-            )
-        return model
-    if config.model.vocab_size not in (0, size):
+def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
+    """Refuse batches of fewer rows than micro-batches over all ranks."""
+    least = layout.batch_ranks * config.run.grad_accum
+    if rows < least:
+        few = "" if rows == config.run.batch_size else f" (batches of {rows} with so little data)"
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer="
-            f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
+            f"run.batch_size={config.run.batch_size}{few} is too small for {layout.batch_ranks} "
+            f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
+            f"each; allowed: {least} or more"
         )
-    shape = dataclasses.replace(config.model, vocab_size=size)
-    return GPT(shape, seed=config.run.seed)
+
+
+def _made_with(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names and hashes of what a checkpoint was made with; those of older ones have other keys."""
+    if "made_with" in state:
+        return dict(state["made_with"])
+    train, validation = state.get("data", ["", ""])
+    found = {"training data": train, "validation data": validation}
+    return {**found, "tokenizer": state.get("tokenizer", "")}

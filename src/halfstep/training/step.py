@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from halfstep.distributed.strategy import Strategy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
-Batch = tuple[Tensor, Tensor]
-LossSum = Callable[[Batch], tuple[Tensor, Tensor]]
+Batch = tuple[Tensor, ...]
+LossSum = Callable[[Any], tuple[Tensor, Tensor]]
 
 
-def count_targets(batches: Sequence[Batch]) -> int:
-    """Target tokens that count towards the loss, over all micro-batches; ids on the host."""
-    return sum(int((targets_BT != IGNORED).sum()) for _, targets_BT in batches)
+def count_targets(batch: Batch) -> int:
+    """Target tokens of (tokens, targets, ...) that count towards the loss; on the host."""
+    return int((batch[1] != IGNORED).sum())
 
 
 def train_step(
@@ -29,27 +30,33 @@ def train_step(
     *,
     learning_rate: float,
     max_norm: float | None,
+    targets: Callable[[Batch], float] = count_targets,
+    seeds: Sequence[int] = (),
 ) -> StepResult:
-    """Take one step; the loss is the mean over all target tokens of all ranks' micro-batches.
+    """Take one step; the loss is the mean over all targets of all ranks' micro-batches.
 
     Args:
         loss_sum: Gives the summed loss (fp32 scalar) and the count of one micro-batch.
         precision: Model and optimizer under their policy.
         strategy: How they lie over the ranks, all of which call this together.
-        batches: This rank's micro-batches of (tokens, targets), int64 (B, T), on the host.
+        batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T); on the host.
         learning_rate: For this step.
         max_norm: Clip the global gradient norm to this, or None.
+        targets: Gives what a micro-batch adds to the divisor of the loss.
+        seeds: Of dropout: one a micro-batch, or none.
 
     Returns:
-        The step's result; its loss is in nats per token.
+        The step's result; its loss is in nats per target.
 
     Raises:
         NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
     """
     # before any backward: micro-batches and ranks of any size then add up to one batch
-    (n,) = strategy.sum([count_targets(batches)])
-    for number, batch in enumerate(batches, start=1):
-        with strategy.micro_batch(last=number == len(batches)):
+    (n,) = strategy.sum([sum(map(targets, batches))])
+    for number, batch in enumerate(batches):
+        if seeds:
+            torch.manual_seed(seeds[number])
+        with strategy.micro_batch(last=number == len(batches) - 1):
             with precision.autocast():
                 total, _ = loss_sum(to_device(batch, precision.device))
                 loss = total / n
@@ -65,5 +72,4 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; from pinned memory and asynchronously where that is CUDA."""
     if device.type != "cuda":
         return batch
-    tokens_BT, targets_BT = (part.pin_memory().to(device, non_blocking=True) for part in batch)
-    return tokens_BT, targets_BT
+    return tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)

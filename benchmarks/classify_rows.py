@@ -1,0 +1,253 @@
+"""The rows of classify_methods.py: one training each, in a process of its own, or two.
+
+    python benchmarks/classify_rows.py ROW JOB.json FOLDER
+
+All load the same model and tokenizer, train on the same examples with the same optimizer, learning
+rates and clipping, and count the same dev examples. ``torch``, ``ddp``, ``accelerate`` and
+``trainer`` are written as those libraries' own tutorials write them: random batches, padded to the
+longest of the batch by ``DataCollatorWithPadding``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from classify_setup import BETAS, EPS, MAX_NORM, WEIGHT_DECAY, Watch, Work
+from halfstep import Precision
+from halfstep.distributed.world import open_world
+from halfstep.integrations.accelerate import attach
+from halfstep.integrations.hf_trainer import attach as attach_trainer
+from halfstep.training.allocator import keep_freed_memory
+from halfstep.training.config import load_config
+from halfstep.training.loop import train
+from halfstep.training.run_folder import create_run
+from halfstep.training.session import open_session
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def epochs(loader: DataLoader) -> Iterator[dict]:
+    """Batches without end."""
+    epoch = 0
+    while True:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def around(format: str) -> Any:
+    """Makes a row's context of the forward."""
+    if format == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast("cpu", dtype=FORMATS[format])
+
+
+def by_hand(job: dict, format: str, grouped: bool = False, ranks: int = 1) -> dict:
+    """The loop of torch's tutorials; of several ranks with DistributedDataParallel."""
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    work = Work(job, dist.get_rank() if ranks > 1 else 0, ranks)
+    model: Any = DistributedDataParallel(work.model) if ranks > 1 else work.model
+    scaler = torch.amp.GradScaler("cpu", enabled=format == "fp16")
+    watch, skipped, context = Watch(job["count"]), 0, around(format)
+    model.train()
+    watch.start()
+    for batch in epochs(work.loader(grouped)):
+        with context():
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(work.optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        before = scaler.get_scale()
+        scaler.step(work.optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        work.schedule.step()
+        work.optimizer.zero_grad()
+        if watch.step():
+            break
+    watch.found["skipped"] = skipped if format == "fp16" else None
+    work.evaluate(watch, context)
+    if ranks > 1:
+        dist.destroy_process_group()
+    return watch.results()
+
+
+def with_accelerate(job: dict, format: str, attached: bool = False) -> dict:
+    """Accelerate's loop; with halfstep's loss scaler in it where ``attached``."""
+    accelerator = Accelerator(cpu=True, mixed_precision="no" if format == "fp32" else format)
+    scaler = attach(accelerator) if attached else None
+    work, watch = Work(job), Watch(job["count"])
+    model, optimizer, loader, schedule = accelerator.prepare(
+        work.model, work.optimizer, work.loader(), work.schedule
+    )
+    model.train()
+    watch.start()
+    for batch in epochs(loader):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if watch.step():
+            break
+    watch.found["skipped"] = scaler.skipped_total if scaler is not None else None
+    work.evaluate(watch, accelerator.autocast)
+    return watch.results()
+
+
+def precision_in_accelerate(job: dict, policy: str) -> dict:
+    """Accelerate prepares model and data, and halfstep's ``Precision`` takes the steps."""
+    accelerator, work, watch = Accelerator(cpu=True), Work(job), Watch(job["count"])
+    model, loader = accelerator.prepare(work.model, work.loader())
+    precision = Precision(policy, model, work.optimizer, schedulers=[work.schedule])
+    model.train()
+    watch.start()
+    for batch in epochs(loader):
+        with precision.autocast():
+            loss = model(**batch).loss
+        watch.found["skipped"] = precision.step(loss, max_norm=MAX_NORM).skipped_total
+        if watch.step():
+            break
+    work.evaluate(watch, precision.autocast)
+    return watch.results()
+
+
+class Stamps(TrainerCallback):
+    """The stopwatch inside a Trainer."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start."""
+        self.watch.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stamp, and stop a short row."""
+        control.should_training_stop |= self.watch.step()
+
+
+def with_trainer(job: dict, format: str, grouped: bool = False, attached: bool = False) -> dict:
+    """The Transformers Trainer; with halfstep attached where ``attached``."""
+    work, watch = Work(job), Watch(job["count"])
+    settings = TrainingArguments(
+        job["scratch"], max_steps=job["steps"], per_device_train_batch_size=job["batch_size"],
+        per_device_eval_batch_size=job["batch_size"], max_grad_norm=MAX_NORM, seed=job["seed"],
+        bf16=format == "bf16", use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True,
+        logging_steps=50, dataloader_pin_memory=False,
+        train_sampling_strategy="group_by_length" if grouped else "random",
+    )  # fmt: skip
+    trainer = Trainer(
+        work.model, settings, data_collator=work.collate, train_dataset=work.train,
+        eval_dataset=work.dev, optimizers=(work.optimizer, work.schedule),
+        processing_class=work.tokenizer, callbacks=[Stamps(watch)],
+        compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(-1) == p.label_ids).mean()},
+    )  # fmt: skip
+    callback = attach_trainer(trainer) if attached else None
+    trainer.train()
+    if callback is not None and callback.scaler is not None:
+        watch.found["skipped"] = callback.scaler.skipped_total
+    if not job["short"]:
+        with watch.evaluating():
+            watch.found["accuracy"] = float(trainer.evaluate()["eval_accuracy"])
+    return watch.results()
+
+
+def ours(job: dict, policy: str, kept: bool = True) -> dict:
+    """What ``halfstep finetune classify`` does, stopped by the same watch.
+
+    The training's seconds hold all that is between the first step and the end: its own measurement
+    of the processor, the metrics file and the checkpoint of the last step.
+    """
+    if kept:
+        keep_freed_memory()
+    settings = [
+        ("model.source", job["model"]), ("model.max_length", job["max_length"]),
+        ("data.train", [job["train"]]), ("data.dev", [job["dev"]]), ("data.labels", job["labels"]),
+        ("precision", policy), ("optimizer.learning_rate", job["learning_rate"]),
+        ("optimizer.beta1", BETAS[0]), ("optimizer.beta2", BETAS[1]), ("optimizer.eps", EPS),
+        ("optimizer.weight_decay", WEIGHT_DECAY), ("optimizer.max_norm", MAX_NORM),
+        ("schedule.warmup_steps", job["warmup"]), ("schedule.min_ratio", 0.0),
+        ("run.max_steps", job["steps"]), ("run.eval_every", job["steps"]), ("run.device", "cpu"),
+        ("run.batch_size", job["batch_size"]), ("run.seed", job["seed"]),
+    ]  # fmt: skip
+    config, watch = load_config("classify-pretrained", settings), Watch(job["count"])
+    with open_world("cpu") as world:
+        session = open_session(config, lambda *_: None, world=world)
+        path = Path(job["scratch"]) / "run"
+        world.main_only(lambda: create_run(path, session))
+        evaluate = session.task.evaluate
+
+        def timed(judge: Any) -> Any:
+            with watch.evaluating():
+                return evaluate(judge)
+
+        session.task.evaluate = timed
+        watch.start()
+        ticks = train(session, path)
+        for tick in ticks:
+            watch.found["accuracy"] = tick.evaluation and tick.evaluation.accuracy
+            watch.found["skipped"] = tick.record.skipped_total
+            if watch.step():
+                break
+        ticks.close()
+        done = [session.task.tokens(step) for step in range(job["steps"])]
+        # lengths differ from batch to batch, so a short row has not done its steps' share
+        watch.found["share"] = sum(done[: len(watch.stamps) - 1]) / sum(done)
+        return watch.results(inside=watch.found["evaluation_seconds"])
+
+
+ROWS: dict[str, tuple] = {
+    "torch fp32": (by_hand, "fp32"),
+    "torch bf16": (by_hand, "bf16"),
+    "torch fp16": (by_hand, "fp16"),
+    "torch fp32, length groups": (by_hand, "fp32", True),
+    "accelerate fp32": (with_accelerate, "fp32"),
+    "accelerate bf16": (with_accelerate, "bf16"),
+    "trainer fp32": (with_trainer, "fp32"),
+    "trainer bf16": (with_trainer, "bf16"),
+    "trainer fp32, length groups": (with_trainer, "fp32", True),
+    "accelerate fp32 + halfstep": (with_accelerate, "fp32", True),
+    "accelerate + halfstep fp16-mixed": (precision_in_accelerate, "fp16-mixed"),
+    "trainer fp32 + halfstep": (with_trainer, "fp32", False, True),
+    "halfstep fp32": (ours, "fp32"),
+    "halfstep fp32, default malloc": (ours, "fp32", False),
+    "halfstep fp16-mixed": (ours, "fp16-mixed"),
+    "halfstep bf16-mixed": (ours, "bf16-mixed"),
+    "halfstep bf16-split": (ours, "bf16-split"),
+    "2 x ddp fp32": (by_hand, "fp32", False, 2),
+    "2 x ddp bf16": (by_hand, "bf16", False, 2),
+    "2 x halfstep fp32": (ours, "fp32"),
+    "2 x halfstep bf16-mixed": (ours, "bf16-mixed"),
+}
+"""Name of a row to the function that trains it, and its arguments; "2 x" are two processes."""
+
+
+def main(arguments: Iterable[str]) -> None:
+    name, job_file, folder = arguments
+    job = json.loads(Path(job_file).read_text()) | {"scratch": folder}
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    row, *rest = ROWS[name]
+    results = row(job, *rest)
+    out = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
+    out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""What a user can ask of labelled texts, and what comes of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from halfstep.errors import ConfigError
+
+HUB_PREFIX = "datasets:"
+"""A path that begins so is read through the ``datasets`` library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledConfig:
+    """The data section of text classification."""
+
+    train: tuple[str, ...] = ()
+    """Files (.csv .tsv .jsonl .json) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
+    Empty only as long as nothing is read: ``read_labelled`` wants at least one."""
+
+    dev: tuple[str, ...] = ()
+    """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
+
+    dev_fraction: float = 0.1
+    """Share of the training examples held out, in (0, 1); unused with ``dev``."""
+
+    text_column: str = ""
+    """Name of the text's column, or its number counted from 1 in a table without header."""
+
+    label_column: str = ""
+    """The same for the label; empty means: look for a usual name."""
+
+    labels: tuple[str, ...] = ()
+    """Names of the classes in the order of their numbers; empty means: find them in ``train``."""
+
+    labels_file: str = ""
+    """The same from a file: one name a line, or a JSON list in a ``.json`` file."""
+
+    drop_empty: bool = False
+    """Leave out, and count, texts that are empty or blank instead of refusing them."""
+
+    def __post_init__(self) -> None:
+        for field in ("train", "dev"):
+            check_inputs(field, getattr(self, field))
+        fraction = self.dev_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
+            raise ConfigError(
+                f"data.dev_fraction must be a number between 0 and 1 (both excluded), got "
+                f"{fraction!r}; to evaluate on other texts give data.dev"
+            )
+        for field in ("text_column", "label_column", "labels_file"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or "\0" in value:
+                raise ConfigError(f"data.{field} must be a string without NUL, got {value!r}")
+        if not isinstance(self.drop_empty, bool):
+            raise ConfigError(f"data.drop_empty must be true or false, got {self.drop_empty!r}")
+        _check_columns(self.text_column, self.label_column)
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        labels = self.labels
+        if not isinstance(labels, tuple) or not all(isinstance(name, str) for name in labels):
+            raise ConfigError(f"data.labels must be a list of names, got {labels!r}")
+        if not labels:
+            return
+        if self.labels_file:
+            raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
+        if blank := [name for name in labels if not name.strip()]:
+            raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
+        if twice := [name for name in labels if labels.count(name) > 1]:
+            raise ConfigError(f"data.labels holds {twice[0]!r} twice; remove one")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Texts and the numbers of their classes, side by side."""
+
+    texts: list[str]
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledData:
+    """Everything a classifier is trained and evaluated on."""
+
+    names: tuple[str, ...]
+    """Names of the classes; a label is a place in here."""
+    train: LabelledTexts
+    dev: LabelledTexts
+    sha256: str
+    """64 hexadecimal digits over names, texts and labels, whatever files they came from."""
+    notes: tuple[str, ...]
+    """What a user should know of the data though nothing is wrong: one sentence each."""
+
+
+def column_number(column: str) -> int | None:
+    """Reads a column that is given by number; None for a name.
+
+    Args:
+        column: A value of ``text_column`` or ``label_column``, already checked.
+
+    Returns:
+        The number, counted from 1.
+    """
+    return int(column) if re.fullmatch(r"[0-9]{1,6}", column) else None
+
+
+def check_inputs(field: str, value: object) -> None:
+    """Makes sure that a value is a tuple of paths.
+
+    Raises:
+        ConfigError: It is something else, or a path in it is empty or holds a NUL.
+    """
+    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
+        raise ConfigError(f"data.{field} must be a list of paths, got {value!r}")
+    for path in value:
+        if "\0" in path or not path.strip():
+            raise ConfigError(f"data.{field} holds the path {path!r}; remove it or name a file")
+
+
+def check_column(field: str, column: str) -> None:
+    """Makes sure that a column given by number exists in some table.
+
+    Raises:
+        ConfigError: It is column 0.
+    """
+    if column_number(column) == 0:
+        raise ConfigError(f"data.{field} is 0; columns are counted from 1, as in cut and awk")
+
+
+def _check_columns(text: str, label: str) -> None:
+    check_column("text_column", text)
+    check_column("label_column", label)
+    if text and text == label:
+        raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
+    if text and label and (column_number(text) is None) != (column_number(label) is None):
+        raise ConfigError(
+            f"data.text_column={text!r} and data.label_column={label!r}: give two names, or two "
+            f"numbers for a table without header"
+        )

@@ -1,0 +1,194 @@
+"""halfstep's precision plugins for Lightning Fabric; the Trainer's are in ``lightning``.
+
+Both are given as ``Fabric(plugins=[...])``, not together with ``precision=``.
+``docs/integrations-lightning.md`` is the how-to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.lightning_parts import PolicyPlugin, check_strategy
+from halfstep.integrations.scaler_settling import own_scaler, settle
+from halfstep.precision.result import StepResult
+
+try:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision, Precision as FabricPlugin
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"halfstep.integrations.fabric needs Lightning, and {error.name} is not installed: "
+        "pip install 'halfstep[lightning]'"
+    ) from error
+
+
+class HalfstepPrecision(PolicyPlugin, FabricPlugin):
+    """A whole halfstep policy inside of Fabric.
+
+    Call :meth:`setup` where ``fabric.setup`` stood; Fabric itself does not tell a precision plugin
+    which optimizer will step. The rest of the loop is Fabric's::
+
+        precision = HalfstepPrecision("bf16-master")
+        fabric = Fabric(plugins=[precision])
+        model, optimizer = precision.setup(fabric, model, optimizer)
+        ...
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()  # does not update the weights if precision.last_step.applied is False
+
+    Save it with the model: ``fabric.save(path, {"model": model, "optimizer": optimizer,
+    "precision": precision})``.
+    """
+
+    def setup(self, fabric: Fabric, model: nn.Module, *optimizers: Optimizer) -> Any:
+        """Set up like ``fabric.setup``, and put the model under the policy.
+
+        Args:
+            fabric: With this plugin.
+            model: With fp32 weights.
+            optimizers: One, or none for evaluation.
+
+        Returns:
+            Fabric's model and optimizer, or the model alone.
+
+        Raises:
+            ConfigError: If the Fabric has another plugin, or there are several optimizers.
+            PrecisionError: If policy, model, optimizer and strategy do not go together.
+        """
+        check_strategy(fabric.strategy, self.policy)
+        if fabric.strategy.precision is not self:
+            raise ConfigError(
+                "setup() of a precision plugin that this Fabric does not have; make it with "
+                "Fabric(plugins=[precision])"
+            )
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"setup() got {len(optimizers)} optimizers; allowed: one, as HalfstepPrecision "
+                "takes a step of all parameters at once. Give it parameter groups, or use "
+                "ScaledPrecision"
+            )
+        if self.engine is not None:
+            raise ConfigError(
+                "setup() was called already, and a HalfstepPrecision holds one model; make another "
+                "Fabric for another model, or use ScaledPrecision"
+            )
+        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+            raise ConfigError("setup() got a compiled model; compile it after setup()")
+        ready = fabric.setup(model, *optimizers)
+        if not optimizers:
+            self.evaluate_(ready.module)
+            return ready
+        wrapped, optimizer = ready
+        self.train_(wrapped.module, optimizer.optimizer, wrapped._forward_module)
+        strategy: Any = fabric.strategy
+        strategy.clip_gradients_norm = self._clip_norm
+        strategy.clip_gradients_value = self._clip_value
+        return wrapped, optimizer
+
+    def _not_set_up(self) -> PrecisionError:
+        return PrecisionError(
+            "the model or the optimizer is not under the policy: call "
+            "precision.setup(fabric, model, optimizer) where fabric.setup(...) stood"
+        )
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss and back-propagate."""
+        self.backward_(tensor, args, kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Take the step, or skip it; see ``last_step``.
+
+        Raises:
+            NonFiniteError: If going on cannot help; its ``cause`` tells.
+            PrecisionError: Without a ``fabric.backward``, or for other arguments than a closure.
+        """
+        if kwargs:
+            raise PrecisionError(
+                f"optimizer.step({', '.join(kwargs)}=...): allowed is step(closure) alone"
+            )
+        output = None
+        if closure is not None:
+            with torch.enable_grad():
+                output = closure()
+        self.step_(optimizer)
+        return output
+
+    def _clip_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip within the step; the norm is of the unscaled gradients.
+
+        It raises nothing for an overflow: the step is skipped then, or stops the run by itself.
+        """
+        if float(norm_type) != 2.0:
+            raise PrecisionError(
+                f"clip_gradients(norm_type={norm_type}); allowed: 2, the global 2-norm, or clip_val"
+            )
+        with self.unscaled(optimizer) as gradients:
+            norms = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g,
+                                              dtype=torch.float32) for g in gradients]  # fmt: skip
+            norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self.clip_norm(float(max_norm))
+        return norm
+
+    def _clip_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        self.clip_value_(optimizer, float(clip_val))
+
+
+class ScaledPrecision(MixedPrecision):
+    """Fabric's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
+
+    Args:
+        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
+    """
+
+    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
+        scaler = own_scaler(scaler, device)
+        super().__init__("16-mixed", scaler._device, scaler)
+        self.scaler: Any
+        self._loss: Tensor | None = None
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the latest optimizer step did; reading it may wait for the device."""
+        result: StepResult | None = self.scaler.last_step
+        return result
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss, remember it and back-propagate."""
+        value = tensor.detach().float()
+        self._loss = value if self._loss is None else self._loss + value
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As Fabric's.
+
+        Raises:
+            NonFiniteError: If the loss was not finite (on this rank), or the scaler's options say
+                so.
+        """
+        if isinstance(optimizer, LBFGS):
+            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
+        value = self.scaler.step(optimizer, **kwargs)
+        loss, self._loss = self._loss, None
+        settle(self.scaler, loss)
+        return value
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Before clipping; fused optimizers too."""
+        self.scaler.unscale_(optimizer)

@@ -1,0 +1,295 @@
+"""halfstep's precision plugins for Lightning's ``Trainer``; Fabric's are in ``fabric``.
+
+Two of them, given as ``Trainer(plugins=[...])`` and not together with ``precision=``:
+
+* :class:`HalfstepPrecision`: a whole policy, with :class:`halfstep.Precision` taking the steps.
+* :class:`ScaledPrecision`: Lightning's own fp16 autocast with :class:`halfstep.GradScaler`.
+
+``docs/integrations-lightning.md`` is the how-to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.held_scheduler import hold_on_skip
+from halfstep.integrations.lightning_parts import PolicyPlugin, check_strategy
+from halfstep.integrations.parameter_names import name_table
+from halfstep.integrations.scaler_settling import own_scaler, settle
+from halfstep.precision.result import StepResult
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.plugins import MixedPrecision, Precision as LightningPrecision
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"halfstep.integrations.lightning needs Lightning, and {error.name} is not installed: "
+        "pip install 'halfstep[lightning]'"
+    ) from error
+
+_HOOK, _CLIPPING = "on_before_optimizer_step", "configure_gradient_clipping"
+
+
+class HalfstepPrecision(PolicyPlugin, LightningPrecision):
+    """A whole halfstep policy: ``Trainer(plugins=[HalfstepPrecision("bf16-master")])``.
+
+    The model keeps the policy's formats after ``fit``; ``trainer.save_checkpoint`` then has the
+    exact masters too. After ``validate``, ``test`` and ``predict`` without a ``fit`` it has its own
+    weights back.
+    """
+
+    _watched = False
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Put the model under the policy, or refuse, before the first step.
+
+        Raises:
+            PrecisionError: If policy, model, optimizer, strategy and callbacks do not go together.
+        """
+        module: Any = model if isinstance(model, LightningModule) else model.module
+        trainer = module.trainer
+        check_strategy(trainer.strategy, self.policy)
+        if trainer.state.fn != TrainerFn.FITTING:  # a strategy keeps an earlier fit's optimizers
+            self.evaluate_(module)
+            return model, optimizers, lr_schedulers
+        self._check(trainer, module, optimizers)
+        self.train_(module, optimizers[0], model)
+        self._watched = any(
+            is_overridden(_HOOK, callback, Callback) for callback in trainer.callbacks
+        ) or any(is_overridden(hook, module) for hook in (_HOOK, _CLIPPING))
+        if module.automatic_optimization:
+            lr_schedulers = hold_on_skip(lr_schedulers, self.applied)
+        return model, optimizers, lr_schedulers
+
+    def _check(self, trainer: Any, module: Any, optimizers: list[Optimizer]) -> None:
+        if len(optimizers) > 1:
+            raise PrecisionError(
+                f"configure_optimizers of {type(module).__name__} gives {len(optimizers)} "
+                "optimizers, and HalfstepPrecision takes a step of all parameters at once; give "
+                "one optimizer with parameter groups, or use ScaledPrecision"
+            )
+        if is_overridden("backward", module):
+            raise PrecisionError(
+                f"{type(module).__name__} overrides backward(), which HalfstepPrecision replaces "
+                "by its own; change the loss in training_step, or use ScaledPrecision"
+            )
+        if self.policy.keeps_more_than_weights:
+            for callback in trainer.callbacks:
+                if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                    raise PrecisionError(
+                        f"{type(callback).__name__} averages the model's 16-bit weights, past what "
+                        f"policy {self.policy} keeps behind them; leave it out, or use bf16-mixed "
+                        "or fp16-mixed"
+                    )
+
+    def backward(
+        self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Scale the loss and back-propagate."""
+        self.backward_(tensor, args, kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run forward and backward, the hooks that come before a step, and the step.
+
+        In the hooks gradients are unscaled. Without a backward (``training_step`` gave None, and so
+        did all of an accumulation) nothing is stepped.
+
+        Raises:
+            NonFiniteError: If going on cannot help; its ``cause`` tells.
+        """
+        if kwargs:
+            raise PrecisionError(
+                f"optimizer.step({', '.join(kwargs)}=...): allowed is step(closure=...) alone"
+            )
+        output = closure()
+        if model.automatic_optimization and not self._backwards:
+            self._applied = False
+            return output
+        if self._watched:
+            with self.unscaled(optimizer):
+                self._after_closure(model, optimizer)
+        else:
+            self._after_closure(model, optimizer)
+        self.step_(optimizer)
+        return output
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the unscaled gradients: by value at once, by norm within the step."""
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.clip_value_(optimizer, float(clip_val))
+        else:
+            self.clip_norm(float(clip_val))
+
+    def teardown(self) -> None:
+        """Give a model that was only evaluated its own weights back."""
+        self.give_back_()
+
+
+class ScaledPrecision(MixedPrecision):
+    """Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
+
+    Weights, gradients and scales are bit for bit those of Lightning's own plugin, and besides:
+    schedulers of interval "step" hold still on skipped steps, a loss that is not finite stops the
+    run instead of being skipped, gradients may be clipped with fused optimizers, and
+    ``last_step`` tells what happened.
+
+    Args:
+        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
+    """
+
+    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
+        scaler = own_scaler(scaler, device)
+        super().__init__("16-mixed", scaler._device, scaler)
+        self.scaler: Any
+        self.attempts = 0
+        self._loss: Tensor | None = None
+        self._none = False
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the latest optimizer step did; reading it may wait for the device."""
+        result: StepResult | None = self.scaler.last_step
+        return result
+
+    def applied(self) -> bool:
+        """Whether the latest optimizer step updated the weights; True before the first."""
+        result = self.last_step
+        return not self._none and (result is None or result.applied)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Refuse 16-bit trainable weights and strategies with scalers of their own.
+
+        Raises:
+            PrecisionError: Naming the parameters or the strategy.
+        """
+        module: Any = model if isinstance(model, LightningModule) else model.module
+        check_strategy(module.trainer.strategy, "16-mixed")
+        self.scaler._names = self.scaler._names or name_table(module.named_parameters())
+        for optimizer in optimizers:
+            self.scaler.check(optimizer)
+        if module.automatic_optimization:
+            lr_schedulers = hold_on_skip(lr_schedulers, self.applied)
+        return model, optimizers, lr_schedulers
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Scale the loss, and remember it."""
+        value = tensor.detach().float()
+        self._loss = value if self._loss is None else self._loss + value
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As Lightning's, for fused optimizers with unscaled gradients in the hooks too.
+
+        Raises:
+            NonFiniteError: If the loss was not finite, or the scaler's options say so.
+        """
+        if isinstance(optimizer, LBFGS):
+            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
+        output = closure()
+        self._none = output is None and bool(model.automatic_optimization)
+        if self._none:  # as Lightning: what was accumulated before is dropped, too
+            self._loss = None
+            self._after_closure(model, optimizer)
+            return output
+        self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        value = self.scaler.step(optimizer, **kwargs)
+        self.attempts += 1
+        loss, self._loss = self._loss, None
+        settle(self.scaler, loss)
+        return value
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the unscaled gradients; fused optimizers too, whose gradients are unscaled here."""
+        LightningPrecision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class StepLog(Callback):
+    """Log what each optimizer step did: loss scale, skipped steps, gradient norm, and why.
+
+    ``PREFIXloss_scale``, ``PREFIXskipped`` (0 or 1), ``PREFIXskipped_total`` and, with
+    :class:`HalfstepPrecision`, ``PREFIXgrad_norm`` go to the Trainer's loggers; a skipped step's
+    reason and parameters, which are words, to Lightning's console log.
+
+    Args:
+        prefix: Of the names.
+        prog_bar: Whether the loss scale and the skipped steps stand in the progress bar.
+    """
+
+    def __init__(self, prefix: str = "halfstep/", *, prog_bar: bool = True) -> None:
+        self._prefix = prefix
+        self._prog_bar = prog_bar
+        self._seen = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a Trainer without one of halfstep's plugins.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if not isinstance(trainer.precision_plugin, HalfstepPrecision | ScaledPrecision):
+            raise ConfigError(
+                "StepLog reads halfstep's precision plugin, and the Trainer has "
+                f"{type(trainer.precision_plugin).__name__}; allowed: "
+                "Trainer(plugins=[HalfstepPrecision(...)]) or ScaledPrecision"
+            )
+        self._seen = trainer.precision_plugin.attempts
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Log, once an optimizer step."""
+        plugin: Any = trainer.precision_plugin
+        if plugin.attempts == self._seen:
+            return
+        self._seen = plugin.attempts
+        result: StepResult | None = plugin.last_step
+        if result is None:
+            return
+        shown = {"loss_scale": result.next_loss_scale, "skipped_total": result.skipped_total}
+        silent = {"skipped": 0.0 if result.applied else 1.0}
+        if isinstance(plugin, HalfstepPrecision):
+            silent["grad_norm"] = result.grad_norm
+        for values, bar in ((shown, self._prog_bar), (silent, False)):
+            named = {f"{self._prefix}{key}": float(value) for key, value in values.items()}
+            pl_module.log_dict(named, prog_bar=bar, on_step=True, on_epoch=False)
+        if not result.applied:
+            whose = ", ".join(result.nonfinite_parameters[:3]) or "not known"
+            rank_zero_info(
+                f"halfstep: step {plugin.attempts} skipped, {result.reason} in the gradients of "
+                f"{whose}; loss {result.loss:g}, scale {result.loss_scale:g} -> "
+                f"{result.next_loss_scale:g}, {result.skipped_total} skipped so far"
+            )

@@ -1,0 +1,267 @@
+"""A GradScaler for loops that are not the user's: Accelerate's and the Transformers Trainer's.
+
+They call ``step`` and ``update`` for each optimizer by itself, and take a step for skipped if
+``optimizer.step`` was not called. :class:`LoopScaler` is right under both habits::
+
+    step      one flag: is any gradient not finite, on any rank?
+              yes: the optimizer is not called, fused or not; no: as torch's
+    update    all optimizers with gradients have stepped: adapt the scale
+              not yet: wait for them, or for the next backward
+    adapt     gradients of an optimizer that has not stepped move to the new scale
+
+torch's scaler takes ``update`` as the end of an iteration. With two optimizers the second one's
+gradients would then be divided by a scale that they were not multiplied by, or divided twice where
+they were clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from halfstep.errors import PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.parameter_names import name_table
+from halfstep.integrations.step_record import stored_gradients, total
+from halfstep.precision.ranks import Ranks, ranks_of_this_process
+
+Optimizers = Callable[[], Sequence[Optimizer]]
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class LoopScaler(GradScaler):
+    """:class:`halfstep.GradScaler` that says by not calling the optimizer that a step is skipped.
+
+    Reading the flag makes the host wait once a step, for fused optimizers too: a loop that holds
+    its learning rate on skipped steps has to know. Where ``torch.distributed`` is initialised the
+    flag is the MAX over ranks, one small collective a step: everyone steps or nobody does. Names
+    of parameters are those that this rank found.
+    """
+
+    _always_saves_counts: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._optimizers: Optimizers | None = None
+        self._find_names: Named | None = None
+        self._ranks: Ranks | None = None
+        self._pending = False  # update() was called and waits for optimizers
+        self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
+        self._checked: int | None = None  # id of the optimizer whose flags are this step's
+
+    def bind(self, optimizers: Optimizers, named: Named, ranks: Ranks | None) -> None:
+        """Tell whose loop it is.
+
+        Args:
+            optimizers: Gives the optimizers that step in it, unwrapped.
+            named: Gives names and parameters, where none were given; asked once, when training.
+            ranks: Who must agree; None: the default group, if there is one.
+        """
+        self._optimizers, self._ranks = optimizers, ranks
+        self._find_names = None if self._names else named
+
+    @property
+    def skipped_total(self) -> int:
+        """Iterations with a skipped step so far, those before a resume included."""
+        return self._count.total + any(record.skipped for record in self._round)
+
+    def abandon(self) -> None:
+        """Forget the iteration that has begun, of a loop that was left by an error."""
+        self._pending = False
+        self._mixed.clear()
+        self._per_optimizer_states.clear()
+        self._round, self._marks = [], {}
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply by the scale, as torch's; adapts it first where ``update`` was waiting."""
+        if self._enabled:
+            if self._pending:
+                self._settle()
+            self._mixed |= {
+                key
+                for key, state in self._per_optimizer_states.items()
+                if state["stage"] is OptState.UNSCALED
+            }
+        return super().scale(outputs)
+
+    def _calibrate(self, loss: Tensor | None) -> None:
+        """As one process alone would; then the smallest of all ranks' scales."""
+        device = torch.device(self._device) if loss is None else loss.device
+        ranks = self._agreeing(device)
+        usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
+        if usable and ranks.worst([0])[0]:
+            raise PrecisionError(
+                "init_scale='auto' cannot calibrate: another rank's first loss is not a finite "
+                "scalar with a gradient; its own message says more"
+            )
+        if not usable:
+            ranks.worst([1])
+        super()._calibrate(loss)
+        exponent = ranks.worst([round(-math.log2(self._init_scale))])[0]
+        self._init_scale = 2.0**-exponent
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, once a step; as torch's.
+
+        Raises:
+            PrecisionError: For fp16 gradients; or if a backward has added scaled gradients to
+                unscaled ones.
+        """
+        if self._find_names is not None:
+            self._names, self._find_names = name_table(self._find_names()), None
+        self._refuse_mixed(optimizer)
+        super().unscale_(optimizer)
+
+    def unscale_all_(self) -> None:
+        """Unscale the gradients of all optimizers that have some and wait for their step."""
+        for optimizer in self._bound():
+            self._refuse_mixed(optimizer)
+            if self._stage(optimizer) is OptState.READY and _has_gradients(optimizer):
+                self.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step unless a gradient is not finite on any rank; ``optimizer.step`` is not called then.
+
+        Raises:
+            PrecisionError: If a closure is given, or a backward has added scaled gradients to
+                unscaled ones, or another rank's optimizer has no gradient.
+        """
+        if not self._enabled or self._stage(optimizer) is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # which raises, if enabled
+        if any(argument is not None for argument in (*args[:1], kwargs.get("closure"))):
+            raise PrecisionError(
+                "a closure was given to step(): its gradients would not be unscaled. Call "
+                "backward and then step() without one"
+            )
+        self._refuse_mixed(optimizer)
+        self._check_scale_growth_tracker("step")
+        assert self._scale is not None
+        flags = self._flags(optimizer)
+        found = float(total(flags.values(), self._scale.device)) if flags else 0.0
+        anywhere, unable = self._agreeing(self._scale.device).worst([found > 0, not flags])
+        if unable and flags:
+            raise PrecisionError(
+                "another rank's optimizer has no gradient in this step, so none steps; every rank "
+                "must use the model in each step"
+            )
+        if not anywhere or not flags:  # without flags torch says that there was no gradient
+            self._checked = id(optimizer)
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            finally:
+                self._checked = None
+        for flag in flags.values():
+            flag.clamp_(min=1.0)
+        self._host_flag = 1.0
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._remember(optimizer)
+        return None
+
+    def _flags(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        """Whether gradients are not finite, by device; they are unscaled by then, or will be."""
+        if self._stage(optimizer) is OptState.READY:
+            self._stepping = True
+            try:
+                if getattr(optimizer, "_step_supports_amp_scaling", False):
+                    if self._find_names is not None:
+                        self._names, self._find_names = name_table(self._find_names()), None
+                    self._check_inf_per_device(optimizer)
+                else:
+                    self.unscale_(optimizer)
+            finally:
+                self._stepping = False
+        flags: Any = self._found_inf_per_device(optimizer)  # torch calls the values Any
+        return cast(dict[torch.device, Tensor], flags)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._checked == id(optimizer):  # torch's step asks again
+            return self._found_inf_per_device(optimizer)
+        return super()._check_inf_per_device(optimizer)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale once all optimizers that have gradients have stepped, or set it.
+
+        Raises:
+            NonFiniteError: As :meth:`halfstep.GradScaler.update`; where it had to wait for another
+                optimizer, the next ``scale`` raises it.
+        """
+        if not self._enabled or new_scale is not None:
+            super().update(new_scale)
+            return
+        stages = [state["stage"] for state in self._per_optimizer_states.values()]
+        self._pending = OptState.STEPPED in stages and bool(self._waiting())
+        if not self._pending:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Adapt the scale by the optimizers that have stepped; the others' gradients follow it."""
+        self._pending = False
+        waiting = {other: self._stage(other) is OptState.UNSCALED for other in self._waiting()}
+        for other in waiting:
+            self._per_optimizer_states.pop(id(other), None)
+            self._marks.pop(id(other), None)
+        self._mixed.clear()
+        before = self.get_scale() if waiting else 1.0
+        try:
+            super().update()
+        finally:
+            for other, unscaled in waiting.items():
+                factor = self.get_scale() / (1.0 if unscaled else before)
+                if factor != 1.0:
+                    for _, values in stored_gradients(other):
+                        values.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`halfstep.GradScaler.state_dict`, and the counts of skips in any case."""
+        if self._enabled and self._pending:
+            self._settle()
+        return super().state_dict()
+
+    def _bound(self) -> Sequence[Optimizer]:
+        return () if self._optimizers is None else self._optimizers()
+
+    def _waiting(self) -> list[Optimizer]:
+        """Those with gradients that have not stepped since the last adaption."""
+        return [
+            optimizer
+            for optimizer in self._bound()
+            if self._stage(optimizer) is not OptState.STEPPED and _has_gradients(optimizer)
+        ]
+
+    def _stage(self, optimizer: Optimizer) -> OptState:
+        state = self._per_optimizer_states.get(id(optimizer))
+        stage: OptState = OptState.READY if state is None else state["stage"]
+        return stage
+
+    def _agreeing(self, device: torch.device) -> Ranks:
+        return ranks_of_this_process(device) if self._ranks is None else self._ranks
+
+    def _refuse_mixed(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._mixed and self._stage(optimizer) is OptState.UNSCALED:
+            raise PrecisionError(
+                f"a backward came after the gradients of {type(optimizer).__name__} were unscaled: "
+                "they are partly scaled now. With gradient accumulation, clip and unscale after "
+                "the last micro-batch only (if accelerator.sync_gradients), and step then"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The loop it is bound to does not travel."""
+        unbound: dict[str, Any] = {
+            "_optimizers": None,
+            "_find_names": None,
+            "_ranks": None,
+            "_mixed": set(),
+        }
+        return super().__getstate__() | unbound
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

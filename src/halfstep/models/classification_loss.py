@@ -1,0 +1,48 @@
+"""The loss of a classifier, as a sum and what it is divided by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED_LABEL = -1
+"""Label of a row that does not count: it only fills a batch."""
+
+
+def classification_loss(
+    logits_BC: Tensor,
+    labels_B: Tensor,
+    class_weights_C: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in fp32, summed, and the weights it is to be divided by, summed.
+
+    Of several batches, sums divided by sums are the loss of one batch with all their rows, however
+    the rows were shared between ranks and micro-batches.
+
+    Args:
+        logits_BC: (B, C), any floating dtype.
+        labels_B: (B,) int64, 0 to C - 1, or -1 for rows that do not count.
+        class_weights_C: (C,) weight of each class; None: 1.
+        label_smoothing: Share of the target spread evenly over all classes.
+
+    Returns:
+        Two fp32 scalars.
+
+    **Source:** smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016,
+    section 7; weights as in ``torch.nn.CrossEntropyLoss``.
+    """
+    loss = functional.cross_entropy(
+        logits_BC.float(),
+        labels_B,
+        class_weights_C,
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    counted = labels_B != IGNORED_LABEL
+    if class_weights_C is None:
+        return loss, counted.sum().float()
+    weights_B = class_weights_C[labels_B.clamp(min=0)]
+    return loss, torch.where(counted, weights_B, 0.0).sum()

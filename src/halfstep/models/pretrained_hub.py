@@ -1,0 +1,165 @@
+"""Where a pretrained model is: a folder, or a name of the Hugging Face hub that becomes one."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import ConfigError
+
+HUB_SECONDS = 10.0
+"""Longest wait for the hub's first answer: a machine without a network must not seem to hang."""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""What is downloaded: no pickles; Python only where remote code is trusted."""
+
+
+def resolve_source(
+    source: str | os.PathLike[str], *, revision: str = "", trust_remote_code: bool = False
+) -> Path:
+    """The local folder of a model that is named by a folder or by a hub name.
+
+    A hub name is asked for once, with a bound of ``HUB_SECONDS``; where the hub does not answer,
+    or ``HF_HUB_OFFLINE`` is set, an earlier download is taken.
+
+    Args:
+        source: A folder, or ``name`` or ``owner/name`` on the hub.
+        revision: Branch, tag or commit of a hub name; "" is its main branch.
+        trust_remote_code: Download Python files too.
+
+    Raises:
+        ConfigError: It is neither; the name or revision does not exist; the hub cannot be reached
+            and nothing was downloaded before; or a library is missing.
+    """
+    text = os.fspath(source)
+    folder = Path(os.path.expanduser(text))
+    if text and folder.is_dir():
+        if revision:
+            raise ConfigError(f"revision {revision!r} is for hub names, but {folder} is a folder")
+        return folder
+    if text and folder.exists():
+        raise ConfigError(f"model {text!r} is a file; give the folder that holds config.json")
+    if not _NAME.fullmatch(text) or ".." in text or "--" in text:
+        raise ConfigError(
+            f"model {text!r} is neither an existing folder nor a hub name (name or owner/name)"
+        )
+    return _downloaded(text, revision or "main", trust_remote_code)
+
+
+def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
+    """The snapshot of a hub name in the cache, downloaded where it is not there."""
+    hub = require("huggingface_hub")
+    errors = hub.errors
+    patterns = [*_FILES, "*.py"] if trust_remote_code else list(_FILES)
+    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
+    offline = bool(hub.is_offline_mode())
+    try:
+        with _no_bars(hub):
+            if not offline:
+                # One request that is bounded; a download would try again and again.
+                wanted["revision"] = _commit(hub, name, revision)
+                return Path(hub.snapshot_download(name, **wanted))
+            return Path(hub.snapshot_download(name, local_files_only=True, **wanted))
+    except errors.GatedRepoError as error:
+        raise ConfigError(
+            f"model {name!r} is gated: accept its terms on its hub page, then run `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ConfigError(f"model {name!r} has no revision {revision!r} on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model {name!r} is neither an existing folder nor a name on the hub (private names "
+            "need `hf auth login`)"
+        ) from error
+    except Exception as error:
+        # httpx, OSError, LocalEntryNotFoundError, OfflineModeIsEnabled, ...: no answer.
+        if not offline:
+            try:
+                wanted["revision"] = revision
+                return Path(hub.snapshot_download(name, local_files_only=True, **wanted))
+            except Exception:
+                pass
+        why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({_line(error)})"
+        raise ConfigError(
+            f"model {name!r} is no folder here, is not in the download cache, and {why}. Where "
+            f"there is a network, run `hf download {name} --local-dir DIR`, bring DIR here and "
+            "give it as the model"
+        ) from error
+
+
+def _commit(hub: Any, name: str, revision: str) -> str:
+    """The commit that a revision is now, or TimeoutError after ``HUB_SECONDS``.
+
+    In a thread of its own, as a request's own limit holds for each address of the hub and not for
+    the look-up of its name.
+    """
+    found: list[str] = []
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            info = hub.HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
+            found.append(info.sha or revision)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"no answer in {HUB_SECONDS:g} seconds")
+    return found[0]
+
+
+def require(module: str) -> Any:
+    """An optional library, or an error that says what to install.
+
+    Args:
+        module: ``"transformers"``, ``"huggingface_hub"`` or ``"peft"``.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    # Optional dependencies, the extra "hf".
+    try:
+        if module == "transformers":
+            import transformers
+
+            return transformers
+        if module == "peft":
+            import peft
+
+            return peft
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+
+        return huggingface_hub
+    except ImportError as error:
+        raise ConfigError(
+            f"pretrained models need {module}, which is missing: pip install 'halfstep[hf]'"
+        ) from error
+
+
+@contextmanager
+def _no_bars(hub: Any) -> Iterator[None]:
+    """The hub's progress bars off, and on again if they were."""
+    off = hub.utils.are_progress_bars_disabled()
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not off:
+            hub.utils.enable_progress_bars()
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, at most 120 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

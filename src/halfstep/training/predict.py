@@ -1,0 +1,84 @@
+"""Classifying texts with a classifier from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.data.examples import encode_examples, padded
+from halfstep.data.labelled_config import LabelledTexts
+from halfstep.data.length_batches import evaluation_batches
+from halfstep.data.text_tokenizer import load_text_tokenizer
+from halfstep.errors import ConfigError
+from halfstep.models.encoder import load_encoder
+from halfstep.models.encoder_files import is_encoder_folder
+from halfstep.models.pretrained import open_folder
+from halfstep.models.pretrained_classifier import open_classifier
+from halfstep.models.pretrained_tokenizer import open_tokenizer
+from halfstep.precision.autocast import require_support
+from halfstep.precision.cast import around_model, cast_to_policy_
+from halfstep.precision.parse import parse_policy
+
+_BATCHES_AT_ONCE = 32  # as many are sorted by length together
+
+
+class Predictor:
+    """A classifier under a precision policy."""
+
+    def __init__(self, folder: Path, precision: str, device: torch.device) -> None:
+        """Load the model and its tokenizer.
+
+        Raises:
+            ConfigError: If the folder holds no classifier.
+            CheckpointError: If its files are damaged.
+            PrecisionError: If the device does not honour the policy.
+        """
+        self.policy = parse_policy(precision)
+        require_support(self.policy, device)
+        self.device = device
+        self.model: Any
+        self.tokenizer: Any
+        if is_encoder_folder(folder):
+            self.model = load_encoder(folder)
+            self.labels: tuple[str, ...] = tuple(self.model.config.labels)
+            self.tokenizer = load_text_tokenizer(folder)
+        else:
+            names = open_folder(folder).config.id2label
+            self.labels = tuple(names[number] for number in sorted(names))
+            self.model = open_classifier(folder, self.labels)
+            if self.model.head_is_new:
+                raise ConfigError(
+                    f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
+                    "classify --model first"
+                )
+            self.tokenizer = open_tokenizer(folder, model_limit=self.model.max_length)
+        cast_to_policy_(self.model, self.policy)
+        self.model.to(device).eval()
+
+    @torch.no_grad()
+    def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
+        """(number of texts, number of labels) fp64, each row adding up to 1."""
+        examples = encode_examples(self.tokenizer, LabelledTexts(texts, [0] * len(texts)))
+        found = np.zeros((len(texts), len(self.labels)))
+        for indices in evaluation_batches(examples.lengths, batch_size):
+            ids_BT, mask_BT, labels_B = (
+                part.to(self.device) for part in padded(examples, indices, self.tokenizer.pad_id)
+            )
+            with around_model(self.policy, self.model, self.device):
+                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B, labels_B - 1))
+            found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
+        return found
+
+    def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
+        """(text, label, probability) of each text, in their order; reads them as needed."""
+        stream = iter(texts)
+        while chunk := list(islice(stream, batch_size * _BATCHES_AT_ONCE)):
+            table = self.probabilities(chunk, batch_size)
+            best = table.argmax(axis=1)
+            for text, number, row in zip(chunk, best, table, strict=True):
+                yield text, self.labels[number], float(row[number])

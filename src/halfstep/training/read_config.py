@@ -1,0 +1,100 @@
+"""From TOML tables and command-line strings to frozen dataclasses; complaints name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from halfstep.errors import ConfigError
+
+
+def insert(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``section.key`` in a nested table.
+
+    Raises:
+        ConfigError: If a section on the way is a value.
+    """
+    *parents, last = key.split(".")
+    for name in parents:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"key {key}: {name} is a value, not a section")
+    table[last] = value
+
+
+def build(cls: type[Any], table: Any, path: str) -> Any:
+    """A dataclass, and those it consists of, from a nested mapping.
+
+    Args:
+        cls: A dataclass.
+        table: Field name to value or section; strings are converted to the field's type.
+        path: Of the table itself, for complaints: ``""``, or ``"section."``.
+
+    Raises:
+        ConfigError: For an unknown or missing key, or a value of another type.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"key {path.rstrip('.')}: {table!r} given, a section is expected")
+    hints = get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in names:
+            raise ConfigError(
+                f"unknown key {path}{key}{did_you_mean(key, names)}; allowed: {', '.join(names)}"
+            )
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = build(hint, value, f"{path}{key}.")  # type: ignore[arg-type]
+        else:
+            values[key] = _convert(value, hint, f"{path}{key}")
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in values:
+            raise ConfigError(f"key {path}{f.name} is missing")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """Convert a TOML value or a command-line string to a field's type, or complain."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        if value in get_args(hint):
+            return value
+        allowed = ", ".join(map(str, get_args(hint)))
+        raise ConfigError(f"key {path}: {value!r}; allowed: {allowed}")
+    if origin in (Union, types.UnionType):
+        raise AssertionError(f"{path}: optional fields are spelled with an empty value")
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            raise ConfigError(f"key {path}: {value!r}; allowed: a list of strings")
+        return tuple(_convert(item, get_args(hint)[0], path) for item in items)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        if hint is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if hint is int and (isinstance(value, str) or (number and float(value).is_integer())):
+            return int(value)
+        if hint is float and (isinstance(value, str) or number):
+            converted = float(value)
+            if converted != converted or abs(converted) == float("inf"):
+                raise ValueError
+            return converted
+        if hint in (bool, str) and type(value) is hint:
+            return value
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"key {path}: {value!r}; allowed: {_ALLOWED.get(hint, hint)}")
+
+
+_ALLOWED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+
+
+def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """A hint at the known word that is meant, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,642 @@
+"""halfstep's scaler inside Accelerate: steps, skips, clipping, several optimizers, states.
+
+Oracles are plain loops without a scaler: with powers of two and fp32 the same bits come out.
+"""
+
+import math
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import ConfigError, GradScaler, NonFiniteError, PrecisionError
+from halfstep.integrations.accelerate import attach
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import DistributedType, GradScalerKwargs  # noqa: E402
+
+INF, NAN = math.inf, math.nan
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "halfstep": lambda p: halfstep.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def accelerator(**options):
+    return Accelerator(cpu=True, **options)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+
+def rows(step, count=6):
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, step, broken=()):
+    """Gradients of the last layer's weight are inf or NaN in a step that is told so."""
+    loss = model(rows(step)).square().mean()
+    last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
+    bad = dict(broken).get(step)
+    return loss if bad is None else loss + (last.weight * torch.tensor(bad)).sum()
+
+
+def bits(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+
+
+def plain(kind, steps, *, clip=None, leave_out=(), micro=1):
+    """The oracle: no scaler; steps that would overflow are left out, and the schedule waits."""
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    rates = schedule(optimizer)
+    for step in range(steps):
+        for part in range(micro):
+            (loss_of(model, step * micro + part) / micro).backward()
+        if step not in leave_out:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            rates.step()
+        optimizer.zero_grad()
+    return model, rates.get_last_lr()
+
+
+def attached(kind, steps, *, clip=None, broken=(), micro=1, **options):
+    acc = accelerator(gradient_accumulation_steps=micro)
+    scaler = attach(acc, **{"init_scale": 2.0**10, **options})
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    model, optimizer, rates = acc.prepare(model, optimizer, schedule(optimizer))
+    skipped = []
+    for step in range(steps):
+        for part in range(micro):
+            with acc.accumulate(model):
+                acc.backward(loss_of(model, step * micro + part, broken))
+                if clip and acc.sync_gradients:
+                    acc.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                rates.step()
+                optimizer.zero_grad()
+        if acc.optimizer_step_was_skipped:
+            skipped.append(step)
+    return model, rates.get_last_lr(), skipped, scaler
+
+
+# The trap
+
+
+@pytest.mark.parametrize(("kind", "told"), [("sgd", True), ("foreach", True), ("fused", False)])
+def test_accelerates_own_scaler_hides_the_skips_of_fused_optimizers(kind, told):
+    acc = accelerator()
+    acc.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    model, optimizer, rates = acc.prepare(model, optimizer, schedule(optimizer))
+    before = bits(model)
+    acc.backward(loss_of(model, 0, {0: INF}.items()))
+    optimizer.step()
+    rates.step()
+    assert same(bits(model), before)  # skipped in truth
+    assert acc.optimizer_step_was_skipped is told
+    assert (rates.get_last_lr() == [0.1]) is told  # and so the schedule moves on
+
+
+# One optimizer
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_without_overflow_the_bits_are_those_of_a_plain_loop(kind, clip, micro):
+    expected, rate = plain(kind, 5, clip=clip, micro=micro)
+    model, got_rate, skipped, scaler = attached(kind, 5, clip=clip, micro=micro)
+    assert skipped == []
+    assert scaler.skipped_total == 0
+    assert same(bits(model), bits(expected))
+    assert got_rate == rate
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize(("value", "reason"), [(INF, "overflow"), (NAN, "nan_gradients")])
+def test_a_broken_step_is_skipped_and_told_and_holds_the_schedule(kind, clip, value, reason):
+    broken = {0: value, 2: value}
+    expected, rate = plain(kind, 5, clip=clip, leave_out=broken)
+    model, got_rate, skipped, scaler = attached(kind, 5, clip=clip, broken=broken.items())
+    assert skipped == [0, 2]
+    assert same(bits(model), bits(expected))
+    assert got_rate == rate
+    assert scaler.skipped_total == 2
+    assert scaler.get_scale() == 2.0**8
+
+
+def test_the_step_names_the_users_parameters():
+    acc = accelerator()
+    scaler = attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["fused"](model.parameters()))
+    acc.backward(loss_of(model, 0, {0: INF}.items()))
+    optimizer.step()
+    result = scaler.last_step
+    assert (result.applied, result.reason) == (False, "overflow")
+    assert result.nonfinite_parameters == ("2.weight",)
+    assert (result.loss_scale, result.next_loss_scale) == (2.0**16, 2.0**15)
+
+
+def test_one_broken_micro_batch_skips_the_step_of_all():
+    expected, _ = plain("sgd", 3, leave_out={1}, micro=2)
+    model, _, skipped, _ = attached("sgd", 3, broken={3: INF}.items(), micro=2)
+    assert skipped == [1]
+    assert same(bits(model), bits(expected))
+
+
+def test_real_fp16_gradients_underflow_without_and_arrive_with_the_scale():
+    moved = {}
+    for scaled in (False, True):
+        acc = accelerator()
+        if scaled:
+            attach(acc, init_scale=2.0**14)
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e6))
+        with torch.autocast("cpu", torch.float16):
+            out = model(torch.full((1, 4), 2.0**-6))
+        acc.backward(out.sum() * 2.0**-20)  # a gradient of 2^-26, below fp16's smallest 2^-24
+        optimizer.step()
+        moved[scaled] = (1 - model.weight.detach()).tolist()
+        AcceleratorState._reset_state(True)
+    assert moved[False] == [[0.0] * 4]
+    # 1e6 * 2^-26 in fp32, subtracted from 1: half a unit of 2^-24
+    assert moved[True] == [[pytest.approx(1e6 * 2.0**-26, abs=2.0**-25)] * 4]
+
+
+def test_auto_finds_the_scale_in_the_first_backward():
+    acc = accelerator()
+    scaler = attach(acc, init_scale="auto")
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    # d loss / d weight = 2^110, which times 2^17 is 2^127, the last power of two in fp32
+    acc.backward((model.weight * 2.0**110).sum() * model.weight.detach().sum())
+    assert scaler.get_scale() == 2.0**17
+    optimizer.step()
+    assert not acc.optimizer_step_was_skipped
+
+
+def test_options_reach_the_scaler():
+    acc = accelerator()
+    scaler = attach(acc, init_scale=4.0, growth_interval=2, min_scale=2.0, hysteresis=2)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["fused"](model.parameters()))
+    scales = []
+    for step in range(6):
+        acc.backward(loss_of(model, step, {2: INF, 3: INF, 4: INF}.items()))
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 8.0, 8.0, 4.0, 2.0, 2.0]
+    acc.backward(loss_of(model, 9, {9: NAN}.items()))
+    with pytest.raises(NonFiniteError, match=r"2\.weight at the smallest loss scale 2") as caught:
+        optimizer.step()
+    assert caught.value.cause == "loss_scale_floor"
+
+
+def test_strict_is_the_default_and_stops_at_scale_one():
+    acc = accelerator()
+    attach(acc, init_scale=1.0)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    acc.backward(loss_of(model, 0, {0: INF}.items()))
+    with pytest.raises(NonFiniteError, match="smallest loss scale 1 "):
+        optimizer.step()
+
+
+def test_max_consecutive_skips_stops():
+    acc = accelerator()
+    attach(acc, max_consecutive_skips=2)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["fused"](model.parameters()))
+    for step, raises in ((0, False), (1, False), (2, True)):
+        acc.backward(loss_of(model, step, {1: INF, 2: INF}.items()))
+        if raises:
+            with pytest.raises(NonFiniteError, match="2 steps in a row skipped"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+# Several optimizers
+
+
+def pair(kind="sgd"):
+    acc = accelerator()
+    scaler = attach(acc, init_scale=2.0**10)
+    first, second = net(1), net(2)
+    made = OPTIMIZERS[kind](first.parameters()), OPTIMIZERS[kind](second.parameters())
+    return acc, scaler, *acc.prepare(first, second, *made)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("step_broken", [None, 0, 1])
+def test_one_loss_two_optimizers(kind, clip, step_broken):
+    """torch's habit would divide the second's gradients by another scale, or twice."""
+    acc, scaler, first, second, one, two = pair(kind)
+    oracle = net(1), net(2)
+    others = [OPTIMIZERS[kind](model.parameters()) for model in oracle]
+    broken = {} if step_broken is None else {step_broken: INF}
+    for step in range(3):
+        acc.backward(loss_of(first, step, broken.items()) + loss_of(second, step))
+        if clip:
+            acc.clip_grad_norm_(first.parameters(), 1e9)
+            acc.clip_grad_norm_(second.parameters(), 1e9)
+        one.step()
+        two.step()
+        assert one.step_was_skipped is (step in broken)
+        assert not two.step_was_skipped
+        assert acc.optimizer_step_was_skipped is (step in broken)
+        for optimizer in (one, two):
+            optimizer.zero_grad()
+        for model, optimizer in zip(oracle, others, strict=True):
+            loss_of(model, step).backward()
+            if model is oracle[1] or step not in broken:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert same(bits(first), bits(oracle[0]))
+    assert same(bits(second), bits(oracle[1]))
+    assert scaler.skipped_total == len(broken)
+    assert scaler.get_scale() == 2.0 ** (10 - len(broken))
+
+
+def test_accelerates_own_scaler_divides_the_second_ones_gradients_twice():
+    acc = accelerator()
+    acc.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    made = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    *models, one, two = acc.prepare(*models, *made)
+    before = [model.weight.item() for model in models]
+    acc.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+    for optimizer in made:
+        acc.scaler.unscale_(optimizer)  # what clip_grad_norm_ does with fp16 on a GPU
+    one.step()
+    two.step()
+    moved = [b - model.weight.item() for b, model in zip(before, models, strict=True)]
+    assert moved == [pytest.approx(1.0), pytest.approx(1 / 1024, rel=1e-3)]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_alternating_losses_as_in_a_gan(clip):
+    """Gradients that one loss leaves in the other's model are cleared before they are used."""
+    acc, scaler, first, second, one, two = pair()
+    broken = {1: INF}
+    for step in range(4):
+        for model, optimizer in ((first, one), (second, two)):
+            optimizer.zero_grad()
+            value = loss_of(model, step, broken.items() if model is first else ())
+            other = second if model is first else first
+            acc.backward(value + 0.5 * loss_of(other, step))
+            if clip:
+                acc.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            assert optimizer.step_was_skipped is (model is first and step in broken)
+    oracle = net(1), net(2)
+    for number, model in enumerate(oracle):
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(4):
+            loss_of(model, step).backward()
+            if number or step not in broken:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert same(bits(first), bits(oracle[0]))
+    assert same(bits(second), bits(oracle[1]))
+    assert scaler.skipped_total == 1
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_wait_for_their_step_follow_a_change_of_scale(clip):
+    acc, scaler, first, second, one, two = pair()
+    oracle = net(2)
+    slow = OPTIMIZERS["sgd"](oracle.parameters())
+    for step in range(4):
+        acc.backward(loss_of(first, step, {0: INF, 1: INF}.items()) + loss_of(second, step))
+        if clip:
+            acc.clip_grad_norm_(first.parameters(), 1e9)
+        one.step()
+        one.zero_grad()
+        loss_of(oracle, step).backward()
+    two.step()
+    slow.step()
+    assert scaler.get_scale() == 2.0**8
+    assert same(bits(second), bits(oracle))
+
+
+def test_an_iteration_counts_once_for_all_its_optimizers():
+    acc, scaler, first, second, one, two = pair()
+    scales = []
+    for step in range(4):
+        scaler.set_growth_interval(2)
+        broken = {0: INF, 1: INF}.items()
+        acc.backward(loss_of(first, step, broken) + loss_of(second, step, broken))
+        for optimizer in (one, two):
+            optimizer.step()
+        for optimizer in (one, two):
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [2.0**e for e in (9, 8, 8, 9)]
+    assert scaler.skipped_total == 2
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_infinities_that_wait_count_with_their_own_step(clip):
+    """Clipping for the first optimizer unscales the second one's gradients, and sees them."""
+    acc, scaler, first, second, one, two = pair()
+    scales = []
+    for step in range(2):
+        acc.backward(loss_of(first, step) + loss_of(second, step, {0: INF}.items()))
+        if clip:
+            acc.clip_grad_norm_(first.parameters(), 1e9)
+        one.step()
+        one.zero_grad()
+        scales.append(scaler.get_scale())
+    assert not one.step_was_skipped
+    two.step()
+    scales.append(scaler.get_scale())
+    assert two.step_was_skipped
+    assert scaler.skipped_total == 1
+    assert scales == [2.0**10, 2.0**10, 2.0**9]
+
+
+def test_a_saved_state_has_the_scale_of_all_finished_steps():
+    acc, scaler, first, second, one, _ = pair()
+    acc.backward(loss_of(first, 0, {0: INF}.items()) + loss_of(second, 0))
+    one.step()  # the second one waits
+    assert scaler.state_dict()["scale"] == 2.0**9
+
+
+# Saving
+
+
+def test_save_and_load_keep_all_of_the_state(tmp_path):
+    def run(steps, load=None, save_at=None):
+        AcceleratorState._reset_state(True)
+        acc = accelerator()
+        scaler = attach(acc, init_scale=2.0**6, growth_interval=3, hysteresis=2)
+        model = net()
+        optimizer = OPTIMIZERS["fused"](model.parameters())
+        model, optimizer, rates = acc.prepare(model, optimizer, schedule(optimizer))
+        if load is not None:
+            acc.load_state(load)
+        for step in steps:
+            acc.backward(loss_of(model, step, {1: INF, 4: INF, 6: NAN}.items()))
+            acc.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            rates.step()
+            optimizer.zero_grad()
+            if step == save_at:
+                acc.save_state(tmp_path / "state")
+        return bits(model), scaler.state_dict(), rates.get_last_lr()
+
+    whole = run(range(9))
+    run(range(5), save_at=4)
+    resumed = run(range(5, 9), load=tmp_path / "state")
+    assert same(whole[0], resumed[0])
+    assert whole[1:] == resumed[1:]
+    assert whole[1]["halfstep"]["skipped_total"] == 3
+
+
+def test_skips_are_counted_across_a_resume_with_every_option_off():
+    _, _, _, scaler = attached("sgd", 3, broken={1: INF}.items(), strict=False)
+    AcceleratorState._reset_state(True)
+    resumed = attach(accelerator(), strict=False)
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.skipped_total == 1
+    assert torch.amp.GradScaler("cpu").state_dict().keys() < scaler.state_dict().keys()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    assert theirs.get_scale() == 2.0**9
+
+
+def test_a_state_of_accelerates_own_scaler_is_taken_up(tmp_path):
+    acc = accelerator()
+    acc.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    model = net()
+    acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    acc.save_state(tmp_path)
+    AcceleratorState._reset_state(True)
+    acc = accelerator()
+    scaler = attach(acc, init_scale="auto")
+    acc.prepare(net(), OPTIMIZERS["sgd"](model.parameters()))
+    acc.load_state(tmp_path)
+    assert scaler.get_scale() == 32.0
+
+
+# Mistakes
+
+
+def test_clipping_between_micro_batches_is_refused():
+    acc = accelerator()
+    attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["fused"](model.parameters()))
+    acc.backward(loss_of(model, 0))
+    acc.clip_grad_norm_(model.parameters(), 1.0)
+    acc.backward(loss_of(model, 1))
+    with pytest.raises(PrecisionError, match="after the last micro-batch only"):
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+    before = bits(model)
+    with pytest.raises(PrecisionError, match="after the last micro-batch only"):
+        optimizer.step()
+    assert same(bits(model), before)
+
+
+def test_a_closure_is_refused():
+    acc = accelerator()
+    attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    acc.backward(loss_of(model, 0))
+    with pytest.raises(PrecisionError, match="a closure was given"):
+        optimizer.step(lambda: loss_of(model, 0))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused"])
+def test_a_step_without_gradients_says_so(kind):
+    acc = accelerator()
+    scaler = attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        optimizer.step()
+
+
+def test_attach_refuses_what_it_cannot_do():
+    acc = accelerator()
+    attach(acc)
+    with pytest.raises(ConfigError, match="already"):
+        attach(acc)
+
+    acc = accelerator()
+    model = net()
+    acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    with pytest.raises(ConfigError, match="before prepare"):
+        attach(acc)
+
+    with pytest.raises(ConfigError, match=r"got a Linear without .*allowed: an accelerate"):
+        attach(nn.Linear(1, 1))
+
+    acc = accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    with pytest.raises(ConfigError, match="two answers to one question"):
+        attach(acc)
+
+    acc = accelerator()
+    with pytest.raises(PrecisionError, match="hysteresis is 0"):
+        attach(acc, hysteresis=0)
+    assert acc.scaler is None
+    attach(acc)
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"), [("bf16", "has the range of fp32"), ("fp16", "trains in fp32 there")]
+)
+def test_precisions_without_room_for_a_scale_are_refused(precision, words):
+    acc = accelerator(mixed_precision=precision)
+    with pytest.raises(PrecisionError, match=words):
+        attach(acc)
+
+
+def test_accelerate_trains_fp16_on_a_cpu_in_fp32():
+    """Why that is refused."""
+    acc = accelerator(mixed_precision="fp16")
+    model = acc.prepare(nn.Linear(1, 1))
+    assert (acc.mixed_precision, acc.scaler) == ("fp16", None)
+    assert acc.prepare(model)(torch.tensor([[1e-9]])).dtype == torch.float32
+    seen = []
+    model.register_forward_hook(
+        lambda _, __, out: seen.append((out.dtype, torch.is_autocast_enabled("cpu")))
+    )
+    model(torch.ones(1, 1))
+    assert seen == [(torch.float32, False)]
+
+
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_engines_that_own_their_scaler_are_refused_by_name(engine, monkeypatch):
+    acc = accelerator()
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[engine])
+    with pytest.raises(PrecisionError, match="scales the loss and skips steps itself"):
+        attach(acc)
+    assert acc.scaler is None
+
+
+def test_auto_under_fsdp_is_refused(monkeypatch):
+    acc = accelerator()
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(PrecisionError, match=r"init_scale='auto'.*under FSDP"):
+        attach(acc, init_scale="auto")
+
+
+# Optimizers and policies of halfstep
+
+
+def test_16_bit_weights_train_with_halfsteps_optimizer_and_a_saved_state(tmp_path):
+    def run(steps, load=None, save=False):
+        AcceleratorState._reset_state(True)
+        acc = accelerator()
+        model = net().to(torch.bfloat16)
+        optimizer = halfstep.optim.AdamW(model.parameters(), lr=1e-4, update="split")
+        model, optimizer = acc.prepare(model, optimizer)
+        if load:
+            acc.load_state(tmp_path / "state")
+        for step in steps:
+            acc.backward(model(rows(step).bfloat16()).float().square().mean())
+            acc.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            acc.save_state(tmp_path / "state")
+        return [optimizer.optimizer.read_master(p) for p in model.parameters()]
+
+    whole = run(range(8))
+    run(range(4), save=True)
+    resumed = run(range(4, 8), load=True)
+    assert same(whole, resumed)
+    start = [p.bfloat16() for p in net().parameters()]
+    # eight steps of some 1e-4 each: below half the gap of most bf16 weights, and kept
+    assert all((w - s.float()).abs().max() > 1e-4 for w, s in zip(whole, start, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["bf16-split", "bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_precision_in_an_accelerate_loop(policy, tmp_path):
+    """Accelerate moves data and model; Precision has the backward and the step."""
+
+    def run(acc, steps, load=False):
+        model = net()
+        optimizer = OPTIMIZERS["halfstep"](model.parameters())
+        if acc is not None:
+            model = acc.prepare(model)
+        precision = halfstep.Precision(policy, model, optimizer)
+        if acc is not None:
+            acc.register_for_checkpointing(optimizer, precision)
+        if load:
+            acc.load_state(tmp_path)
+        for step in steps:
+            for part in range(2):
+                with precision.autocast():
+                    loss = loss_of(model, 2 * step + part) / 2
+                precision.backward(loss)
+            precision.step(max_norm=1.0)
+        return model
+
+    expected = bits(run(None, range(6)))
+    acc = accelerator()
+    assert same(bits(run(acc, range(6))), expected)
+    acc = accelerator()
+    run(acc, range(3))
+    acc.save_state(tmp_path)
+    acc = accelerator()
+    assert same(bits(run(acc, range(3, 6), load=True)), expected)
+
+
+def test_the_example_learns_and_tells_its_skips(capsys):
+    losses = runpy.run_path(str(EXAMPLE))["main"]()
+    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
+    printed = capsys.readouterr().out
+    assert "step 1 skipped: " in printed
+    assert "scale 1.67772e+07 -> 8.38861e+06, learning rate still 0.01\n" in printed
+
+
+def test_the_example_marks_its_changed_lines():
+    lines = EXAMPLE.read_text().splitlines()
+    assert sum(bool(re.search(r"  # \d", line)) for line in lines) == 2
+
+
+def test_halfsteps_plain_scaler_keeps_torchs_state():
+    assert set(GradScaler("cpu").state_dict()) == set(torch.amp.GradScaler("cpu").state_dict())

@@ -1,0 +1,722 @@
+"""halfstep in Lightning's Trainer, against halfstep's own loop and Lightning's own plugins."""
+
+import copy
+import math
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfstep.integrations
+from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.module_border import ModuleBorder
+from halfstep.optim import AdamW
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.step import Precision
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import WeightAveraging  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy  # noqa: E402
+
+from halfstep.integrations.lightning import (  # noqa: E402
+    HalfstepPrecision,
+    ScaledPrecision,
+    StepLog,
+)
+
+pytestmark = [
+    # Lightning 2.6 with torch 2.13's pytree, at every dataloader.
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than"),
+]
+POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
+            "bf16-kahan", "bf16-sr")  # fmt: skip
+STATIC = "fp32,scale=static,init_scale=1024"
+BATCHES, BATCH, WIDTH = 6, 8, 8
+OVERFLOW = 3  # the batch whose gradients overflow where that is wanted
+
+
+def network():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(6)
+    inputs = torch.randn(BATCHES * BATCH, WIDTH, generator=generator)
+    return TensorDataset(inputs, inputs[:, :2].sum(dim=1, keepdim=True))
+
+
+def loader(rows=BATCH):
+    return DataLoader(batches(), batch_size=rows)
+
+
+def mse(output, targets):
+    # An eighth, so that fp16 gradients fit at the scale 2^16 and all overflows are planted ones.
+    return nn.functional.mse_loss(output, targets) / 8
+
+
+def spoilt(tensor, value):
+    """The tensor itself; its gradient becomes ``value``."""
+    tensor.register_hook(lambda gradient: torch.full_like(gradient, value))
+    return tensor
+
+
+class Regression(pl.LightningModule):
+    def __init__(self, *, schedule=False, bad=(), value=math.inf, through="net", make=AdamW):
+        super().__init__()
+        self.net = network()
+        self.schedule, self.bad, self.value, self.through, self.make = (
+            schedule, bad, value, through, make)  # fmt: skip
+        self.outputs, self.rates, self.losses = [], [], []
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, index):
+        inputs, targets = batch
+        output = self.net(inputs) if self.through == "net" else self(inputs)
+        self.outputs.append(output.dtype)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx in self.bad:
+            output = spoilt(output, self.value)
+        loss = mse(output, targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.parameters(), lr=0.01)
+        if not self.schedule:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def trainer(plugin, **options):
+    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False} | options
+    plugins = [] if plugin is None else [plugin]
+    return pl.Trainer(
+        accelerator="cpu", plugins=plugins, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def fit(plugin, model=None, **options):
+    model = Regression() if model is None else model
+    run = trainer(plugin, **options)
+    run.fit(model, loader())
+    return model, run
+
+
+def weights(module):
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        torch.equal(first[k], second[k]) and first[k].dtype == second[k].dtype for k in first
+    )
+
+
+def moments(optimizer):
+    return [
+        {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+        for state in optimizer.state.values()
+    ]
+
+
+# The whole policy -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["net", "forward"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_in_the_trainer_is_halfsteps_own_loop_bit_for_bit(policy, through):
+    bad = (OVERFLOW,) if policy.startswith("fp16") else ()
+    model = Regression(schedule=True, bad=bad, through=through)
+    plugin = HalfstepPrecision(policy)
+    fit(plugin, model, gradient_clip_val=0.5, accumulate_grad_batches=2)
+
+    net = network()
+    optimizer = AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    precision = Precision(policy, net, optimizer, schedulers=[scheduler])
+    results = []
+    for index, (inputs, targets) in enumerate(loader()):
+        with precision.autocast():
+            output = net(inputs)
+            output = spoilt(output, math.inf) if index in bad else output
+            loss = mse(output, targets) / 2
+        precision.backward(loss)
+        if index % 2 == 1:
+            results.append(precision.step(max_norm=0.5))
+    assert same(weights(model.net), weights(net))
+    exact = {f"net.{name}": value for name, value in precision.masters.items()}
+    assert same(dict(plugin.engine.masters.items()), exact)
+    assert plugin.last_step == results[-1]
+    assert [r.applied for r in results] == [True, not bad, True]
+    assert model.rates[-1] == optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (2 if bad else 3)
+    assert set(model.outputs) == {torch.float32}
+
+
+@pytest.mark.parametrize("policy", ["fp32", STATIC])
+@pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])
+def test_fp32_is_lightnings_own_bit_for_bit_with_a_scale_and_without(policy, make):
+    # A power of two times fp32 gradients that stay in range is exact.
+    plain, _ = fit(None, Regression(schedule=True, make=make), accumulate_grad_batches=3)
+    ours, _ = fit(
+        HalfstepPrecision(policy), Regression(schedule=True, make=make), accumulate_grad_batches=3
+    )
+    assert same(weights(ours), weights(plain))
+    assert ours.rates == plain.rates
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_of_unscaled_gradients(algorithm):
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    make = torch.optim.SGD
+    plain, _ = fit(None, Regression(make=make), **options)
+    free, _ = fit(None, Regression(make=make))
+    ours, _ = fit(HalfstepPrecision(STATIC), Regression(make=make), **options)
+    for name, weight in weights(plain).items():
+        # The norm's factor is rounded once in fp64 here, a few times in fp32 there: 6 steps of a
+        # few units of 2^-24.
+        torch.testing.assert_close(weights(ours)[name], weight, rtol=1e-6, atol=1e-7)
+        assert (weights(free)[name] - weight).abs().max() > 1e-5
+    if algorithm == "value":
+        assert same(weights(ours), weights(plain))
+
+
+class Watcher(pl.Callback):
+    """What was there before and after each step, and what the hook before a step sees."""
+
+    def __init__(self):
+        self.before, self.after, self.norms = [], [], []
+
+    def state(self, run, model):
+        (optimizer,) = run.optimizers
+        return weights(model), moments(optimizer), optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_start(self, run, model, *args):
+        self.before.append(self.state(run, model))
+
+    def on_train_batch_end(self, run, model, *args):
+        self.after.append(self.state(run, model))
+
+    def on_before_optimizer_step(self, run, model, optimizer):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        known = [g.double().square().sum() for g in grads if g is not None]
+        self.norms.append(math.sqrt(sum(known)))
+
+
+def identical(first, second):
+    return (
+        same(first[0], second[0])
+        and first[2] == second[2]
+        and len(first[1]) == len(second[1])
+        and all(same(a, b) for a, b in zip(first[1], second[1], strict=True))
+    )
+
+
+PLUGINS = {
+    "fp16-mixed": lambda: HalfstepPrecision("fp16-mixed"),
+    "fp16-master": lambda: HalfstepPrecision("fp16-master"),
+    "fp32-dynamic": lambda: HalfstepPrecision("fp32,scale=dynamic"),
+    "scaler": lambda: ScaledPrecision(device="cpu"),
+}
+
+
+@pytest.mark.parametrize(
+    ("clip", "value"),
+    [(None, math.inf), ("norm", math.nan), ("value", math.inf), ("value", math.nan)],
+)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_an_overflow_at_a_chosen_step_changes_nothing(name, clip, value):
+    plugin, watcher = PLUGINS[name](), Watcher()
+    model = Regression(schedule=True, bad=(OVERFLOW,), value=value)
+    options = {} if clip is None else {"gradient_clip_val": 0.1, "gradient_clip_algorithm": clip}
+    _, run = fit(plugin, model, callbacks=[watcher], **options)
+    for step, (before, after) in enumerate(zip(watcher.before, watcher.after, strict=True)):
+        assert identical(before, after) == (step == OVERFLOW), step
+    assert plugin.last_step.skipped_total == 1
+    assert model.rates[-1] == 0.01 * 0.5 ** (BATCHES - 1)
+    assert plugin.attempts == run.global_step == BATCHES  # Lightning counts attempts
+
+
+@pytest.mark.parametrize("policy", ["fp32", STATIC, "fp16-mixed", "fp16-master"])
+def test_hooks_before_a_step_see_unscaled_gradients(policy):
+    plugin, watcher, norms = HalfstepPrecision(policy), Watcher(), []
+
+    class Norms(pl.Callback):
+        def on_train_batch_end(self, *args):
+            norms.append(plugin.last_step.grad_norm)
+
+    fit(plugin, callbacks=[watcher, Norms()])
+    # fp32 sums of 161 squares against fp64
+    assert watcher.norms == pytest.approx(norms, rel=1e-5)
+    assert 0.01 < max(norms) < 10
+
+
+def test_watching_hooks_change_no_bit():
+    alone, _ = fit(HalfstepPrecision("fp16-master"))
+    watched, _ = fit(HalfstepPrecision("fp16-master"), callbacks=[Watcher()])
+    assert same(weights(alone), weights(watched))
+
+
+def test_a_hook_that_edits_gradients_is_honoured():
+    class Freeze(Regression):
+        def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.zero_()
+
+    model = Freeze(make=torch.optim.SGD)
+    start = weights(model)
+    fit(HalfstepPrecision("fp16-mixed"), model)
+    assert same(weights(model), start)
+
+
+@pytest.mark.parametrize("name", [*PLUGINS, "bf16-mixed", "fp32"])
+def test_a_loss_that_is_nan_stops_with_its_cause(name):
+    class Broken(Regression):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            if index == OVERFLOW:
+                self.kept = weights(self)
+                return loss * math.nan
+            return loss
+
+    model = Broken()
+    plugin = PLUGINS[name]() if name in PLUGINS else HalfstepPrecision(name)
+    with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
+        fit(plugin, model)
+    assert caught.value.cause == "forward"
+    assert same(weights(model), model.kept)
+
+
+def test_infinite_gradients_without_a_scale_stop_with_their_names():
+    with pytest.raises(NonFiniteError, match=r"net\.0\.weight") as caught:
+        fit(HalfstepPrecision("bf16-mixed"), Regression(bad=(1,)))
+    assert caught.value.cause == "gradients"
+
+
+def test_on_nonfinite_is_passed_on():
+    plugin = HalfstepPrecision("bf16-mixed", on_nonfinite="skip:1")
+    with pytest.warns(UserWarning, match="the step is left out"):
+        fit(plugin, Regression(bad=(1,)))
+    assert plugin.last_step.skipped_total == 1
+
+
+def test_no_step_where_training_step_gives_none():
+    class Idle(Regression):
+        def training_step(self, batch, index):
+            return None if index == 1 else super().training_step(batch, index)
+
+    model, plugin, watcher = Idle(schedule=True), HalfstepPrecision("fp16-master"), Watcher()
+    with pytest.warns(UserWarning, match="returned `None`"):
+        fit(plugin, model, callbacks=[watcher])
+    assert identical(watcher.before[1], watcher.after[1])
+    assert plugin.attempts == BATCHES - 1
+
+
+def test_manual_optimization_with_one_optimizer():
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            self.manual_backward(super().training_step(batch, index))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+
+    manual, automatic = Manual(), Regression()
+    manual.automatic_optimization = False
+    fit(HalfstepPrecision("fp16-master"), manual)
+    fit(HalfstepPrecision("fp16-master"), automatic, gradient_clip_val=0.5)
+    assert same(weights(manual), weights(automatic))
+
+
+# Checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*PLUGINS, "bf16-master", "bf16-split", "bf16-kahan",
+                                  "bf16-split,moments=8bit"])  # fmt: skip
+def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path):
+    def plugin():
+        return PLUGINS[name]() if name in PLUGINS else HalfstepPrecision(name)
+
+    def module():
+        return Regression(schedule=True, bad=(OVERFLOW,) if name in PLUGINS else ())
+
+    whole_plugin, half_plugin, rest_plugin = plugin(), plugin(), plugin()
+    whole, _ = fit(whole_plugin, module(), max_epochs=2)
+    _, run = fit(half_plugin, module())
+    path = tmp_path / "half.ckpt"
+    run.save_checkpoint(path)
+    rest, second = module(), trainer(rest_plugin, max_epochs=2)
+    second.fit(rest, loader(), ckpt_path=path, weights_only=True)
+    assert second.global_step == 2 * BATCHES
+    assert same(weights(rest), weights(whole))
+    assert rest.rates == whole.rates[BATCHES:]
+    assert rest_plugin.last_step.loss == whole_plugin.last_step.loss
+    assert rest_plugin.last_step.skipped_total == whole_plugin.last_step.skipped_total
+    if isinstance(whole_plugin, HalfstepPrecision):
+        ours = dict(rest_plugin.engine.masters.items())
+        assert same(ours, dict(whole_plugin.engine.masters.items()))
+
+
+def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
+    _, run = fit(HalfstepPrecision("bf16-master"))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(PrecisionError, match="of policy 'bf16-master'"):
+        trainer(HalfstepPrecision("fp16-mixed"), max_epochs=2).fit(
+            Regression(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True
+        )
+
+
+# Evaluation -----------------------------------------------------------------------------------
+
+
+class Evaluated(Regression):
+    def validation_step(self, batch, index):
+        inputs, targets = batch
+        output = self.net(inputs)
+        self.outputs.append((output.dtype, self.net[0].weight.dtype))
+        self.log("mse", nn.functional.mse_loss(output, targets))
+
+
+def test_a_model_that_is_only_evaluated_gets_its_weights_back():
+    model = Evaluated()
+    start = weights(model)
+    found = trainer(HalfstepPrecision("bf16-master")).validate(model, loader(), verbose=False)
+    assert set(model.outputs) == {(torch.float32, torch.bfloat16)}
+    assert same(weights(model), start)
+    assert model(torch.ones(1, WIDTH)).dtype == torch.float32
+    plain = trainer(None).validate(model, loader(), verbose=False)
+    # bf16 keeps 8 bits: a percent of the loss, and not the same number
+    assert found[0]["mse"] == pytest.approx(plain[0]["mse"], rel=0.05)
+    assert found != plain
+
+
+def test_a_trained_model_is_evaluated_as_it_is_and_trains_on():
+    model, plugin = Evaluated(), HalfstepPrecision("bf16-master")
+    run = trainer(plugin)
+    run.fit(model, loader(), loader())
+    kept, exact = weights(model), copy.deepcopy(dict(plugin.engine.masters.items()))
+    run.validate(model, loader(), verbose=False)
+    assert same(weights(model), kept)
+    assert same(dict(plugin.engine.masters.items()), exact)
+
+
+# Refusals -------------------------------------------------------------------------------------
+
+
+class TwoOptimizers(Regression):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [AdamW(self.net[0].parameters()), AdamW(self.net[3].parameters())]
+
+
+class OwnBackward(Regression):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Deviating(Regression):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+
+def lbfgs(parameters, lr):
+    return torch.optim.LBFGS(parameters, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (TwoOptimizers, "gives 2 optimizers"),
+        (OwnBackward, "OwnBackward overrides backward"),
+        (Deviating, "Deviating overrides backward"),
+        (lambda: Regression(make=lbfgs), "LBFGS calls the loss several times"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_the_first_step(make, message):
+    model = make()
+    start = weights(model)
+    with pytest.raises(PrecisionError, match=message):
+        fit(HalfstepPrecision("bf16-master"), model)
+    assert same(weights(model), start)
+    assert not model.losses
+
+
+def test_a_policy_that_needs_halfsteps_optimizer_says_so():
+    with pytest.raises(PrecisionError, match=r"halfstep\.optim"):
+        fit(HalfstepPrecision("bf16-split"), Regression(make=torch.optim.AdamW))
+
+
+def test_averages_past_the_masters_are_refused():
+    with pytest.raises(PrecisionError, match="WeightAveraging averages the model's 16-bit"):
+        fit(HalfstepPrecision("bf16-master"), callbacks=[WeightAveraging()])
+    fit(HalfstepPrecision("bf16-mixed"), callbacks=[WeightAveraging()])
+
+
+def test_module_casts_and_unknown_policies_are_refused_by_the_constructor():
+    with pytest.raises(PrecisionError, match="use bf16-mixed"):
+        HalfstepPrecision("bf16-module")
+    with pytest.raises(PrecisionError, match="did you mean"):
+        HalfstepPrecision("fp16-mixd")
+
+
+@pytest.mark.parametrize("plugin", [HalfstepPrecision("bf16-mixed"), ScaledPrecision(device="cpu")])
+def test_sharding_strategies_are_refused_by_name(plugin):
+    class Stub:
+        strategy = FSDPStrategy.__new__(FSDPStrategy)
+
+    model = Regression()
+    model._trainer = Stub()
+    with pytest.raises(PrecisionError, match="FSDPStrategy shards weights"):
+        plugin.connect(model, [], [])
+
+
+def test_lightning_refuses_the_plugin_together_with_a_precision():
+    with pytest.raises(ValueError, match="Received both"):
+        trainer(HalfstepPrecision("fp32"), precision="bf16-mixed")
+
+
+def test_options_of_backward_and_step_are_refused():
+    plugin = HalfstepPrecision("fp32")
+    fit(plugin)
+    with pytest.raises(PrecisionError, match="retain_graph"):
+        plugin.backward(torch.ones((), requires_grad=True), None, None, retain_graph=True)
+    with pytest.raises(PrecisionError, match="did not run in policy fp32"):
+        plugin.backward(torch.ones((), requires_grad=True), None, None)
+    with pytest.raises(PrecisionError, match="has no model yet"), \
+            HalfstepPrecision("fp32").forward_context():  # fmt: skip
+        pass
+
+
+def test_a_second_fit_goes_on_where_weights_say_all_and_is_refused_where_they_do_not():
+    model = Regression()
+    run = trainer(HalfstepPrecision("fp16-mixed"))
+    run.fit(model, loader())
+    before = weights(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader())
+    assert not same(weights(model), before)
+    model, _ = fit(HalfstepPrecision("bf16-master"))
+    with pytest.raises(PrecisionError, match="make the model anew"):
+        fit(HalfstepPrecision("bf16-master"), model)
+
+
+@pytest.mark.parametrize("module", ["lightning", "fabric"])
+def test_without_lightning_the_error_names_the_extra(module, monkeypatch):
+    package = {"lightning": "pytorch", "fabric": "fabric"}[module]
+    monkeypatch.setitem(sys.modules, f"lightning.{package}", None)
+    path = Path(halfstep.integrations.__file__).parent / f"{module}.py"
+    with pytest.raises(ConfigError, match=r"pip install 'halfstep\[lightning\]'"):
+        runpy.run_path(str(path))
+
+
+def test_the_example_learns(capsys):
+    example = Path(__file__).parents[2] / "examples" / "lightning_module.py"
+    accuracy, plugin = runpy.run_path(str(example))["main"]("bf16-master", 2)
+    assert accuracy > 0.55  # the most frequent of the four packages is under a half
+    assert plugin.last_step.applied
+    assert "loss scale" in capsys.readouterr().out
+
+
+# The scaler -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_scaler_in_lightnings_place_is_lightnings_bit_for_bit(clip):
+    def run(plugin):
+        model, _ = fit(plugin, Regression(bad=(OVERFLOW,), make=torch.optim.AdamW),
+                       gradient_clip_val=clip)  # fmt: skip
+        return weights(model), model.losses, plugin.scaler.get_scale()
+
+    theirs = run(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+    inside = run(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
+    ours = run(ScaledPrecision(GradScaler("cpu")))
+    assert same(theirs[0], inside[0])
+    assert same(theirs[0], ours[0])
+    assert theirs[1:] == inside[1:] == ours[1:]
+    assert theirs[2] < 2.0**16
+
+
+def test_fused_optimizers_may_clip():
+    def fused(parameters, lr):
+        return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(MixedPrecision("16-mixed", "cpu"), Regression(make=fused), gradient_clip_val=0.1)
+    watcher, plugin = Watcher(), ScaledPrecision(device="cpu")
+    model = Regression(make=fused, bad=(OVERFLOW,), schedule=True)
+    fit(plugin, model, gradient_clip_val=0.1, callbacks=[watcher])
+    for step, (before, after) in enumerate(zip(watcher.before, watcher.after, strict=True)):
+        assert identical(before, after) == (step == OVERFLOW), step
+    assert plugin.last_step.skipped_total == 1
+    assert model.rates[-1] == 0.01 * 0.5 ** (BATCHES - 1)
+
+
+def test_fp16_gradients_are_refused_by_name_before_training():
+    class Half(Regression):
+        def configure_optimizers(self):
+            self.net.half()
+            return super().configure_optimizers()
+
+    model = Half(make=torch.optim.AdamW)
+    with pytest.raises(PrecisionError, match=r"net\.0\.weight"):
+        fit(ScaledPrecision(device="cpu"), model)
+    assert not model.losses
+
+
+def test_the_scalers_own_stops_come_through():
+    scaler = GradScaler("cpu", init_scale=2.0, strict=True)
+    with pytest.raises(NonFiniteError) as caught:
+        fit(ScaledPrecision(scaler), Regression(bad=range(BATCHES)))
+    assert caught.value.cause == "loss_scale_floor"
+    assert caught.value.parameters
+
+
+def test_torchs_scaler_is_refused():
+    with pytest.raises(ConfigError, match=r"allowed: halfstep\.GradScaler"):
+        ScaledPrecision(torch.amp.GradScaler("cpu"))
+
+
+# The log --------------------------------------------------------------------------------------
+
+
+class Memory(pl.loggers.logger.Logger):
+    name, version = "memory", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_the_log_tells_what_every_step_did(name, caplog):
+    plugin, memory = PLUGINS[name](), Memory()
+    model = Regression(bad=(OVERFLOW,))
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(plugin, model, logger=memory, log_every_n_steps=1, callbacks=[StepLog()],
+            accumulate_grad_batches=1)  # fmt: skip
+    rows = [r for r in memory.rows if "halfstep/skipped" in r]
+    assert [r["halfstep/skipped"] for r in rows] == [float(i == OVERFLOW) for i in range(BATCHES)]
+    assert [r["halfstep/skipped_total"] for r in rows] == [float(i >= OVERFLOW) for i in range(6)]
+    scales = [2.0**16 if i < OVERFLOW else 2.0**15 for i in range(BATCHES)]
+    assert [r["halfstep/loss_scale"] for r in rows] == scales
+    norms = [r.get("halfstep/grad_norm") for r in rows]
+    if name == "scaler":
+        assert norms == [None] * BATCHES
+    else:
+        assert [math.isfinite(norm) for norm in norms] == [i != OVERFLOW for i in range(BATCHES)]
+    said = [r.message for r in caplog.records if "skipped" in r.message]
+    assert len(said) == 1
+    assert "step 4 skipped, overflow in the gradients of net.0.weight" in said[0]
+
+
+def test_the_log_wants_one_of_halfsteps_plugins():
+    with pytest.raises(ConfigError, match="the Trainer has Precision"):
+        fit(None, callbacks=[StepLog()])
+
+
+# Parts ----------------------------------------------------------------------------------------
+
+
+def test_the_border_is_around_outermost_calls_of_modules_with_parameters():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.loss = nn.MSELoss()
+
+        def forward(self, x):
+            return self.first(x).dtype, self.second(self.first(x)).dtype
+
+    model = Model().bfloat16()
+    border = ModuleBorder(model, parse_policy("bf16-master"))
+    fp32, bf16 = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bfloat16)
+    with border.on():
+        assert model.first(fp32).dtype == torch.float32
+        assert model(bf16) == (torch.bfloat16, torch.bfloat16)
+        assert model.loss(fp32, fp32).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model.first(torch.ones(2, 5))
+        assert model.first(fp32).dtype == torch.float32
+    assert model.first(bf16).dtype == torch.bfloat16
+    border.remove_()
+    with border.on():
+        assert model.first(bf16).dtype == torch.bfloat16
+
+
+def test_what_a_model_hands_its_own_modules_is_left_alone():
+    class Inner(nn.Linear):
+        def forward(self, x, times):
+            return super().forward(x), times.dtype
+
+    class Outer(nn.Sequential):
+        def forward(self, x):
+            return self[0](x, torch.ones(3))
+
+    model = nn.Sequential(Outer(Inner(4, 4))).bfloat16()
+    with ModuleBorder(model, parse_policy("bf16-master")).on():
+        output, times = model[0](torch.ones(2, 4))
+        assert (output.dtype, times) == (torch.float32, torch.float32)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed", "scaler"])
+def test_two_ddp_processes_step_and_skip_together(name, tmp_path):
+    class OneRankOverflows(Regression):
+        def training_step(self, batch, index):
+            self.bad = (OVERFLOW,) if self.global_rank == 1 and name != "bf16-mixed" else ()
+            return super().training_step(batch, index)
+
+        def on_train_end(self):
+            step = self.trainer.precision_plugin.last_step
+            path = tmp_path / f"{self.global_rank}.pt"
+            torch.save([weights(self), step.skipped_total, step.next_loss_scale, self.rates], path)
+
+    plugin = PLUGINS[name]() if name in PLUGINS else HalfstepPrecision(name)
+    with warnings.catch_warnings():
+        # torch tells of a fork in a process with threads; nothing here runs in them
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork")
+        run = trainer(plugin, strategy=DDPStrategy(start_method="fork"), devices=2)
+        run.fit(OneRankOverflows(schedule=True), loader(BATCH // 2))
+    first, second = (torch.load(tmp_path / f"{i}.pt", weights_only=True) for i in range(2))
+    assert same(first[0], second[0])
+    assert first[1:] == second[1:]
+    assert first[1] == (0 if name == "bf16-mixed" else 1)
+    assert not same(first[0], weights(Regression()))
+
+
+def test_masters_under_ddp_are_refused():
+    ddp = object.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(ddp)
+    ddp.module = model = Regression()
+    with pytest.raises(PrecisionError, match="which sums parameter"):
+        HalfstepPrecision("bf16-master").train_(model, AdamW(model.parameters()), ddp)

@@ -1,0 +1,462 @@
+"""halfstep inside the Transformers Trainer: the same bits, right skips, true logs, a stop."""
+
+import json
+import logging
+import math
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import ConfigError, NonFiniteError, PrecisionError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from halfstep.integrations.hf_trainer import attach  # noqa: E402
+
+INF, NAN = math.inf, math.nan
+STEPS, BATCH = 6, 4
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        draw = torch.Generator().manual_seed(i)
+        ids = torch.randint(1, 50, (8,), generator=draw)
+        return {"input_ids": ids, "labels": int(ids[0] > 25)}
+
+
+def bert(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+    )  # fmt: skip
+
+
+class Break(TrainerCallback):
+    """Multiplies the classifier's gradient by a number in some steps, counted from 0."""
+
+    def __init__(self, steps, value=INF):
+        self.steps, self.value, self.rates, self.skips = steps, value, [], []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.state = state
+
+        def hook(gradient):
+            return gradient * self.value if state.global_step in self.steps else None
+
+        self.handle = model.classifier.weight.register_hook(hook)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.handle.remove()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.skips.append(optimizer.step_was_skipped)
+
+    def on_step_end(self, args, state, control, lr_scheduler=None, **kwargs):
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+
+def made(tmp_path, *, model=None, callbacks=(), trainer=Trainer, extra=None, **arguments):
+    settings = {
+        "output_dir": str(tmp_path / "out"), "use_cpu": True, "report_to": [], "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH, "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": 1e-2, "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 3,
+    }  # fmt: skip
+    return trainer(
+        bert() if model is None else model,
+        TrainingArguments(**{**settings, **arguments}),
+        train_dataset=Data(),
+        callbacks=list(callbacks),
+        **(extra or {}),
+    )
+
+
+def bits(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry and "loss" in entry]
+
+
+# The traps, without us
+
+
+def test_the_trainer_hides_a_skip_of_its_default_optimizer_and_moves_the_schedule_on(tmp_path):
+    broken = Break({2})
+    trainer = made(tmp_path, callbacks=[broken])
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    rebound = trainer.accelerator.scaler.unscale_
+    trainer.accelerator.unscale_gradients = lambda optimizer=None: rebound(
+        trainer.optimizer.optimizer
+    )
+    assert trainer.args.optim == "adamw_torch_fused"
+    trainer.train()
+    assert broken.skips == [False] * STEPS
+    assert len(set(broken.rates)) == STEPS  # it moved on the skipped step too
+
+
+def test_the_trainer_shows_zero_for_a_nan_loss(tmp_path):
+    trainer = made(tmp_path, model=AlwaysNaN(), max_steps=2)
+    trainer.train()
+    assert logged(trainer, "loss") == [0.0, 0.0]
+
+
+def test_fp16_on_a_cpu_is_fp32_in_silence_and_refused_with_us(tmp_path):
+    trainer = made(tmp_path, fp16=True)
+    assert (trainer.accelerator.mixed_precision, trainer.accelerator.scaler) == ("fp16", None)
+    with pytest.raises(PrecisionError, match="trains in fp32 there"):
+        attach(trainer)
+
+
+class AlwaysNaN(nn.Module):
+    def __init__(self, broken=lambda call: True):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+        self.calls = 0
+        self.broken = broken
+
+    def forward(self, input_ids, labels):
+        logits = self.linear(input_ids.float())
+        if self.broken(self.calls):
+            logits = logits * 3e38 * 3e38  # inf, and cross entropy makes inf - inf of it
+        self.calls += 1
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+# The same training
+
+
+CLIPPED = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("adamw_torch_fused", {}),
+        ("adamw_torch_fused", CLIPPED),
+        ("sgd", CLIPPED),
+        ("adamw_torch", {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0}),
+    ],
+)
+def test_where_nothing_overflows_the_bits_are_the_same(tmp_path, optim, arguments):
+    arguments = {"optim": optim, "weight_decay": 0.1, **arguments}
+    plain = made(tmp_path, **arguments)
+    plain.train()
+    for scaler in (False, True):
+        trainer = made(tmp_path, **arguments)
+        options = {"init_scale": 2.0**12, "growth_interval": 2} if scaler else {}
+        callback = attach(trainer, scaler=scaler, lost_updates_every=1, **options)
+        trainer.train()
+        assert same(bits(trainer), bits(plain))
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert logged(trainer, key) == logged(plain, key)
+        if scaler:
+            assert callback.scaler.get_scale() == 2.0**15
+            assert logged(trainer, "loss_scale") == [
+                2.0 ** (12 + (n + 1) // 2) for n in range(STEPS)
+            ]
+
+
+# Skips
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+@pytest.mark.parametrize(("value", "reason"), [(INF, "overflow"), (NAN, "nan_gradients")])
+def test_a_skip_is_told_holds_the_schedule_and_leaves_the_weights(tmp_path, optim, value, reason):
+    held = []
+
+    class Weights(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            held.append(model.bert.pooler.dense.weight.detach().clone())
+
+    broken = Break({2, 3}, value)
+    trainer = made(tmp_path, callbacks=[broken, Weights()], optim=optim)
+    attach(trainer, scaler=True, init_scale=2.0**12)
+    trainer.train()
+    assert broken.skips == [False, False, True, True, False, False]
+    assert broken.rates[1] == broken.rates[2] == broken.rates[3]
+    # the linear schedule is where four steps have brought it
+    assert broken.rates[-1] == pytest.approx(1e-2 * (STEPS - 4) / STEPS, rel=1e-12)
+    assert torch.equal(held[1], held[3])
+    assert not torch.equal(held[3], held[4])
+    assert logged(trainer, "skipped_steps") == [0, 0, 1, 2, 2, 2]
+    assert logged(trainer, "loss_scale") == [2.0**e for e in (12, 12, 11, 10, 10, 10)]
+    steps = [e["step"] for e in trainer.state.log_history if "skip_reason" in e]
+    assert steps == [3, 4]
+    assert set(logged(trainer, "skip_reason")) == {reason}
+    assert all(map(math.isfinite, logged(trainer, "loss")))
+
+
+def test_the_numbers_reach_every_tracker_and_the_saved_history(tmp_path):
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trainer = made(tmp_path, callbacks=[Tracker(), Break({1})], save_strategy="steps",
+                   save_steps=STEPS)  # fmt: skip
+    attach(trainer, scaler=True, lost_updates_every=2, init_scale=2.0**12)
+    metrics = trainer.train().metrics
+    training = [entry for entry in seen if "loss" in entry]
+    assert [entry["skipped_steps"] for entry in training] == [0, 1, 1, 1, 1, 1]
+    assert training[1]["skip_reason"] == "overflow"
+    # applied steps 2 and 4 are the third and the fifth
+    assert [n for n, entry in enumerate(training) if "lost_updates" in entry] == [2, 4]
+    assert metrics["skipped_steps"] == 1
+    state = json.loads(
+        (tmp_path / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
+    )
+    assert [e.get("skipped_steps") for e in state["log_history"]] == [0, 1, 1, 1, 1, 1]
+
+
+def test_evaluation_logs_are_left_alone(tmp_path):
+    trainer = made(tmp_path, eval_strategy="steps", eval_steps=3, extra={"eval_dataset": Data()})
+    attach(trainer, scaler=True)
+    trainer.train()
+    evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
+    assert len(evaluations) == 2
+    assert not any("loss_scale" in entry for entry in evaluations)
+
+
+# NaN
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_nan_loss_is_shown_and_stops_before_the_step(tmp_path, scaler):
+    model = AlwaysNaN(lambda call: call == 5)
+    trainer = made(tmp_path, model=model, gradient_accumulation_steps=2)
+    attach(trainer, scaler=scaler)
+    held = []
+    trainer.add_callback(keep(held))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    assert caught.value.cause == "forward"
+    message = str(caught.value)
+    assert message.startswith("step 3: the loss is nan in micro-batch 2 of 2: the forward pass or")
+    assert "the weights are those after step 2" in message
+    assert math.isnan(logged(trainer, "loss")[-1])
+    assert len(logged(trainer, "loss")) == 3
+    assert same(bits(trainer), held[-1])
+    assert len(held) == 2
+    model.broken = lambda call: False
+    trainer.train()  # and it can be used again
+    assert same(bits(trainer), held[-1])
+    assert trainer.state.global_step == STEPS
+
+
+def keep(held):
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            held.append([p.detach().clone() for p in model.parameters()])
+
+    return Keep()
+
+
+def test_the_first_cause_is_found_by_running_the_batch_again(tmp_path):
+    trainer = made(tmp_path, model=AlwaysNaN(lambda call: call >= 3))
+    attach(trainer)
+    with pytest.raises(NonFiniteError, match=r"First cause: overflow: aten\.mul") as e:
+        trainer.train()
+    assert "step 4: the loss is nan:" in str(e.value)
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_broken_weights_are_named(tmp_path):
+    trainer = made(tmp_path)
+    attach(trainer)
+    with torch.no_grad():
+        trainer.model.classifier.bias[0] = NAN
+    with pytest.raises(NonFiniteError, match=r"step 1: .* the weights classifier\.bias are not"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("value", "norm"), [(INF, INF), (NAN, NAN)])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_without_a_scaler_broken_gradients_stop_the_run(tmp_path, value, norm, clip):
+    held = []
+    trainer = made(tmp_path, callbacks=[Break({2}, value), keep(held)], max_grad_norm=clip)
+    attach(trainer)
+    with pytest.raises(NonFiniteError, match="step 3: the norm of the gradients is") as caught:
+        trainer.train()
+    assert caught.value.cause == "gradients"
+    assert caught.value.parameters == ("classifier.weight",)  # not all that clipping has spread to
+    last = logged(trainer, "grad_norm")[-1]
+    assert last == norm or (math.isnan(last) and math.isnan(norm))
+    assert same(bits(trainer), held[-1])
+
+
+def test_a_nan_is_shown_and_goes_on_where_asked(tmp_path, caplog):
+    trainer = made(tmp_path, model=AlwaysNaN(lambda call: call == 1))
+    with caplog.at_level(logging.WARNING):
+        attach(trainer, scaler=True, stop_on_nonfinite=False)
+    assert "a NaN loss is logged as NaN" in caplog.text
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert [math.isnan(loss) for loss in losses] == [False, True] + [False] * 4
+    assert logged(trainer, "skipped_steps")[-1] == 1
+
+
+def test_a_scale_at_its_floor_stops_with_the_parameter(tmp_path):
+    trainer = made(tmp_path, callbacks=[Break({1, 2, 3})])
+    attach(trainer, scaler=True, init_scale=4.0)
+    with pytest.raises(NonFiniteError, match=r"classifier\.weight at the smallest") as caught:
+        trainer.train()
+    assert caught.value.cause == "loss_scale_floor"
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("optimizer", ["theirs", "ours"])
+def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
+    def run(resume=None):
+        ours = (halfstep.optim.AdamW, {"lr": 1e-2, "moments": "8bit"})
+        broken = Break({1, 4})
+        trainer = made(
+            tmp_path, model=bert(dropout=0.1), callbacks=[broken], save_strategy="steps",
+            save_steps=3, extra={"optimizer_cls_and_kwargs": ours} if optimizer == "ours" else {},
+        )  # fmt: skip
+        callback = attach(trainer, scaler=True, init_scale=2.0**12, growth_interval=2,
+                          hysteresis=2, lost_updates_every=2)  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return bits(trainer), callback.scaler.state_dict(), trainer.state.log_history[-3:-1]
+
+    whole = run()
+    resumed = run(str(tmp_path / "out" / "checkpoint-3"))
+    assert same(whole[0], resumed[0])
+    assert whole[1:] == resumed[1:]
+    assert whole[1]["halfstep"]["skipped_total"] == 2
+
+
+# Lost updates and 16-bit weights
+
+
+def test_lost_updates_are_logged_and_halfsteps_optimizer_loses_none(tmp_path):
+    lost = {}
+    ours = (halfstep.optim.AdamW, {"lr": 1e-5, "update": "split"})
+    for name, extra in (("theirs", {}), ("ours", {"optimizer_cls_and_kwargs": ours})):
+        trainer = made(tmp_path, model=bert().bfloat16(), extra=extra, learning_rate=1e-5)
+        attach(trainer, lost_updates_every=1)
+        trainer.train()
+        lost[name] = logged(trainer, "lost_updates")
+    assert len(lost["theirs"]) == len(lost["ours"]) == STEPS
+    # weights of 0.02 have gaps of 2^-13 = 1.2e-4 in bf16: most updates of 1e-5 round to nothing
+    assert min(lost["theirs"]) > 0.5
+    assert max(lost["ours"]) < 0.01
+
+
+def test_decay_groups_are_the_trainers(tmp_path):
+    ours = (halfstep.optim.AdamW, {"lr": 1e-3})
+    trainer = made(tmp_path, weight_decay=0.1, extra={"optimizer_cls_and_kwargs": ours})
+    attach(trainer)
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.ndim == 1 for p in groups[1]["params"])
+
+
+# Mistakes
+
+
+def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+    trainer = made(tmp_path)
+    attach(trainer)
+    with pytest.raises(ConfigError, match="already"):
+        attach(trainer)
+
+    trainer = made(tmp_path, max_steps=1)
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"after train\(\)"):
+        attach(trainer)
+
+    trainer = made(tmp_path)
+    with pytest.raises(ConfigError, match="got init_scale, but this Trainer has no loss scaler"):
+        attach(trainer, init_scale=8.0)
+    with pytest.raises(PrecisionError, match="hysteresis is 0"):
+        attach(trainer, scaler=True, hysteresis=0)
+    assert trainer.args.logging_nan_inf_filter
+    attach(trainer)
+
+    with pytest.raises(PrecisionError, match="has the range of fp32"):
+        attach(made(tmp_path, bf16=True), scaler=True)
+
+    with pytest.raises(ConfigError, match=r"got a SimpleNamespace without accelerator"):
+        attach(SimpleNamespace())
+
+    trainer = made(tmp_path)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(PrecisionError, match="DeepSpeed, which scales the loss"):
+        attach(trainer)
+
+
+def test_another_accelerator_is_noticed(tmp_path):
+    trainer = made(tmp_path)
+    attach(trainer, scaler=True)
+    trainer.create_accelerator_and_postprocess()  # what hyperparameter_search does
+    with pytest.raises(ConfigError, match="another Accelerator since attach"):
+        trainer.train()
+
+
+def test_clipping_of_scaled_gradients_is_refused(tmp_path):
+    class Experts(Trainer):
+        def _clip_grad_norm(self, model):  # as with gradients on several device meshes
+            return nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    trainer = made(tmp_path, trainer=Experts)
+    attach(trainer, scaler=True)
+    with pytest.raises(PrecisionError, match="before they are unscaled"):
+        trainer.train()
+
+
+def test_bf16_trains_and_logs_without_a_scaler(tmp_path):
+    trainer = made(tmp_path, bf16=True)
+    callback = attach(trainer, lost_updates_every=1)
+    trainer.train()
+    assert callback.scaler is None
+    assert "loss_scale" not in trainer.state.log_history[0]
+    assert logged(trainer, "lost_updates") == [pytest.approx(0, abs=0.01)] * STEPS
+
+
+def test_the_example_shows_lost_updates_and_a_cause(capsys):
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    main.__globals__["STEPS"] = 20
+    histories = main()
+    assert histories["torch"][0]["lost_updates"] > 0.05
+    assert histories["halfstep"][0]["lost_updates"] < 0.01
+    printed = capsys.readouterr().out
+    assert "NonFiniteError: step 3: the loss is nan" in printed
+    assert "First cause: x / 0 or log 0" in printed

@@ -1,0 +1,230 @@
+"""Losses that a model computes itself: fp32 whatever its weights are, as if computed outside."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.optim import AdamW
+from halfstep.precision.cast import LossRegion, remove_regions_
+from halfstep.precision.losses import LOSSES, LossesInFp32
+from halfstep.precision.policy import POLICIES
+from halfstep.precision.step import Precision
+
+LOW = [name for name, policy in POLICIES.items() if policy.param_dtype != torch.float32]
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def numbers(*shape, seed=0):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
+
+
+P, Q, R = numbers(4, 3), numbers(4, 3, seed=1), numbers(4, 3, seed=2)
+SIGNS, CHOSEN = torch.tensor([1, -1, 1, -1]), torch.tensor([0, 2, 1, 0])
+CALLS = {
+    F.binary_cross_entropy: (P, Q),
+    F.binary_cross_entropy_with_logits: (P, Q),
+    F.cosine_embedding_loss: (P, Q, SIGNS),
+    F.cross_entropy: (P, CHOSEN),
+    F.ctc_loss: (
+        numbers(5, 2, 4).log_softmax(-1), torch.ones(2, 2, dtype=torch.int64),
+        torch.tensor([5, 5]), torch.tensor([2, 1]),
+    ),
+    F.gaussian_nll_loss: (P, Q, R),
+    F.hinge_embedding_loss: (P, SIGNS[:, None].expand(4, 3)),
+    F.huber_loss: (P, Q),
+    F.kl_div: (P.log(), Q),
+    F.l1_loss: (P, Q),
+    F.margin_ranking_loss: (P[:, 0], Q[:, 0], SIGNS),
+    F.mse_loss: (P, Q),
+    F.multi_margin_loss: (P, CHOSEN),
+    F.multilabel_margin_loss: (P, torch.tensor([[0, 1, -1]] * 4)),
+    F.multilabel_soft_margin_loss: (P, Q),
+    F.nll_loss: (P.log(), CHOSEN),
+    F.poisson_nll_loss: (P, Q),
+    F.smooth_l1_loss: (P, Q),
+    F.soft_margin_loss: (P, SIGNS[:, None].expand(4, 3)),
+    F.triplet_margin_loss: (P, Q, R),
+    F.triplet_margin_with_distance_loss: (P, Q, R),
+}  # fmt: skip
+
+
+def cast(values, dtype):
+    return [v.to(dtype) if v.is_floating_point() else v for v in values]
+
+
+def test_every_loss_function_of_torch_is_known():
+    named = {
+        name for name in dir(F)
+        if name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
+    }  # fmt: skip
+    # that one is a product too, which the policy wants in 16 bits
+    assert {f.__name__ for f in LOSSES} == named - {"linear_cross_entropy"}
+    assert set(CALLS) == LOSSES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", CALLS, ids=lambda f: f.__name__)
+def test_a_loss_of_16_bit_values_is_the_fp32_loss_of_these_values(loss, dtype):
+    args = cast(CALLS[loss], dtype)
+    options = {"reduction": "batchmean"} if loss is F.kl_div else {}
+    expected = loss(*cast(args, torch.float32), **options)
+    with LossesInFp32():
+        found = loss(*args, **options)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_weights_given_by_keyword_are_widened_too():
+    weight = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    with LossesInFp32():
+        found = F.cross_entropy(P.bfloat16(), target=CHOSEN, weight=weight)
+    assert torch.equal(found, F.cross_entropy(P.bfloat16().float(), CHOSEN, weight.float()))
+
+
+def test_everything_else_and_fp64_is_as_written():
+    with LossesInFp32():
+        assert F.softmax(P.bfloat16(), -1).dtype == torch.bfloat16
+        assert (P.half() @ Q.half().T).dtype == torch.float16
+        assert F.mse_loss(P.double(), Q.double()).dtype == torch.float64
+
+
+def test_a_loss_module_made_inside_the_context():
+    with LossesInFp32():
+        found = nn.CrossEntropyLoss()(P.bfloat16(), CHOSEN)
+    assert torch.equal(found, F.cross_entropy(P.bfloat16().float(), CHOSEN))
+
+
+class Model(nn.Module):
+    """It gives logits, and with labels the loss as well, as models of transformers do."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.seen = None
+
+    def forward(self, x, labels=None):
+        logits = self.head(torch.tanh(self.body(x)))
+        if labels is None:
+            return None, logits
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.seen = loss.dtype
+        return loss, logits
+
+
+def prepared(policy, model):
+    own = POLICIES[policy.partition(",")[0]].needs_own_optimizer
+    kind = AdamW if own else torch.optim.AdamW
+    return Precision(policy, model, kind(model.parameters(), lr=1e-2, eps=1e-4))
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_a_loss_inside_is_bit_for_bit_the_loss_outside(policy):
+    x = numbers(4, 6)
+    steps = []
+    for inside in (True, False):
+        model = Model()
+        precision = prepared(policy, model)
+        with precision.autocast():
+            loss, logits = model(x, CHOSEN) if inside else model(x)
+            if not inside:
+                loss = F.cross_entropy(logits, CHOSEN)
+        assert not inside or model.seen == torch.float32
+        result = precision.step(loss)
+        assert result.applied
+        steps.append((result, [v.clone() for _, v in precision.masters.items()]))
+    (first, weights), (second, others) = steps
+    assert first == second
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def test_the_loss_scale_is_not_rounded_to_fp16():
+    # the loss's own gradient is the scale: 2^20 is infinite in fp16, and that of the logits is not
+    model = Model()
+    precision = prepared("fp16-master,init_scale=1048576", model)
+    with precision.autocast():
+        loss, _ = model(numbers(4, 6), CHOSEN)
+    precision.backward(loss * 2.0**-8)
+    assert precision.step().applied
+
+
+def test_a_loss_inside_of_a_model_that_rules_keep_in_fp32():
+    model = Model()
+    precision = prepared("bf16-master,rules=*:fp32|body:bf16", model)
+    with precision.autocast():
+        loss, logits = model(numbers(4, 6), CHOSEN)
+    assert torch.equal(loss, F.cross_entropy(logits, CHOSEN))
+    remove_regions_(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_the_context_ends_with_the_call_whatever_happens():
+    model = Model()
+    prepared("bf16-master", model)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(numbers(4, 6), CHOSEN[:2])
+    assert F.mse_loss(P.bfloat16(), Q.bfloat16()).dtype == torch.bfloat16
+    found = []
+    with LossesInFp32():
+        other = threading.Thread(
+            target=lambda: found.append(F.mse_loss(P.bfloat16(), Q.bfloat16()).dtype)
+        )
+        other.start()
+        other.join()
+    assert found == [torch.bfloat16]
+
+
+def test_signature_keys_and_copies_are_the_models_own():
+    model = Model()
+    keys = list(model.state_dict())
+    prepared("bf16-pure", model)
+    prepared("bf16-pure", model)  # a second one replaces the first
+    assert isinstance(model.forward, LossRegion)
+    assert not isinstance(model.forward.replaced, LossRegion)
+    assert list(inspect.signature(model.forward).parameters) == ["x", "labels"]
+    assert list(model.state_dict()) == keys
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.forward.module is twin
+        twin(numbers(4, 6), CHOSEN)
+        assert twin.seen == torch.float32
+    remove_regions_(model)
+    assert "forward" not in model.__dict__
+
+
+def test_fp32_weights_need_none_of_it():
+    for policy in ("fp32", "bf16-mixed", "fp16-mixed"):
+        model = Model()
+        precision = prepared(policy, model)
+        assert "forward" not in model.__dict__
+        with precision.autocast():
+            model(numbers(4, 6), CHOSEN)
+        assert model.seen == torch.float32  # by autocast
+
+
+@pytest.mark.parametrize("policy", ["bf16-master", "bf16-split"])
+def test_a_compiled_model_runs_the_same_without_a_graph_break(policy):
+    # aot_eager runs the traced operators one by one: the same kernels, so the same bits
+    model = Model()
+    precision = prepared(policy, model)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, y: model(x, y), fullgraph=True, backend="aot_eager")
+    losses, gradients = [], []
+    for call in (model, compiled):
+        with precision.autocast():
+            loss, _ = call(numbers(4, 6), CHOSEN)
+        precision.backward(loss)
+        losses.append(loss.detach())
+        gradients.append([g.clone() for g in precision._gradients().values()])
+        precision.masters.clear()
+    torch._dynamo.reset()
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
