@@ -7,6 +7,7 @@
 
 VENV ?= .venv
 BIN = $(VENV)/bin
+WORKERS ?= 2
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.
 test test-slow test-distributed: export OMP_NUM_THREADS ?= 1
@@ -19,7 +20,7 @@ demo:
 
 test:
 	@VENV=$(VENV) scripts/setup-venv.sh test
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS)
 
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test

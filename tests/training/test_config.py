@@ -13,7 +13,7 @@ from halfstep.training.config import (
     shipped_configs,
 )
 
-FINETUNE = ["classify-pretrained", "classify-scratch", "lm-lora"]
+FINETUNE = ["classify-pretrained", "classify-scratch", "lm-full", "lm-lora"]
 NAMES = ["gpt-small-cpu", "gpt-tiny", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl"]
 
 

@@ -1,7 +1,5 @@
 """Epochs to steps, warm-up by share, and configurations that go to a file and back."""
 
-import dataclasses
-
 import pytest
 
 from halfstep.errors import ConfigError
@@ -47,7 +45,7 @@ def test_a_warm_up_longer_than_the_epochs_is_refused():
 
 
 def test_resolving_twice_changes_nothing():
-    once = config(("run.epochs", 2.5)).resolved(40)
+    once = config(("run.epochs", 2.5), ("run.warmup_ratio", 0.06)).resolved(40)
     assert once.resolved(40) == once
     assert once.schedule.warmup_steps == 6
 
@@ -81,7 +79,7 @@ def test_the_shipped_ones_say_what_they_are_for():
         ("run.max_steps", -1, "run.max_steps=-1"),
         ("run.warmup_ratio", 1, "run.warmup_ratio=1.0; allowed: 0 <= x < 1"),
         ("run.warmup_ratio", -0.1, "run.warmup_ratio=-0.1; allowed: 0 <= x < 1"),
-        ("run.best_by", "f1", "run.best_by: 'f1'; allowed: , accuracy, macro_f1, loss"),
+        ("run.best_by", "f1", "run.best_by: 'f1'; allowed: '', accuracy, macro_f1, loss"),
         ("run.patience", -1, "run.patience=-1"),
         ("model.max_length", 2, "model.max_length=2; allowed: integers >= 3"),
         ("model.vocab_size", -1, "model.vocab_size=-1"),
@@ -107,10 +105,3 @@ def test_epochs_do_not_matter_beside_max_steps():
 def test_a_run_from_scratch_must_have_steps():
     with pytest.raises(ConfigError, match="max_steps=0"):
         RunConfig(max_steps=0)
-
-
-def test_sections_are_frozen():
-    found = config()
-    for part in (found, found.run, found.model, found.data):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            part.name = "x"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.cli.finetune_arguments import add_finetune, add_predict
+from halfstep.cli.model_arguments import add_evaluate, add_export, add_generate
 
 # Fixed spellings of train, and the configuration key that each sets. Everything else of the
 # configuration is reached by its dotted key: --schedule.warmup_steps 20.
@@ -71,13 +72,13 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     _add_train(commands)
     add_finetune(commands, _EXIT_CODES, _add_options)
     add_predict(commands)
-    _add_generate(commands)
-    _add_evaluate(commands)
+    add_generate(commands)
+    add_evaluate(commands)
     _add_explain(commands)
     _add_formats(commands)
     _add_env(commands)
     _add_configs(commands)
-    _add_export(commands)
+    add_export(commands)
     _add_demo(commands)
     return parser
 
@@ -167,48 +168,6 @@ def _add_options(
     )  # fmt: skip
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="DIR", help="run folder; its newest checkpoint is used")
-    source.add_argument(
-        "--model", metavar="DIR", help="local Hugging Face GPT-2 folder with its tokenizer"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--precision", default=None, metavar="P",
-        help="policy of the forward pass; default: the run's own, fp32 for --model",
-    )  # fmt: skip
-
-
-def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser(
-        "generate", help="write text with a trained model", allow_abbrev=False
-    )
-    _add_source(generate)
-    generate.add_argument("--prompt", default="", help="text to go on from; '-' reads stdin")
-    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    generate.add_argument("--top-k", type=int, default=None, metavar="K")
-    generate.add_argument("--top-p", type=float, default=None, metavar="P")
-    generate.add_argument("--seed", type=int, default=0)
-
-
-def _add_evaluate(commands: Any) -> None:
-    evaluate = commands.add_parser(
-        "evaluate", help="measure loss, perplexity and bits per byte", allow_abbrev=False
-    )
-    _add_source(evaluate)
-    evaluate.add_argument(
-        "--data", nargs="+", metavar="PATH",
-        help="text to measure on; default: the run's validation data",
-    )  # fmt: skip
-    evaluate.add_argument("--batch-size", type=int, default=8, metavar="N")
-    evaluate.add_argument(
-        "--max-batches", type=int, default=0, metavar="N", help="0: every token once"
-    )
-    evaluate.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
 def _add_explain(commands: Any) -> None:
     explain = commands.add_parser(
         "explain", help="what a precision policy means, costs and needs", allow_abbrev=False
@@ -255,16 +214,6 @@ def _add_configs(commands: Any) -> None:
     copy = actions.add_parser("cp", help="copy one to a file to edit")
     copy.add_argument("name")
     copy.add_argument("path")
-
-
-def _add_export(commands: Any) -> None:
-    export = commands.add_parser(
-        "export", help="write a trained model in another format", allow_abbrev=False
-    )
-    export.add_argument("--run", required=True, metavar="DIR")
-    export.add_argument("--to", required=True, choices=["hf"], help="hf: a Hugging Face folder")
-    export.add_argument("--output", required=True, metavar="DIR")
-    export.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])
 
 
 def _add_demo(commands: Any) -> None:

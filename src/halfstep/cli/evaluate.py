@@ -5,24 +5,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 
 from halfstep.cli.console import RunDisplay, write_out
+from halfstep.cli.lm_run import evaluate as evaluate_lm, lm_config
 from halfstep.cli.source import open_source
 from halfstep.data.batches import validation_batches
 from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
-from halfstep.training.evaluate import Judge, evaluate, tokens_per_byte
+from halfstep.training.evaluate import Judge, evaluate, perplexity, tokens_per_byte
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print loss, perplexity and bits per byte of a trained model."""
+    if arguments.batch_size < 1 or arguments.max_batches < 0:
+        raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
+    tuned = lm_config(arguments)
+    if tuned is not None:
+        evaluate_lm(arguments, tuned)
+        return 0
     source = open_source(arguments)
     config = source.config
     if config is None and not arguments.data:
         raise ConfigError("evaluate --model needs --data, the text to measure on")
-    if arguments.batch_size < 1 or arguments.max_batches < 0:
-        raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
     with RunDisplay("evaluate") as display:
         if config is None or arguments.data:
             cache = config.data.cache_dir if config else ""
@@ -42,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     numbers = {
         "loss": result.loss,
-        "perplexity": math.exp(result.loss) if result.loss < 700 else math.inf,
+        "perplexity": perplexity(result.loss),
         "bits_per_byte": result.bits_per_byte,
         "tokens": result.targets,
         "precision": str(source.policy),

@@ -6,16 +6,34 @@ import argparse
 from pathlib import Path
 
 from halfstep.cli.console import write_out
+from halfstep.cli.lm_run import export as export_lm
+from halfstep.errors import ConfigError
 from halfstep.models.hf import save_gpt2
 from halfstep.precision.policy import DTYPES
-from halfstep.training.run_folder import load_trained
+from halfstep.training.finetune_config import ClassifyConfig, LMConfig
+from halfstep.training.model_folder import copy_folder
+from halfstep.training.run_folder import load_trained, run_config
+from halfstep.training.tuned_lm import model_folder
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a run's newest model, with its tokenizer, as a Hugging Face folder."""
-    model, tokenizer, _ = load_trained(Path(arguments.run))
-    target = Path(arguments.output)
-    save_gpt2(model, target, dtype=DTYPES[arguments.dtype])
+    """Write a run's model, with its tokenizer, as a Hugging Face folder."""
+    path, target = Path(arguments.run), Path(arguments.output)
+    config = run_config(path)
+    if isinstance(config, LMConfig):
+        export_lm(arguments, config)
+        return 0
+    if arguments.adapter:
+        raise ConfigError(f"--adapter: {path} is no run of finetune lm; leave it out")
+    if isinstance(config, ClassifyConfig):
+        if arguments.dtype not in (None, "fp32"):
+            raise ConfigError(f"--dtype {arguments.dtype}: a classifier is written in fp32")
+        copy_folder(model_folder(path), target)
+        write_out(f"{target}: classifier in fp32")
+        return 0
+    model, tokenizer, _ = load_trained(path)
+    dtype = arguments.dtype or "fp32"
+    save_gpt2(model, target, dtype=DTYPES[dtype])
     tokenizer.save(target)
-    write_out(f"{target}: {model.num_parameters():,} parameters in {arguments.dtype}")
+    write_out(f"{target}: {model.num_parameters():,} parameters in {dtype}")
     return 0

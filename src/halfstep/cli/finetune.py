@@ -7,11 +7,19 @@ import argparse
 from halfstep.cli import train
 
 SCRATCH, PRETRAINED = "classify-scratch", "classify-pretrained"
+LORA, FULL = "lm-lora", "lm-full"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train as ``halfstep train`` does; a model that is loaded has its own default settings."""
-    source = dict(train.given_keys(arguments)).get("model.source", "scratch:")
-    if arguments.default_config == SCRATCH and not str(source).startswith("scratch:"):
+    """Train as ``halfstep train`` does; default settings are of what is tuned.
+
+    A classifier that is loaded takes smaller steps than one from scratch, and all weights of a
+    language model smaller ones than its adapters.
+    """
+    given = dict(train.given_keys(arguments))
+    source = str(given.get("model.source", "scratch:"))
+    if arguments.default_config == SCRATCH and not source.startswith("scratch:"):
         arguments.default_config = PRETRAINED
+    if arguments.default_config == LORA and str(given.get("model.lora_r", "")).strip() == "0":
+        arguments.default_config = FULL
     return train.run(arguments)

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from halfstep.cli.console import write_out
+from halfstep.cli.lm_run import generate as generate_by_lm, lm_config
 from halfstep.cli.source import Source, open_source
 from halfstep.errors import ConfigError
 from halfstep.models.generate import generate
@@ -15,8 +16,14 @@ from halfstep.models.generate import generate
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it."""
-    source = open_source(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    tuned = lm_config(arguments)
+    if tuned is not None:
+        generate_by_lm(arguments, tuned, prompt)
+        return 0
+    if arguments.raw:
+        raise ConfigError("--raw is for runs of finetune lm, which write a template; leave it out")
+    source = open_source(arguments)
     try:
         text = continue_text(
             source,

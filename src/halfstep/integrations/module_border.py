@@ -53,7 +53,7 @@ class ModuleBorder:
         """Cast within this context."""
         before = self._on, self._depth
         self._on, self._depth = True, 0
-        low = any(_is_low(module) for module in self._root.modules())
+        low = self._policy.param_dtype != torch.float32
         try:
             with LossesInFp32() if low else nullcontext():
                 yield

@@ -16,7 +16,7 @@ def classification_loss(
     class_weights_C: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in fp32, summed, and the weights it is to be divided by, summed.
+    """Cross-entropy in fp32 (of fp64 logits in fp64), summed, and the weights it is to be divided by, summed.
 
     Of several batches, sums divided by sums are the loss of one batch with all their rows, however
     the rows were shared between ranks and micro-batches.
@@ -28,13 +28,16 @@ def classification_loss(
         label_smoothing: Share of the target spread evenly over all classes.
 
     Returns:
-        Two fp32 scalars.
+        Two scalars.
 
     **Source:** smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016,
     section 7; weights as in ``torch.nn.CrossEntropyLoss``.
     """
+    logits_BC = logits_BC.to(torch.promote_types(logits_BC.dtype, torch.float32))
+    if class_weights_C is not None:
+        class_weights_C = class_weights_C.to(logits_BC.dtype)
     loss = functional.cross_entropy(
-        logits_BC.float(),
+        logits_BC,
         labels_B,
         class_weights_C,
         ignore_index=IGNORED_LABEL,
@@ -43,6 +46,6 @@ def classification_loss(
     )
     counted = labels_B != IGNORED_LABEL
     if class_weights_C is None:
-        return loss, counted.sum().float()
+        return loss, counted.sum().to(loss.dtype)
     weights_B = class_weights_C[labels_B.clamp(min=0)]
     return loss, torch.where(counted, weights_B, 0.0).sum()

@@ -83,6 +83,9 @@ def open_causal_lm(
     for module in loaded.model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
             module.p = dropout
+    for module in loaded.model.modules():  # it would look at the ids of each step, on their device
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     if gradient_checkpointing:
         with quiet():
             loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -265,6 +268,10 @@ class PretrainedLM(nn.Module):
         eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
         leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
         return leak <= 4 * torch.finfo(torch.float32).eps * size and change <= 16 * eps * size
+
+
+def _no_warning(*_: Any) -> None:
+    """In place of ``transformers``' warning: padding follows the text here, so none sees it."""
 
 
 def _autocast_eps(device_type: str) -> float:

@@ -89,7 +89,7 @@ class ClassifyTask:
                 model_limit=self.model.max_length,
                 **trust,
             )
-            require_vocabulary(self.model.model, self.tokenizer)
+            require_vocabulary(self.model, self.tokenizer)
         self._train = encode_examples(self.tokenizer, data.train, progress)
         cut = self.tokenizer.truncated
         if cut:

@@ -56,6 +56,11 @@ class Judge:
     """Adds up each value over the ranks, in fp64; the same on every rank."""
 
 
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats per token."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def tokens_per_byte(tokens: TokenFile) -> float | None:
     """How many tokens a byte of the file's text takes; None where the text is not known."""
     return tokens.count / tokens.text_bytes if tokens.text_bytes else None

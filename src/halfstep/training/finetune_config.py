@@ -123,6 +123,8 @@ class CausalLMConfig:
     """A Hugging Face folder of a causal language model, or a name on the hub."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: the main one."""
+    dropout: float = -1.0
+    """Dropout of all the model's own layers; below 0: as the model has it."""
     lora_r: int = 8
     """Rank of the LoRA adapters; 0: train all weights instead."""
     lora_alpha: float = 16.0
@@ -142,6 +144,8 @@ class CausalLMConfig:
             raise ConfigError(f"model.lora_r={self.lora_r}; allowed: integers >= 0")
         if not 0 < self.lora_alpha < math.inf:
             raise ConfigError(f"model.lora_alpha={self.lora_alpha}; allowed: > 0")
+        if not self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout={self.lora_dropout}; allowed: 0 <= x < 1")
 

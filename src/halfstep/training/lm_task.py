@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from halfstep.data.batches import IGNORED
 from halfstep.data.instructions import read_instructions
-from halfstep.data.length_batches import EpochBatches, evaluation_batches
+from halfstep.data.length_batches import EpochBatches
 from halfstep.data.packing import lm_batch
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.models.lora import add_lora
 from halfstep.models.pretrained_lm import PretrainedLM, open_causal_lm
 from halfstep.models.pretrained_tokenizer import open_tokenizer, require_vocabulary
-from halfstep.training.evaluate import Evaluation, Judge, mean_loss
+from halfstep.precision.parse import parse_policy
+from halfstep.training.evaluate import Evaluation, Judge
 from halfstep.training.finetune_config import LMConfig
+from halfstep.training.frozen_base import hold_weights_
 from halfstep.training.instruction_tokenizer import InstructionTokenizer
-from halfstep.training.model_folder import (
-    frozen_fingerprint,
-    matrix_parameters,
-    replace_folder,
-    spread,
-)
+from halfstep.training.model_folder import frozen_fingerprint, matrix_parameters, replace_folder
 from halfstep.training.step import Batch, count_targets
 from halfstep.training.task import Progress
-
-TEMPLATE_FILE = "prompt.json"
-"""In a run folder: how prompts are written, for generation."""
+from halfstep.training.tuned_lm import PROMPT_FILE, measure, validation_batches
 
 
 class LMTask:
@@ -49,6 +40,8 @@ class LMTask:
             HalfstepError: For data or a model folder that cannot be used.
         """
         run, choice = config.run, config.model
+        if run.best_by not in ("", "loss"):
+            raise ConfigError(f"run.best_by={run.best_by} is for classifiers; allowed: loss")
         if not choice.source:
             raise ConfigError(
                 "model.source is empty; name a model to tune by --model: a folder, or a hub name"
@@ -58,15 +51,18 @@ class LMTask:
             "revision": choice.revision,
         }
         self.model: PretrainedLM = open_causal_lm(
-            choice.source, gradient_checkpointing=choice.gradient_checkpointing, **trust
+            choice.source,
+            dropout=None if choice.dropout < 0 else choice.dropout,
+            gradient_checkpointing=choice.gradient_checkpointing,
+            **trust,
         )
-        limit = self.model.max_length
-        if limit is not None and config.data.max_length > limit:
+        limit, length = self.model.max_length, config.data.max_length
+        if limit is not None and length > limit:
             raise ConfigError(
-                f"data.max_length={config.data.max_length} is over the {limit} positions of "
-                f"model.source={choice.source}; lower --max-length"
+                f"data.max_length={length} is over the {limit} positions of model.source="
+                f"{choice.source}; lower --max-length"
             )
-        tokenizer = open_tokenizer(choice.source, model_limit=limit, **trust)
+        tokenizer = open_tokenizer(choice.source, max_length=length, model_limit=limit, **trust)
         require_vocabulary(self.model, tokenizer)
         self.tokenizer = InstructionTokenizer(tokenizer, choice.source)
         self.data = read_instructions(config.data, self.tokenizer, run.seed)
@@ -81,24 +77,18 @@ class LMTask:
                 choice.lora_targets,
                 seed=run.seed,
             )
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:  # what is trained is fp32; a frozen base stays as stored
-                parameter.data = parameter.data.float()
-        self.notes = list(self.data.notes)
         self.identity: Mapping[str, str] = {
             "data": self.data.sha256,
             "tokenizer": tokenizer.fingerprint,
-            "base model": frozen_fingerprint(self.model),
+            "base model": frozen_fingerprint(self.model),  # of the weights as stored
         }
         world.require_same(self.identity)
+        held = hold_weights_(self.model, parse_policy(config.precision))
+        self.notes = [*self.data.notes, *([held] if held else [])]
         self._lengths = self.data.train_rows.lengths
         self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
         self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
         self.config: LMConfig = config.resolved(self._batches.steps_per_epoch)
-        if self.config.run.best_by not in ("", "loss"):
-            raise ConfigError(
-                f"run.best_by={self.config.run.best_by} is for classifiers; allowed: loss"
-            )
         self._matrices = matrix_parameters(self.model)
 
     def summary(self) -> str:
@@ -136,19 +126,26 @@ class LMTask:
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Loss and perplexity on every validation row once."""
-        loss, targets = mean_loss(self._validation(judge.rank, judge.ranks), judge)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        text = (
-            f"validation loss {loss:.4f} nats per token, perplexity {perplexity:.3f} on "
-            f"{targets:,} tokens in {self.config.precision}"
+        run = self.config.run
+        batches = validation_batches(
+            self.data.dev_rows,
+            run.batch_size // run.grad_accum,
+            self.tokenizer.wrapped.pad_id,
+            run.eval_batches * run.grad_accum,
+            judge.rank,
+            judge.ranks,
         )
-        return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
+        return measure(batches, judge, self.config.precision)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer, and how prompts are written."""
         self.tokenizer.wrapped.save(folder / "tokenizer")
-        about = {"format": self.data.format, "template": self.data.template}
-        (folder / TEMPLATE_FILE).write_text(json.dumps(about), encoding="utf-8")
+        about = {
+            "format": self.data.format,
+            "template": self.data.template,
+            "base_model": self.identity["base model"],
+        }
+        (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Nothing: metrics.jsonl has it."""
@@ -163,19 +160,3 @@ class LMTask:
         replace_folder(folder / "model", write)
         what = "adapter" if self.config.model.lora_r else "model"
         return f"{what} in {folder / 'model'}"
-
-    def _validation(self, rank: int, ranks: int) -> Iterator[Batch]:
-        """A rank's batches: every ``ranks``-th; each rank gets as many."""
-        run, rows = self.config.run, self.data.dev_rows
-        batches = evaluation_batches(rows.lengths, run.batch_size // run.grad_accum)
-        batches = spread(batches, run.eval_batches * run.grad_accum)
-        for first in range(0, len(batches), ranks):
-            mine = first + rank
-            counts = mine < len(batches)
-            indices = batches[mine] if counts else np.zeros(1, dtype=np.int64)
-            ids_BT, targets_BT, positions_BT = lm_batch(
-                rows, indices, self.tokenizer.wrapped.pad_id
-            )
-            if not counts:  # all ranks run as often: a row that does not count
-                targets_BT = torch.full_like(targets_BT, IGNORED)
-            yield ids_BT, targets_BT, positions_BT

@@ -49,7 +49,24 @@ def frozen_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder in one piece.
+
+    Raises:
+        CheckpointError: If ``target`` holds something already, or cannot be written.
+    """
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(
+                f"{target} exists and is not an empty folder; choose another name"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    replace_folder(target, lambda empty: shutil.copytree(source, empty))
+
+
+def replace_folder(final: Path, write: Callable[[Path], object]) -> None:
     """Put a folder in place of an earlier one in one piece.
 
     Args:

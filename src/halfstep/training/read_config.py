@@ -64,7 +64,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     if origin is Literal:
         if value in get_args(hint):
             return value
-        allowed = ", ".join(map(str, get_args(hint)))
+        allowed = ", ".join(str(choice) or "''" for choice in get_args(hint))
         raise ConfigError(f"key {path}: {value!r}; allowed: {allowed}")
     if origin in (Union, types.UnionType):
         raise AssertionError(f"{path}: optional fields are spelled with an empty value")

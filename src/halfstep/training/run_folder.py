@@ -178,7 +178,7 @@ def finish_run(session: Session, path: Path) -> str:
 
     def weights() -> Mapping[str, Tensor]:
         found = best if best is not None and best.is_dir() else list_checkpoints(folder)[-1]
-        return load_checkpoint(found).weights
+        return {name: weight.float() for name, weight in load_checkpoint(found).weights.items()}
 
     return session.task.finish(path, weights)
 
