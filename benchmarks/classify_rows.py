@@ -191,7 +191,7 @@ def ours(job: dict, policy: str, kept: bool = True) -> dict:
     with open_world("cpu") as world:
         session = open_session(config, lambda *_: None, world=world)
         path = Path(job["scratch"]) / "run"
-        world.main_only(lambda: create_run(path, session))
+        run = world.main_only(lambda: create_run(path, session))
         evaluate = session.task.evaluate
 
         def timed(judge: Any) -> Any:
@@ -199,18 +199,26 @@ def ours(job: dict, policy: str, kept: bool = True) -> dict:
                 return evaluate(judge)
 
         session.task.evaluate = timed
+        in_steps, tokens = 0.0, 0
         watch.start()
         ticks = train(session, path)
         for tick in ticks:
+            assert tick.record.tokens
+            assert tick.record.tokens_per_second
+            in_steps += (tick.record.tokens - tokens) / tick.record.tokens_per_second
+            tokens = tick.record.tokens
             watch.found["accuracy"] = tick.evaluation and tick.evaluation.accuracy
             watch.found["skipped"] = tick.record.skipped_total
             if watch.step():
                 break
         ticks.close()
+        if run is not None:
+            run.close()
         done = [session.task.tokens(step) for step in range(job["steps"])]
         # lengths differ from batch to batch, so a short row has not done its steps' share
-        watch.found["share"] = sum(done[: len(watch.stamps) - 1]) / sum(done)
-        return watch.results(inside=watch.found["evaluation_seconds"])
+        watch.found["share_after_first_step"] = sum(done[1 : len(watch.stamps) - 1]) / sum(done)
+        results = watch.results(inside=watch.found["evaluation_seconds"])
+        return results | {"outside_steps_seconds": results["train_seconds"] - in_steps}
 
 
 ROWS: dict[str, tuple] = {

@@ -55,6 +55,7 @@ class Watch:
         return self.found | {
             "steps": len(self.stamps) - 1,
             "train_seconds": self.stamps[-1] - self.stamps[0] - inside,
+            "seconds_after_first_step": self.stamps[-1] - self.stamps[1] - inside,
             "peak_bytes": resident_bytes("VmHWM"),
         }
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -17,7 +18,7 @@ from tests.models.pretrained_folders import edit_json, save_classifier
 import halfstep.models.pretrained_hub as hub
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.models.pretrained import open_folder, quiet, stored_dtype
-from halfstep.models.pretrained_hub import require, resolve_source
+from halfstep.models.pretrained_hub import pin, require, resolve_source
 
 INDEX = "model.safetensors.index.json"
 
@@ -363,6 +364,78 @@ def test_what_is_downloaded(cache, good, monkeypatch):
     assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["allow_patterns"])
     resolve_source("tiny/bert", trust_remote_code=True)
     assert "*.py" in asked["allow_patterns"]
+
+
+class MovingHub:
+    """A hub whose main branch moves on at every question, and whose library keeps a cache."""
+
+    def __init__(self, cache, good):
+        self.cache, self.good, self.commits = cache, good, 0
+
+    def model_info(self, api, name, revision, timeout):
+        self.commits += revision == "main"
+        return SimpleNamespace(sha=f"{self.commits:040x}" if revision == "main" else revision)
+
+    def snapshot_download(self, name, revision, allow_patterns):
+        assert len(revision) == 40
+        snapshot = self.cache / "models--tiny--bert" / "snapshots" / revision
+        return os.fspath(shutil.copytree(self.good, snapshot, dirs_exist_ok=True))
+
+
+@pytest.fixture
+def moving(cache, good, monkeypatch):
+    made = MovingHub(cache, good)
+    real = huggingface_hub.snapshot_download
+
+    def download(name, *, local_files_only=False, **wanted):
+        take = real if local_files_only else made.snapshot_download
+        return take(name, **wanted, **({"local_files_only": True} if local_files_only else {}))
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda *a, **k: made.model_info(*a, **k)
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return made
+
+
+def test_a_pinned_name_stays_one_commit_while_its_branch_moves(moving, monkeypatch):
+    assert resolve_source("tiny/bert") != resolve_source("tiny/bert")
+    commit = pin("tiny/bert")
+    assert commit == f"{3:040x}"
+    folders = {resolve_source("tiny/bert", revision=commit) for _ in range(3)}
+    assert {folder.name for folder in folders} == {commit}
+    assert pin("tiny/bert", commit) == commit
+    # Without the hub it is the commit of the latest download, by name and by commit.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pin("tiny/bert") == pin("tiny/bert", commit) == commit
+    assert {resolve_source("tiny/bert"), resolve_source("tiny/bert", revision=commit)} == folders
+
+
+@pytest.mark.parametrize("revision", ["../../../out", "a/../../../out"])
+def test_a_revision_is_noted_in_the_cache_alone(moving, tmp_path, revision):
+    moving.model_info = lambda *a, **k: SimpleNamespace(sha="5" * 40)
+    for name in (revision, os.fspath(tmp_path / "out"), "refs/pr/1"):
+        assert pin("tiny/bert", name) == "5" * 40
+    assert not list(tmp_path.rglob("out"))
+    assert (moving.cache / "models--tiny--bert/refs/refs/pr/1").read_text() == "5" * 40
+
+
+def test_a_name_is_pinned_without_the_hub(cache, cut_off, good):
+    put_in_cache(cache, good, "7" * 40)
+    assert pin("tiny/bert") == pin("tiny/bert", "main") == "7" * 40
+    with pytest.raises(ConfigError, match="hf download"):
+        pin("tiny/bert", "v2")
+
+
+def test_a_folder_has_no_commit(good):
+    assert pin(good) == ""
+    with pytest.raises(ConfigError, match="is for hub names"):
+        pin(good, "v1")
+    with pytest.raises(ConfigError, match="is a file"):
+        pin(good / "config.json")
+    with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
+        pin("a/b/c")
 
 
 @pytest.mark.parametrize("module", ["transformers", "huggingface_hub", "peft"])

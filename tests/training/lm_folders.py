@@ -22,14 +22,16 @@ WORDS = ("red", "blue", "green", "seven", "nine", "north", "south", "river", "st
 
 
 def alpaca(count, seed=0, filler=8):
-    """Questions whose answers turn two words round; every third has an input."""
+    """Questions whose answers turn two words round; every third has an input, to be repeated."""
     g = torch.Generator().manual_seed(seed)
     found = []
     for number in range(count):
         a, b, *more = (WORDS[i] for i in torch.randint(len(WORDS), (2 + filler,), generator=g))
         more = more[: 1 + int(torch.randint(filler, (1,), generator=g))]
-        record = {"instruction": f"turn round: {a} {b}", "output": " ".join([b, a, *more])}
-        found.append(record | ({"input": " ".join(more)} if number % 3 == 0 else {}))
+        record = {"instruction": f"turn round: {a} {b}", "output": f"{b} {a}"}
+        if number % 3 == 0:
+            record |= {"input": " ".join(more), "output": " ".join([b, a, *more])}
+        found.append(record)
     return found
 
 
@@ -80,18 +82,25 @@ def save_tokenizer(folder, *, eos=True, bos=False, chat=False):
         tokenizer.save_pretrained(folder)
 
 
-def save_base(folder, kind="Llama", dtype=torch.float32, *, seed=0, dropout=0.0, **tokenizer):
+def save_base(
+    folder, kind="Llama", dtype=torch.float32, *, seed=0, dropout=0.0, vocab=608, **tokenizer
+):
     """A model folder with its tokenizer."""
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     if kind == "GPT2":
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         config = transformers.GPT2Config(
-            vocab_size=608, n_embd=32, n_layer=2, n_head=2, n_positions=POSITIONS, **rates, **ids
+            vocab_size=vocab, n_embd=32, n_layer=2, n_head=2, n_positions=POSITIONS, **rates, **ids
         )
         make = transformers.GPT2LMHeadModel
+    elif kind == "Bloom":
+        config = transformers.BloomConfig(
+            vocab_size=vocab, hidden_size=32, n_layer=2, n_head=2, **ids
+        )
+        make = transformers.BloomForCausalLM
     else:
         config = getattr(transformers, f"{kind}Config")(
-            vocab_size=608, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=POSITIONS, **ids,
         )  # fmt: skip
         make = getattr(transformers, f"{kind}ForCausalLM")

@@ -30,8 +30,8 @@ _COMMON: tuple[Option, ...] = (
     ("--seed", "run.seed", "seed of split, weights, batches and dropout", {"metavar": "N"}),
     ("--eval-every", "run.eval_every", "steps between evaluations; default: an epoch's",
      {"metavar": "N"}),
-    ("--save-every", "run.save_every", "steps between checkpoints; default: at every best "
-     "evaluation and at the end", {"metavar": "N"}),
+    ("--save-every", "run.save_every", "steps between checkpoints, which also follow every "
+     "evaluation", {"metavar": "N"}),
     ("--keep", "run.keep", "checkpoints to keep besides the best", {"metavar": "N"}),
     ("--patience", "run.patience", "stop after this many evaluations that are no better",
      {"metavar": "N"}),
@@ -123,4 +123,8 @@ def add_predict(commands: Any) -> None:
     predict.add_argument(
         "--precision", default=None, metavar="P",
         help="policy of the forward pass; default: the run's own, fp32 for --model",
+    )  # fmt: skip
+    predict.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="run Python code that comes with the model; only for code that you have read",
     )  # fmt: skip

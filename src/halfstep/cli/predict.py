@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import sys
@@ -16,22 +18,38 @@ from halfstep.training.environment import choose_device
 from halfstep.training.finetune_config import ClassifyConfig
 from halfstep.training.predict import Predictor
 from halfstep.training.run_folder import run_config
+from halfstep.training.tuned_lm import model_folder
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write label and probability of every text."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
-    folder, precision = _source(arguments)
-    predictor = Predictor(folder, precision, choose_device(arguments.device))
+    folder, precision, max_length = _source(arguments)
+    predictor = Predictor(
+        folder,
+        precision,
+        choose_device(arguments.device),
+        max_length=max_length,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal's is
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")
     source: Path | TextIO = sys.stdin if arguments.input == "-" else Path(arguments.input)
     texts = (text for _, text in read_texts(source, arguments.text_column))
     if arguments.output == "-":
         _write(predictor, texts, arguments.batch_size, sys.stdout)
         return 0
-    path = Path(arguments.output)
+    path = Path(os.path.realpath(arguments.output))  # a link stays a link
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if path.exists() and not path.is_file():  # a device or a pipe, which must stay what it is
+            with path.open("w", encoding="utf-8") as file:
+                _write(predictor, texts, arguments.batch_size, file)
+            return 0
         with temporary.open("w", encoding="utf-8") as file:
             _write(predictor, texts, arguments.batch_size, file)
         os.replace(temporary, path)
@@ -42,24 +60,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(arguments: argparse.Namespace) -> tuple[Path, str]:
-    """The model's folder, and the precision to predict in."""
+def _source(arguments: argparse.Namespace) -> tuple[Path, str, int | None]:
+    """The model's folder, the precision to predict in, and how long the run's texts were."""
     if arguments.run is None:
-        return Path(arguments.model), arguments.precision or "fp32"
+        return Path(arguments.model), arguments.precision or "fp32", None
     path = Path(arguments.run)
     config = run_config(path)
     if not isinstance(config, ClassifyConfig):
         raise ConfigError(f"--run {path} is a run of the task {config.TASK}, not of a classifier")
-    folder = path / "model"
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--run {path} has no model yet: it is written when the run ends; go on with it by "
-            f"halfstep finetune classify --resume --output-dir {path}"
-        )
-    return folder, arguments.precision or config.precision
+    return model_folder(path), arguments.precision or config.precision, config.model.max_length
 
 
 def _write(predictor: Predictor, texts: Iterable[str], batch_size: int, file: TextIO) -> None:
     for text, label, probability in predictor.predict(texts, batch_size):
         found = {"text": text, "label": label, "probability": probability}
-        file.write(json.dumps(found, ensure_ascii=False) + "\n")
+        file.write(json.dumps(found, ensure_ascii=False, allow_nan=False) + "\n")
+    if predictor.tokenizer.truncated:
+        print(
+            f"note: {predictor.tokenizer.truncated} texts were cut at "
+            f"{predictor.tokenizer.max_length} tokens",
+            file=sys.stderr,
+        )

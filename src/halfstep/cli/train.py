@@ -12,11 +12,11 @@ from halfstep.cli.console import RunDisplay, megabytes, write_out
 from halfstep.cli.outcome import INTERRUPTED
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World, open_world
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.training.allocator import keep_freed_memory
 from halfstep.training.config import TrainConfig, load_config
 from halfstep.training.environment import choose_device
-from halfstep.training.finetune_config import FinetuneConfig
+from halfstep.training.finetune_config import ClassifyConfig, FinetuneConfig, LMConfig
 from halfstep.training.loop import Tick, train
 from halfstep.training.resume import require_resumable, resume, with_run_folder
 from halfstep.training.run_config import BaseConfig
@@ -78,16 +78,16 @@ def _train(
             display.say(f"note: {note}")
         opened = reopen_run if resuming else partial(create_run, session=session)
         folder = world.main_only(lambda: opened(path))
-        if resuming:
-            before = run_config(path).precision
-            origin = resume(session, path / CHECKPOINTS)
-            world.main_only(lambda: write_config(path, session.config))
-            display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
-            if before != config.precision:
-                display.say(f"the precision changes from {before} to {config.precision}")
         last = None
         sink: MetricsSink = NoSink()
         try:
+            if resuming:
+                before = run_config(path).precision
+                origin = resume(session, path / CHECKPOINTS)
+                world.main_only(lambda: write_config(path, session.config))
+                display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+                if before != config.precision:
+                    display.say(f"the precision changes from {before} to {config.precision}")
             if world.is_main:
                 sink = open_sink(config.run.report_to, path, session.step + 1)
             for tick in train(session, path):
@@ -96,6 +96,12 @@ def _train(
                 last = tick
             interrupted = last is not None and last.stopped_by.startswith("SIG")
             left = "" if interrupted else world.main_only(lambda: finish_run(session, path))
+        except NonFiniteError as error:
+            if session.best is None or not session.task.keeps_best:
+                raise
+            best = world.main_only(lambda: finish_run(session, path))
+            message = f"{error}; the best state before it: {best}"
+            raise NonFiniteError(message, cause=error.cause, parameters=error.parameters) from error
         finally:
             sink.close()
             if folder is not None:
@@ -129,6 +135,7 @@ def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) 
     """The configuration of a new run or to go on by; refuses before anything is prepared."""
     if not arguments.resume:
         config = load_config(arguments.config or arguments.default_config, overrides)
+        _require_trust(arguments, config)
         if arguments.task != config.TASK:
             raise ConfigError(
                 f"configuration {arguments.config} is of the task {config.TASK}: use "
@@ -157,8 +164,20 @@ def _resumed(
     if isinstance(wanted, FinetuneConfig) and "run.epochs" in dict(overrides):
         steps = int(dict(overrides).get("run.max_steps", 0))  # else the run's own would count
         wanted = dataclasses.replace(wanted, run=dataclasses.replace(wanted.run, max_steps=steps))
+    _require_trust(arguments, wanted)
     require_resumable(saved, wanted, other_precision="precision" in dict(overrides))
     return with_run_folder(wanted, path)
+
+
+def _require_trust(arguments: argparse.Namespace, config: BaseConfig) -> None:
+    """Believe no file that asks to run a model's code: only the flag on the command line."""
+    flag = "model.trust_remote_code"
+    asked = isinstance(config, ClassifyConfig | LMConfig) and config.model.trust_remote_code
+    if asked and getattr(arguments, flag, None) is not True:
+        raise ConfigError(
+            f"{flag}=true would run Python code that comes with the model; only "
+            "--trust-remote-code on the command line allows that: give it if you have read the code"
+        )
 
 
 def _filled(wanted: BaseConfig, saved: BaseConfig) -> BaseConfig:
@@ -174,8 +193,13 @@ def _filled(wanted: BaseConfig, saved: BaseConfig) -> BaseConfig:
         elif not shape.vocab_size:
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
         return dataclasses.replace(wanted, model=shape)
-    if isinstance(wanted, FinetuneConfig) and not wanted.schedule.warmup_steps:
-        return dataclasses.replace(wanted, schedule=saved.schedule)
+    if isinstance(wanted, ClassifyConfig | LMConfig) and isinstance(saved, type(wanted)):
+        warmup = wanted.schedule.warmup_steps or saved.schedule.warmup_steps
+        schedule = dataclasses.replace(wanted.schedule, warmup_steps=warmup)
+        model: Any = wanted.model
+        if not model.revision:
+            model = dataclasses.replace(model, revision=saved.model.revision)
+        return dataclasses.replace(wanted, schedule=schedule, model=model)
     return wanted
 
 

@@ -142,10 +142,13 @@ class World:
     def main_only(self, work: Callable[[], T]) -> T | None:
         """Do ``work`` on rank 0 while the others wait; its result there, None elsewhere.
 
+        It may take as long as writing a checkpoint may.
+
         Raises:
             PeerError: On the other ranks, at once, if it raises on rank 0.
         """
-        result: T | None = self._work_together(work if self.is_main else _nothing, None)
+        patience = timedelta(seconds=SAVING_SECONDS)
+        result: T | None = self._work_together(work if self.is_main else _nothing, patience)
         return result
 
     def first_on_machine(self, work: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ def classification_loss(
     class_weights_C: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in fp32 (of fp64 logits in fp64), summed, and the weights it is to be divided by, summed.
+    """Cross-entropy, summed, and the weights it is to be divided by, summed; in fp32 at least.
 
     Of several batches, sums divided by sums are the loss of one batch with all their rows, however
     the rows were shared between ranks and micro-batches.

@@ -162,7 +162,8 @@ class PretrainedClassifier(nn.Module):
         logits_BC, weights_C = self.logits(batch), self._class_weights_C
         if weights_C is not None and weights_C.device != logits_BC.device:
             weights_C = self._class_weights_C = weights_C.to(logits_BC.device)
-        return classification_loss(logits_BC, batch[2], weights_C, self.label_smoothing)
+        smoothing = self.label_smoothing if self.training else 0.0
+        return classification_loss(logits_BC, batch[2], weights_C, smoothing)
 
     def blocks(self) -> list[nn.Module]:
         """The encoder's layers in order: what to shard one by one."""

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,50 @@ def resolve_source(
         ConfigError: It is neither; the name or revision does not exist; the hub cannot be reached
             and nothing was downloaded before; or a library is missing.
     """
+    text, folder = _place(source, revision)
+    return folder or _downloaded(text, revision or "main", trust_remote_code)
+
+
+def pin(
+    source: str | os.PathLike[str], revision: str = "", *, trust_remote_code: bool = False
+) -> str:
+    """The commit that a hub name's revision is now; give it as ``revision`` from here on.
+
+    A branch may move between two questions, so a model and its tokenizer, each resolved by the
+    branch's name, could be of two commits. The commit is that of the files :func:`resolve_source`
+    has, so they are downloaded, and without the hub it is that of the earlier download.
+
+    Args:
+        source: As :func:`resolve_source`.
+        revision: As :func:`resolve_source`.
+        trust_remote_code: As :func:`resolve_source`.
+
+    Returns:
+        40 hexadecimal digits; "" for a folder.
+
+    Raises:
+        ConfigError: As :func:`resolve_source`.
+    """
+    text, folder = _place(source, revision)
+    # The cache's layout: snapshots/COMMIT.
+    return "" if folder else _downloaded(text, revision or "main", trust_remote_code).name
+
+
+def _place(source: str | os.PathLike[str], revision: str) -> tuple[str, Path | None]:
+    """The source as text, and the folder that it is; None for what may be a hub name."""
     text = os.fspath(source)
     folder = Path(os.path.expanduser(text))
     if text and folder.is_dir():
         if revision:
             raise ConfigError(f"revision {revision!r} is for hub names, but {folder} is a folder")
-        return folder
+        return text, folder
     if text and folder.exists():
         raise ConfigError(f"model {text!r} is a file; give the folder that holds config.json")
     if not _NAME.fullmatch(text) or ".." in text or "--" in text:
         raise ConfigError(
             f"model {text!r} is neither an existing folder nor a hub name (name or owner/name)"
         )
-    return _downloaded(text, revision or "main", trust_remote_code)
+    return text, None
 
 
 def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
@@ -64,7 +95,9 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
             if not offline:
                 # One request that is bounded; a download would try again and again.
                 wanted["revision"] = _commit(hub, name, revision)
-                return Path(hub.snapshot_download(name, **wanted))
+                folder = Path(hub.snapshot_download(name, **wanted))
+                _note(folder, revision)
+                return folder
             return Path(hub.snapshot_download(name, local_files_only=True, **wanted))
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -117,6 +150,24 @@ def _commit(hub: Any, name: str, revision: str) -> str:
     if not found:
         raise TimeoutError(f"no answer in {HUB_SECONDS:g} seconds")
     return found[0]
+
+
+def _note(folder: Path, revision: str) -> None:
+    """Notes in the cache which commit a branch or tag was, as the library does for its own calls.
+
+    A download by commit leaves no such note, and without the hub the name would not be found.
+    """
+    refs = folder.parent.parent / "refs"
+    ref = refs / revision
+    known = folder.parent.name != "snapshots" or revision == folder.name
+    if known or ".." in revision or not ref.is_relative_to(refs):
+        return
+    # A shared cache may be read-only; the model is there all the same.
+    with suppress(OSError):
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        part = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+        part.write_text(folder.name)
+        part.replace(ref)
 
 
 def require(module: str) -> Any:

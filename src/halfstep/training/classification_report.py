@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import unicodedata
@@ -121,8 +122,11 @@ def write_report(
     except ImportError:
         return
     temporary = folder / "confusion.tmp.png"
-    _draw(Figure, confusion, labels).savefig(temporary, dpi=150)
-    os.replace(temporary, folder / "confusion.png")
+    try:  # fonts and their caches are not worth a run
+        _draw(Figure, confusion, labels).savefig(temporary, dpi=150)
+        os.replace(temporary, folder / "confusion.png")
+    except Exception as error:
+        logging.getLogger(__name__).warning("confusion.png could not be drawn: %s", error)
 
 
 def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:

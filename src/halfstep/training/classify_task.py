@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,20 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.data.examples import encode_examples, padded
+from halfstep.data.examples import Examples, encode_examples, padded
 from halfstep.data.labelled import read_labelled
+from halfstep.data.labelled_config import LabelledTexts
 from halfstep.data.length_batches import EpochBatches, dropout_keys, evaluation_batches
 from halfstep.data.text_tokenizer import train_text_tokenizer
 from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
 from halfstep.models.classification_loss import IGNORED_LABEL
 from halfstep.models.encoder import Encoder
 from halfstep.models.encoder_config import VOCAB_SIZES, encoder_config
+from halfstep.models.encoder_files import is_encoder_folder
 from halfstep.models.pretrained_classifier import open_classifier
 from halfstep.models.pretrained_tokenizer import open_tokenizer, require_vocabulary
 from halfstep.training.classification_report import accuracy, macro_f1, write_report
 from halfstep.training.evaluate import Evaluation, Judge
-from halfstep.training.finetune_config import ClassifyConfig
+from halfstep.training.finetune_config import ClassifierConfig, ClassifyConfig
 from halfstep.training.model_folder import matrix_parameters, replace_folder, spread
+from halfstep.training.pinned import pinned
 from halfstep.training.step import Batch, to_device
 from halfstep.training.task import Progress
 
@@ -58,7 +63,7 @@ class ClassifyTask:
             # refuses an unknown size before a tokenizer is trained
             changes: dict[str, Any] = {} if choice.dropout < 0 else {"dropout": choice.dropout}
             shape: Mapping[str, Any] = {"labels": data.names, "max_length": choice.max_length}
-            encoder_config(size, vocab_size=vocabulary or 1000, **shape, **changes)
+            encoder_config(choice.source, vocab_size=vocabulary or 1000, **shape, **changes)
             self.tokenizer = train_text_tokenizer(data.train.texts, vocabulary, choice.max_length)
             architecture = encoder_config(
                 size, vocab_size=self.tokenizer.vocab_size, **shape, **changes
@@ -69,11 +74,15 @@ class ClassifyTask:
                 label_smoothing=choice.label_smoothing,
                 class_weights=weights,
             )
+        elif is_encoder_folder(Path(choice.source)):
+            raise ConfigError(
+                f"model.source={choice.source} is a classifier that was trained from scratch here; "
+                "it predicts (halfstep predict --model), but cannot be trained on: give "
+                "scratch:NAME, or a Hugging Face encoder"
+            )
         else:
-            trust: dict[str, Any] = {
-                "trust_remote_code": choice.trust_remote_code,
-                "revision": choice.revision,
-            }
+            config, trust = pinned(config, world)
+            choice = config.model
             self.model = open_classifier(
                 choice.source,
                 data.names,
@@ -83,6 +92,20 @@ class ClassifyTask:
                 seed=run.seed,
                 **trust,
             )
+            if self.model.head_is_new:
+                self.notes.append(
+                    f"the layer that gives the classes is new: {choice.source} has none for these"
+                )
+            limit = self.model.max_length
+            if limit is not None and choice.max_length > limit:
+                if choice.max_length != ClassifierConfig().max_length:
+                    raise ConfigError(
+                        f"model.max_length={choice.max_length} is over the {limit} positions of "
+                        f"model.source={choice.source}; lower --max-length"
+                    )
+                self.notes.append(f"texts are cut at the model's {limit} positions")
+                choice = dataclasses.replace(choice, max_length=limit)
+                config = dataclasses.replace(config, model=choice)
             self.tokenizer = open_tokenizer(
                 choice.source,
                 max_length=choice.max_length,
@@ -90,14 +113,8 @@ class ClassifyTask:
                 **trust,
             )
             require_vocabulary(self.model, self.tokenizer)
-        self._train = encode_examples(self.tokenizer, data.train, progress)
-        cut = self.tokenizer.truncated
-        if cut:
-            self.notes.append(
-                f"{cut} of {len(self._train)} training texts are longer than "
-                f"{self.tokenizer.max_length} tokens and were cut (--model.max_length)"
-            )
-        self._dev = encode_examples(self.tokenizer, data.dev, progress)
+        self._train = self._encoded("training", data.train, progress)
+        self._dev = self._encoded("validation", data.dev, progress)
         self.identity: Mapping[str, str] = {
             "data": data.sha256,
             "tokenizer": self.tokenizer.fingerprint,
@@ -109,6 +126,17 @@ class ClassifyTask:
         self.config: ClassifyConfig = config.resolved(self._batches.steps_per_epoch)
         self._class_weights = None if weights is None else torch.tensor(weights)
         self._matrices = matrix_parameters(self.model)
+
+    def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
+        before = self.tokenizer.truncated
+        examples = encode_examples(self.tokenizer, texts, progress)
+        cut = self.tokenizer.truncated - before
+        if cut:
+            self.notes.append(
+                f"{cut} of {len(examples)} {role} texts are longer than "
+                f"{self.tokenizer.max_length} tokens and were cut (--max-length)"
+            )
+        return examples
 
     def summary(self) -> str:
         """Parameters, examples and classes."""
@@ -167,6 +195,9 @@ class ClassifyTask:
         rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))
         examples = sum(counts)
         loss, right, f1 = total / examples, accuracy(rows), macro_f1(rows)
+        if not math.isfinite(loss):  # argmax of NaN is class 0, which may well be the right one
+            text = f"validation loss {loss}: the model's outputs are not finite"
+            return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
         best_by = self.config.run.best_by or "accuracy"
         return Evaluation(
             loss=loss,

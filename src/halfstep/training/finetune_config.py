@@ -32,8 +32,8 @@ class FinetuneRunConfig(RunConfig):
     """Evaluate every this many steps and at the end; 0: after every epoch."""
     eval_batches: int = 0
     """Evaluate on this many batches only; 0: every example once."""
-    save_every: int = 0
-    """Save every this many steps; 0: where an evaluation is the best so far, and at the end."""
+    save_every: int = 500
+    """Save every this many steps, besides after every evaluation and at the end; 0: only then."""
     best_by: Literal["", "accuracy", "macro_f1", "loss"] = ""
     """What makes an evaluation the best; empty: accuracy of a classifier, else loss."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from halfstep.training.finetune_config import LMConfig
 from halfstep.training.frozen_base import hold_weights_
 from halfstep.training.instruction_tokenizer import InstructionTokenizer
 from halfstep.training.model_folder import frozen_fingerprint, matrix_parameters, replace_folder
+from halfstep.training.pinned import pinned
 from halfstep.training.step import Batch, count_targets
 from halfstep.training.task import Progress
 from halfstep.training.tuned_lm import PROMPT_FILE, measure, validation_batches
@@ -46,10 +46,8 @@ class LMTask:
             raise ConfigError(
                 "model.source is empty; name a model to tune by --model: a folder, or a hub name"
             )
-        trust: dict[str, Any] = {
-            "trust_remote_code": choice.trust_remote_code,
-            "revision": choice.revision,
-        }
+        config, trust = pinned(config, world)
+        choice = config.model
         self.model: PretrainedLM = open_causal_lm(
             choice.source,
             dropout=None if choice.dropout < 0 else choice.dropout,

@@ -22,7 +22,7 @@ from halfstep.training.evaluate import Evaluation
 from halfstep.training.interrupt import Interrupt
 from halfstep.training.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
 from halfstep.training.pace import Pace
-from halfstep.training.run_folder import CHECKPOINTS, METRICS
+from halfstep.training.run_folder import CHECKPOINTS, METRICS, report_best
 from halfstep.training.schedule import learning_rate
 from halfstep.training.session import Session
 from halfstep.training.step import train_step
@@ -89,7 +89,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     started = time.perf_counter()
     try:
         with _settled(saver, world), Interrupt() as interrupt, closing(_Losses(session)) as losses:
-            while session.step < settings.max_steps:
+            while session.step < settings.max_steps and not _patience_is_over(session):
                 begin = time.perf_counter()
                 lr = learning_rate(
                     config.optimizer.learning_rate,
@@ -148,8 +148,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                 lost = losses.measured() if result.applied else ()
                 record = _record(session, result, lr, seconds, tokens, pace, evaluation, lost)
                 metrics.write(record)  # before the checkpoint, so that no resume misses the line
-                keeping = better and session.task.keeps_best
-                saving = _due(session.step, settings.save_every) or last or keeping
+                judged = evaluation is not None and session.task.keeps_best
+                saving = _due(session.step, settings.save_every) or last or judged
                 if saving or _due(session.step, settings.agree_every):
                     session.check_agreement()
                 if saving:
@@ -158,8 +158,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                 if saving:
                     world.wait_for_save()
                 pace.stepped(seconds)
-                if keeping and evaluation is not None and world.is_main:
-                    session.task.improved(path, session.step, evaluation)
+                if better and session.task.keeps_best:
+                    world.main_only(lambda: report_best(session, path))
                 left, verdicts = pace.seconds_left(), losses.verdicts(lost)
                 yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
                 if last:

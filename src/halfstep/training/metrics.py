@@ -60,7 +60,8 @@ class Record:
     tokens_per_second: float | None = None
     """Of this step: data, forward, backward and update."""
     flops_per_second: float | None = None
-    """Model arithmetic of this step: (6 N + 12 L C T) per token over its seconds."""
+    """Model arithmetic of this step over its seconds: of a GPT (6 N + 12 L C T) per token, of a
+    fine-tuned model 6 (LoRA: 4) per matrix weight and token."""
     gemm_share: float | None = None
     """flops_per_second as a share of the matrix-product rate measured when the run started."""
     peak_memory_bytes: int | None = None

@@ -79,6 +79,8 @@ def replace_folder(final: Path, write: Callable[[Path], object]) -> None:
     temporary = final.with_name(f".unfinished-{final.name}")
     old = final.with_name(f".old-{final.name}")
     try:
+        if old.exists() and not final.exists():  # a kill came between two renames
+            old.rename(final)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)
         write(temporary)

@@ -14,7 +14,7 @@ from halfstep.data.examples import encode_examples, padded
 from halfstep.data.labelled_config import LabelledTexts
 from halfstep.data.length_batches import evaluation_batches
 from halfstep.data.text_tokenizer import load_text_tokenizer
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.models.encoder import load_encoder
 from halfstep.models.encoder_files import is_encoder_folder
 from halfstep.models.pretrained import open_folder
@@ -30,8 +30,23 @@ _BATCHES_AT_ONCE = 32  # as many are sorted by length together
 class Predictor:
     """A classifier under a precision policy."""
 
-    def __init__(self, folder: Path, precision: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        precision: str,
+        device: torch.device,
+        *,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         """Load the model and its tokenizer.
+
+        Args:
+            folder: Of the model.
+            precision: A policy.
+            device: To run on.
+            max_length: Most tokens of a text, where its run cut texts shorter than the model must.
+            trust_remote_code: Let code that comes with the model run.
 
         Raises:
             ConfigError: If the folder holds no classifier.
@@ -48,15 +63,20 @@ class Predictor:
             self.labels: tuple[str, ...] = tuple(self.model.config.labels)
             self.tokenizer = load_text_tokenizer(folder)
         else:
-            names = open_folder(folder).config.id2label
+            names = open_folder(folder, trust_remote_code=trust_remote_code).config.id2label
             self.labels = tuple(names[number] for number in sorted(names))
-            self.model = open_classifier(folder, self.labels)
+            self.model = open_classifier(folder, self.labels, trust_remote_code=trust_remote_code)
             if self.model.head_is_new:
                 raise ConfigError(
                     f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
                     "classify --model first"
                 )
-            self.tokenizer = open_tokenizer(folder, model_limit=self.model.max_length)
+            self.tokenizer = open_tokenizer(
+                folder,
+                max_length=max_length,
+                model_limit=self.model.max_length,
+                trust_remote_code=trust_remote_code,
+            )
         cast_to_policy_(self.model, self.policy)
         self.model.to(device).eval()
 
@@ -72,6 +92,14 @@ class Predictor:
             with around_model(self.policy, self.model, self.device):
                 logits_BC = self.model.logits((ids_BT, mask_BT, labels_B, labels_B - 1))
             found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
+        if not np.isfinite(found).all():
+            first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
+            raise NonFiniteError(
+                f"the model's outputs for the text {texts[first][:60]!r} are not finite in "
+                f"{self.policy}: its weights or activations are beyond the format; predict with "
+                "--precision fp32",
+                cause="forward",
+            )
         return found
 
     def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:

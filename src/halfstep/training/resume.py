@@ -17,8 +17,9 @@ Config = TypeVar("Config", bound=BaseConfig)
 # where prepared data is kept, and how ranks and micro-batches share the same batches.
 RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "parallel", "sequence_parallel", "grad_accum", "agree_every",
-     "rank_timeout", "background_save", "max_steps", "max_seconds", "eval_every", "eval_batches",
-     "lost_update_every", "save_every", "keep", "patience", "output_dir", "report_to"}
+     "rank_timeout", "background_save", "max_steps", "max_seconds", "epochs", "eval_every",
+     "eval_batches", "lost_update_every", "save_every", "keep", "patience", "output_dir",
+     "report_to"}
 )  # fmt: skip
 
 

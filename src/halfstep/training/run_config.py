@@ -68,8 +68,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for values outside their range or that contradict each other."""
         for name in ("max_steps", "batch_size", "grad_accum", "keep"):
-            if getattr(self, name) < (self.LEAST_STEPS if name == "max_steps" else 1):
-                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= 1")
+            least = self.LEAST_STEPS if name == "max_steps" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= {least}")
         for name in (
             "max_seconds", "eval_every", "eval_batches", "save_every", "lost_update_every",
             "agree_every", "patience",

@@ -44,7 +44,7 @@ from halfstep.training.session import Session
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 # What a process that was killed while it made the folder may have left there.
-_UNFINISHED = {"run.lock", "tokenizer", "env.json", "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,15 @@ def create_run(path: Path, session: Session) -> RunFolder:
     try:
         path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path, _lock(path))
-        require_fresh(path)  # another process may have made a run of it in the meantime
-        session.task.save(path)
-        report = json.dumps(environment(session.device), indent=1)
-        (path / "env.json").write_text(report, encoding="utf-8")
-        write_config(path, session.config)  # last: its presence makes the folder a run
+        try:
+            require_fresh(path)  # another process may have made a run of it in the meantime
+            session.task.save(path)
+            report = json.dumps(environment(session.device), indent=1)
+            (path / "env.json").write_text(report, encoding="utf-8")
+            write_config(path, session.config)  # last: its presence makes the folder a run
+        except BaseException:
+            folder.close()
+            raise
     except OSError as error:
         raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
     return folder
@@ -174,13 +178,30 @@ def finish_run(session: Session, path: Path) -> str:
         CheckpointError: If it cannot be written, or its checkpoint is damaged.
     """
     folder = path / CHECKPOINTS
-    best = checkpoint_path(folder, session.best.step) if session.best else None
+    report_best(
+        session, path
+    )  # once more: a kill may have come between a checkpoint and its report
 
     def weights() -> Mapping[str, Tensor]:
-        found = best if best is not None and best.is_dir() else list_checkpoints(folder)[-1]
+        best = session.best
+        found = checkpoint_path(folder, best.step) if best else list_checkpoints(folder)[-1]
         return {name: weight.float() for name, weight in load_checkpoint(found).weights.items()}
 
     return session.task.finish(path, weights)
+
+
+def report_best(session: Session, path: Path) -> None:
+    """Write what there is to tell of the best evaluation so far; rank 0.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    if session.best is None:
+        return
+    try:
+        session.task.improved(path, session.best.step, session.best.evaluation)
+    except OSError as error:
+        raise CheckpointError(f"the report in {path} cannot be written: {error}") from error
 
 
 def _lock(path: Path) -> IO[str]:

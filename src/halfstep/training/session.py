@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Best:
 
     step: int
     score: float
+    evaluation: Evaluation
     evaluations_since: int = 0
     """Evaluations after it that were no better."""
 
@@ -111,9 +113,10 @@ class Session:
         best = self.best
         score = -math.inf if math.isnan(evaluation.score) else evaluation.score
         if best is None or score > best.score:
-            self.best = Best(self.step, score)
+            self.best = Best(self.step, score, evaluation)
             return True
-        self.best = Best(best.step, best.score, best.evaluations_since + 1)
+        since = best.evaluations_since + 1
+        self.best = dataclasses.replace(best, evaluations_since=since)
         return False
 
     def checkpoint(self) -> Checkpoint:
@@ -130,8 +133,7 @@ class Session:
             "torch": torch.__version__,
         }
         if self.best is not None:
-            best = self.best
-            state["best"] = [best.step, best.score, best.evaluations_since]
+            state["best"] = dataclasses.asdict(self.best)
         names = {parameter: name for name, parameter in named.items()}
         (used,) = self.precision.optimizers
         optimizer = optimizer_tensors(used, names)
@@ -180,8 +182,10 @@ class Session:
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
         if "best" in state:
-            step, score, since = state["best"]
-            self.best = Best(int(step), float(score), int(since))
+            best = dict(state["best"])
+            found = dict(best.pop("evaluation"))
+            found["confusion"] = tuple(tuple(row) for row in found["confusion"])
+            self.best = Best(**best, evaluation=Evaluation(**found))
 
 
 def open_session(

@@ -138,7 +138,7 @@ def model_folder(run: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"--run {run} has no model yet: it is written when the run ends; go on with it by "
-            f"halfstep finetune --resume --output-dir {run}"
+            f"halfstep finetune classify (or lm) --resume --output-dir {run}"
         )
     return folder
 

@@ -1,0 +1,326 @@
+"""``halfstep finetune lm`` and what is done with its run, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.cli.ranks import assert_one_line, assert_same_state, losses, ranks as run_ranks
+from tests.training.lm_folders import EOS, alpaca, chats, save_base, write
+
+from halfstep.cli import train
+from halfstep.cli.main import main
+from halfstep.models.pretrained import quiet
+from halfstep.training.run_folder import run_config
+
+FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Data and models."""
+    folder = tmp_path_factory.mktemp("place")
+    write(folder / "x.jsonl", alpaca(40))
+    write(folder / "dev.jsonl", alpaca(9, seed=1))
+    write(folder / "chat.jsonl", chats(12))
+    save_base(folder / "llama", "Llama", torch.float16, bos=True, chat=True)
+    save_base(folder / "gpt2", "GPT2")
+    return folder
+
+
+@pytest.fixture
+def halfstep(monkeypatch, capsys):
+    """Runs a command in this process; gives exit code, stdout and stderr."""
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+
+    def call(*words):
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def words(place, path, model="llama", **changes):
+    options = {
+        "--train": place / "x.jsonl", "--dev": place / "dev.jsonl", "--model": place / model,
+        "--max-length": 160, "--precision": "fp16-mixed", "--max-steps": 4, "--batch-size": 6,
+        "--learning-rate": 1e-2, "--device": "cpu", "--output-dir": path,
+    } | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}  # fmt: skip
+    return ["finetune", "lm", *(str(word) for pair in options.items() for word in pair)]
+
+
+@pytest.fixture(scope="module")
+def tuned(place, tmp_path_factory):
+    """A LoRA run on an fp16 base."""
+    path = tmp_path_factory.mktemp("run") / "r"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "keep_freed_memory", lambda: None)
+        assert main([*words(place, path), "--quiet"]) == 0
+    return path
+
+
+def test_a_run_says_what_it_trains_and_leaves(place, halfstep, tmp_path):
+    code, out, err = halfstep(*words(place, tmp_path / "r"))
+    assert code == 0, err
+    assert "lm-lora fp16-mixed: 1,792 of " in err
+    assert "tokens to learn in " in err
+    assert "note: format alpaca" in err
+    assert "perplexity" in err
+    lines = out.splitlines()
+    assert "tokens in fp16-mixed; best at step 4; 4 steps applied, 0 skipped" in lines[0]
+    assert lines[1:] == [f"adapter in {tmp_path / 'r' / 'model'}"]
+    assert "transformers" not in err  # its own warnings
+    assert {p.name for p in (tmp_path / "r").iterdir()} == {
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "model", "prompt.json",
+        "checkpoints", "run.lock",
+    }  # fmt: skip
+
+
+def test_all_weights_take_smaller_steps_by_default(place, halfstep, tmp_path):
+    for r, name, rate in ((8, "lm-lora", 2e-4), (0, "lm-full", 2e-5)):
+        command = words(place, tmp_path / name, "gpt2", lora_r=r, max_steps=1, precision="fp32")
+        at = command.index("--learning-rate")
+        code, _, err = halfstep(*command[:at], *command[at + 2 :], "--quiet")
+        assert code == 0, err
+        config = run_config(tmp_path / name)
+        assert (config.name, config.optimizer.learning_rate) == (name, rate)
+        assert config.model.lora_r == r
+
+
+def test_resume_goes_on_bit_for_bit(place, halfstep, tmp_path):
+    assert halfstep(*words(place, tmp_path / "whole", save_every=2), "--quiet")[0] == 0
+    cut = words(place, tmp_path / "cut", save_every=2, max_seconds=1e-9)
+    assert halfstep(*cut, "--quiet")[0] == 0
+    code, _, err = halfstep(
+        "finetune", "lm", "--resume", "--output-dir", tmp_path / "cut", "--max-seconds", "0"
+    )
+    assert code == 0, err
+    assert "resumed from" in err
+    assert_same_state(tmp_path / "whole", tmp_path / "cut")
+    one, other = (
+        load_file(tmp_path / n / "model" / "adapter_model.safetensors") for n in ("whole", "cut")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_evaluate_prints_loss_perplexity_and_precision(tuned, place, halfstep):
+    run = ["evaluate", "--run", tuned, "--device", "cpu", "--batch-size", "6"]
+    last = json.loads((tuned / "metrics.jsonl").read_text().splitlines()[-1])
+    code, out, err = halfstep(*run, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["loss"] == last["val_loss"]  # the same batches in the same precision
+    assert found["precision"] == "fp16-mixed"
+    other = json.loads(halfstep(*run, "--json", "--precision", "fp32")[1])
+    assert other["precision"] == "fp32"
+    # the fp16 base is held in fp32, and fp16 products are gone
+    assert other["loss"] != found["loss"] == pytest.approx(other["loss"], rel=1e-3)
+    elsewhere = json.loads(halfstep(*run, "--json", "--data", place / "dev.jsonl")[1])
+    assert elsewhere == found
+    text = halfstep(*run, "--data", place / "chat.jsonl", "--max-batches", "1")[1]
+    assert text.startswith("loss ")
+    assert text.endswith(" tokens in fp16-mixed\n")
+
+
+def test_generate_answers_and_goes_on(tuned, halfstep):
+    run = ["generate", "--run", tuned, "--device", "cpu", "--max-new-tokens", "12"]
+    asked = [*run, "--prompt", "turn round: red blue"]
+    code, out, err = halfstep(*asked, "--temperature", "0")
+    assert (code, err) == (0, "")
+    assert "Instruction" not in out
+    assert halfstep(*asked, "--temperature", "0", "--seed", "7")[1] == out
+    drawn = [halfstep(*asked, "--seed", seed, "--temperature", "2")[1] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    raw = halfstep(*asked, "--raw", "--temperature", "0")[1]
+    assert raw.startswith("turn round: red blue")
+    assert halfstep(*run, "--raw")[0] == 0  # begins a document
+    for bad, complaint in (
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be finite and 0 or more"),
+        (["--prompt", "x " * 400], "the prompt has"),
+    ):
+        code, out, err = halfstep(*run, *bad)
+        assert (code, out) == (2, "")
+        assert_one_line(err, complaint)
+
+
+def answers_alike(folder, ids, wanted, tolerance):
+    with quiet(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        torch.testing.assert_close(model(ids).logits.float(), wanted, rtol=0, atol=tolerance)
+    return model
+
+
+def test_export_merges_and_says_what_rounding_took(tuned, place, halfstep, tmp_path):
+    export = ["export", "--run", tuned, "--to", "hf", "--output"]
+    ids = torch.arange(3, 60)[None]
+    with quiet(), torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            place / "llama", dtype=torch.float32
+        )
+        parameters = base.num_parameters()
+        adapted = peft.PeftModel.from_pretrained(base, tuned / "model").eval()
+        wanted = adapted(ids).logits
+        with adapted.disable_adapter():
+            assert (adapted(ids).logits - wanted).abs().max() > 0.05
+    for dtype, options, tolerance in (
+        (torch.float16, [], 0.02),  # 2^-11 of weights and activations, of logits near 1
+        (torch.float32, ["--dtype", "fp32"], 1e-5),
+        (torch.bfloat16, ["--dtype", "bf16"], 0.1),  # 2^-8
+    ):
+        name = str(dtype).removeprefix("torch.")
+        code, out, err = halfstep(*export, tmp_path / name, *options)
+        assert (code, err) == (0, "")
+        first, second = out.splitlines()
+        form = {"float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}[name]
+        assert first == f"{tmp_path / name}: {parameters:,} parameters in {form}"
+        assert second.startswith(f"merged in {name}: rounding moved weights by up to ")
+        assert ("up to 0," in second) == (dtype == torch.float32)
+        assert answers_alike(tmp_path / name, ids, wanted, tolerance).dtype == dtype
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.eos_token_id == EOS
+    code, _, err = halfstep(*export, tmp_path / "float16")
+    assert code == 2
+    assert_one_line(err, "exists and is not an empty folder")
+
+
+def test_export_of_the_adapter_is_for_peft(tuned, halfstep, tmp_path):
+    export = ["export", "--run", tuned, "--to", "hf", "--adapter", "--output"]
+    code, out, err = halfstep(*export, tmp_path / "a" / "b")
+    assert (code, err) == (0, "")
+    assert "adapter of " in out
+    with quiet():
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a" / "b")
+    kept = load_file(tuned / "model" / "adapter_model.safetensors")
+    state = peft.get_peft_model_state_dict(loaded)
+    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(
+        p.name for p in (tuned / "model").iterdir()
+    )
+    for options, complaint in (
+        ([tmp_path / "a" / "b"], "exists and is not an empty folder"),
+        ([tmp_path / "c", "--dtype", "bf16"], "--dtype with --adapter"),
+    ):
+        code, _, err = halfstep(*export, *options)
+        assert code == 2
+        assert_one_line(err, complaint)
+    assert (tmp_path / "a" / "b" / "adapter_config.json").exists()
+    assert not (tmp_path / "c").exists()
+
+
+def test_all_weights_are_exported_too(place, halfstep, tmp_path):
+    path = tmp_path / "r"
+    command = words(place, path, "gpt2", lora_r=0, precision="bf16-split", max_steps=2)
+    assert halfstep(*command, "--quiet")[1].splitlines()[-1] == f"model in {path / 'model'}"
+    export = ["export", "--run", path, "--to", "hf", "--output"]
+    assert "parameters in fp32\n" in halfstep(*export, tmp_path / "out")[1]
+    a, b = (load_file(p / "model.safetensors") for p in (path / "model", tmp_path / "out"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert halfstep(*export, tmp_path / "half", "--dtype", "bf16")[0] == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(half[name], a[name].bfloat16()) for name in a)
+    code, _, err = halfstep(*export, tmp_path / "c", "--adapter")
+    assert code == 2
+    assert_one_line(err, "--adapter", "trained all weights")
+
+
+def test_export_of_a_classifier_copies_it(place, halfstep, tmp_path):
+    rows = [f"{text}\t{label}\n" for text, label in (("red", "a"), ("blue", "b")) for _ in range(8)]
+    (tmp_path / "t.tsv").write_text("text\tlabel\n" + "".join(rows))
+    path = tmp_path / "r"
+    code, _, err = halfstep(
+        "finetune", "classify", "--train", tmp_path / "t.tsv", "--dev", tmp_path / "t.tsv",
+        "--model", "scratch:tiny", "--model.vocab_size", "40", "--max-steps", "1", "--quiet",
+        "--precision", "fp32", "--output-dir", path, "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    export = ["export", "--run", path, "--to", "hf", "--output"]
+    code, out, err = halfstep(*export, tmp_path / "out")
+    assert (code, out, err) == (0, f"{tmp_path / 'out'}: classifier in fp32\n", "")
+    for file in (path / "model").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    for option, complaint in (("--adapter", "no run of finetune lm"), ("--dtype=bf16", "--dtype")):
+        code, _, err = halfstep(*export, tmp_path / "c", option)
+        assert code == 2
+        assert_one_line(err, complaint)
+
+
+def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):
+    for name in ("config.toml", "prompt.json"):
+        (tmp_path / name).write_bytes((tuned / name).read_bytes())
+    for command in (["generate", "--prompt", "x"], ["evaluate"],
+                    ["export", "--to", "hf", "--output", tmp_path / "o"]):  # fmt: skip
+        code, _, err = halfstep(*command, "--run", tmp_path)
+        assert code == 2
+        assert_one_line(err, "has no model yet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": ""}, "model.source is empty; name a model to tune by --model"),
+        ({"max_length": 161}, "over the 160 positions"),
+        ({"max_length": 12}, "no document of 40 is left"),
+        ({"precision": "bf16-pure"}, "bf16-pure keeps all weights in bf16"),
+        ({"lora_targets": "nose"}, "no layer has the LoRA target"),
+        ({"train": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"model": "ADAPTER"}, "holds an adapter, not a model"),
+    ],
+)
+def test_refusals_are_one_line(changes, complaint, tuned, place, halfstep, tmp_path):
+    command = words(place, tmp_path / "r", **changes)
+    if "model" in changes:
+        folder = tuned / "model" if changes["model"] else ""
+        command[command.index("--model") + 1] = str(folder)
+    code, out, err = halfstep(*command, "--quiet")
+    assert (code, out) == (2, "")
+    assert_one_line(err, complaint)
+    assert not (tmp_path / "r").exists()
+
+
+def test_raw_is_for_tuned_models(halfstep, tmp_path):
+    code, _, err = halfstep("generate", "--model", tmp_path, "--raw")
+    assert code == 2
+    assert_one_line(err, "--raw is for runs of finetune lm")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "lora", "precision"),
+    [("llama", 8, "fp16-mixed"), ("gpt2", 8, "bf16-mixed"), ("gpt2", 0, "fp32")],
+)
+def test_two_ranks_are_two_micro_batches(model, lora, precision, place, halfstep, tmp_path):
+    """Nine validation records in uneven batches: every one counts once."""
+    options = {"lora_r": lora, "precision": precision, "eval_every": 2}
+    one = [*words(place, tmp_path / "one", model, **options), "--grad-accum", "2", "--quiet"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert halfstep(*one)[0] == 0
+    finally:
+        torch.set_num_threads(threads)
+    for layout in ("data=2", "shard=2"):
+        path = tmp_path / layout
+        command = [*words(place, path, model, **options), "--parallel", layout, "--nproc", 2]
+        code, out, err = run_ranks(command[1:], command=FINETUNE)
+        assert code == 0, err
+        assert len(out.splitlines()) == 2
+        # evaluation's batches are not cut alike: fp16 and bf16 sums over other shapes
+        a, b = losses(path), losses(tmp_path / "one")
+        assert a == pytest.approx(b, rel=1e-4 if precision != "fp32" else 1e-6)
+        if precision == "fp32":
+            assert a[:4] == b[:4]
+        file = "adapter_model.safetensors" if lora else "model.safetensors"
+        mine, theirs = (load_file(p / "model" / file) for p in (path, tmp_path / "one"))
+        for name, tensor in mine.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3, msg=name)
+        found = json.loads(halfstep("evaluate", "--run", path, "--json", "--device", "cpu")[1])
+        assert found["loss"] == pytest.approx(a[-1], rel=1e-4)

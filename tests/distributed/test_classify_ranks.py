@@ -1,0 +1,365 @@
+"""Classification on several ranks: the same numbers as one process, and one rank that writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests.cli.ranks import Run, ranks
+from tests.training import classifiers
+from tests.training.classifiers import (
+    SPELLED,
+    checkpoint_of,
+    checkpoint_steps,
+    classify_config,
+    column,
+    metrics,
+    whole_run,
+    write_bert,
+    write_files,
+)
+
+from halfstep.data.progress import no_progress
+from halfstep.distributed.world import World
+from halfstep.errors import ConfigError, PeerError
+from halfstep.training import classify_task, loop
+from halfstep.training.loop import train
+from halfstep.training.resume import resume, with_run_folder
+from halfstep.training.run_folder import create_run, finish_run
+from halfstep.training.session import open_session
+
+pytestmark = pytest.mark.distributed
+
+LAUNCH = [sys.executable, "-m", "halfstep", "finetune", "classify"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "2", "-m", "halfstep", "finetune", "classify"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return str(write_bert(tmp_path_factory.mktemp("bert") / "b"))
+
+
+@contextmanager
+def lean():
+    """Without the measurement of the matrix rate, and without pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        yield patch
+
+
+def forbidden(*_, **__):
+    raise AssertionError("rank 0 only")
+
+
+def run_here(rank, files, path, overrides, checkpoints=None):
+    """A rank's whole run; what its evaluations found, and its best step.
+
+    With ``checkpoints`` it goes on from there.
+    """
+    world = World.around_group()
+    with lean() as patch:
+        if rank:
+            patch.setattr(classify_task, "write_report", forbidden)
+            patch.setattr(classify_task, "replace_folder", forbidden)
+            patch.setattr(loop, "MetricsFile", forbidden)
+        config = with_run_folder(classify_config(files, **overrides), path)
+        session = open_session(config, no_progress, world=world)
+        folder = world.main_only(lambda: create_run(path, session))
+        if checkpoints is not None:
+            resume(session, checkpoints)
+        try:
+            ticks = list(train(session, path))
+            world.main_only(lambda: finish_run(session, path))
+        finally:
+            if folder is not None:
+                folder.close()
+    told = [(t.record.step, t.evaluation.confusion) for t in ticks if t.evaluation]
+    return told, session.best.step, ticks[-1].stopped_by, len(ticks)
+
+
+def alone(files, path, **overrides):
+    with lean():
+        return whole_run(classify_config(files, **overrides), path)
+
+
+def assert_near(path, one, *, rel=1e-5):
+    """The measures of two runs, and their weights."""
+    for key in ("loss", "val_loss"):
+        assert column(path, key) == pytest.approx(column(one, key), rel=rel)
+    for key in ("val_accuracy", "val_macro_f1", "step", "tokens", "learning_rate", "skipped_total"):
+        assert column(path, key) == column(one, key), key
+    a, b = checkpoint_of(path).weights, checkpoint_of(one).weights
+    assert a.keys() == b.keys()
+    for name, tensor in b.items():
+        # Adam divides a gradient by its own size, so where that is rounding noise a step of
+        # 5e-4 may go either way; a share of the weights of 1e-3 at most
+        far = (a[name] - tensor).abs() > 1e-5 + 1e-3 * tensor.abs()
+        assert far.float().mean() <= 1e-3, name
+        assert (a[name] - tensor).abs().max() < 1e-2, name
+
+
+def assert_equal(path, one):
+    assert metrics_without_layout(path) == metrics_without_layout(one)
+    a, b = checkpoint_of(path), checkpoint_of(one)
+    for mine, theirs in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(mine[name], tensor), name
+
+
+def metrics_without_layout(path):
+    """All but traffic, and what is computed from the whole gradient or evaluated in other batches.
+
+    Micro-batches of one process evaluate half as many rows at a time as two ranks do.
+    """
+    other = {"sent_bytes", "sent_bytes_fp32", "grad_norm", "val_loss"}
+    return [{k: v for k, v in line.items() if k not in other} for line in metrics(path)]
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},  # with dropout, which follows keys
+        {"run__batch_size": 5, "model__class_weights": "balanced", "model__label_smoothing": 0.1},
+        {"model__source": "bert", "model__dropout": 0.0},
+    ],
+)
+def test_two_ranks_equal_one_process(pool2, files, bert, tmp_path, layout, overrides):
+    if overrides.get("model__source") == "bert":
+        overrides = {**overrides, "model__source": bert}
+    found = pool2.run(
+        run_here,
+        files=files,
+        path=tmp_path / "two",
+        overrides={**overrides, "run.parallel": layout},
+    )
+    session, ticks = alone(files, tmp_path / "one", **overrides)
+    assert_near(tmp_path / "two", tmp_path / "one")
+    assert found[0] == found[1]
+    told, best, stopped_by, _ = found[0]
+    assert told == [(t.record.step, t.evaluation.confusion) for t in ticks if t.evaluation]
+    assert sum(map(sum, told[-1][1])) == 41
+    assert (best, stopped_by) == (session.best.step, "")
+    names = {p.name for p in (tmp_path / "two").iterdir()}
+    assert names == {p.name for p in (tmp_path / "one").iterdir()}
+    report = json.loads((tmp_path / "two" / "report.json").read_text())
+    assert report["confusion"] == [list(row) for row in dict(told)[best]]
+
+
+@pytest.mark.parametrize(
+    ("precision", "source"),
+    [
+        ("fp32", "bert"),
+        ("fp32", "scratch:tiny"),
+        ("bf16-split", "bert"),
+        (f"{SPELLED['fp16-mixed']},scale=dynamic,init_scale=16777216,growth_interval=3", "bert"),
+    ],
+)
+def test_two_ranks_are_two_micro_batches(pool2, files, bert, tmp_path, precision, source):
+    overrides = {
+        "precision": precision,
+        "model__source": bert if source == "bert" else source,
+        "model__dropout": 0.2,
+    }
+    pool2.run(run_here, files=files, path=tmp_path / "two", overrides=overrides)
+    alone(files, tmp_path / "one", **overrides, run__grad_accum=2)
+    assert_equal(tmp_path / "two", tmp_path / "one")
+    # the mean over 41 texts in other batches: some ulp, of bf16 or fp16 where that computes
+    rel = 1e-5 if precision == "fp32" else 2e-2
+    two, one = column(tmp_path / "two", "val_loss"), column(tmp_path / "one", "val_loss")
+    assert two == pytest.approx(one, rel=rel)
+    if "init_scale" in precision:
+        assert metrics(tmp_path / "two")[-1]["skipped_total"] > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16-split", "fp16-master", "bf16-mixed"])
+def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, precision):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    overrides = {"precision": precision, "model__source": bert, "run.parallel": "shard=2",
+                 "run__max_steps": 3}  # fmt: skip
+    ((_, best, _, _), _) = pool2.run(
+        run_here, files=files, path=tmp_path / "r", overrides=overrides
+    )
+    saved = load_file(tmp_path / "r" / "model" / "model.safetensors")
+    weights = checkpoint_of(tmp_path / "r", best).weights
+    common = {name.removeprefix("model."): w for name, w in weights.items()}
+    assert saved.keys() <= common.keys()
+    for name, tensor in saved.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, common[name]), name
+
+
+def test_four_ranks_in_two_groups(pool4, files, tmp_path):
+    overrides = {"run.parallel": "data=2,shard=2", "run__max_steps": 4}
+    found = pool4.run(run_here, files=files, path=tmp_path / "four", overrides=overrides)
+    assert all(each == found[0] for each in found)
+    alone(files, tmp_path / "one", run__max_steps=4)
+    assert_near(tmp_path / "four", tmp_path / "one")
+
+
+def test_ranks_go_on_from_one_process(pool2, files, tmp_path):
+    alone(files, tmp_path / "whole")
+    alone(files, tmp_path / "half", run__max_steps=4)
+    overrides = {"run.parallel": "shard=2"}
+    # the cosine of a half run is another; so only what is restored is compared
+    found = pool2.run(
+        run_here, files=files, path=tmp_path / "two", overrides=overrides,
+        checkpoints=tmp_path / "half" / "checkpoints",
+    )  # fmt: skip
+    assert found[0][3] == 4
+    assert column(tmp_path / "two", "step") == [5, 6, 7, 8]
+    first = {line["step"]: line for line in metrics(tmp_path / "two")}[5]
+    assert first["tokens"] == metrics(tmp_path / "whole")[4]["tokens"]
+
+
+def refused(rank, files, overrides):
+    try:
+        config = classify_config(files, **overrides)
+        open_session(config, no_progress, world=World.around_group())
+    except (ConfigError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"run__batch_size": 12, "run__grad_accum": 12}, "batch_size=12 is too small for 2 ranks"),
+        ({"run.parallel": "shard=4"}, "needs 4 ranks"),
+    ],
+)
+def test_refusals_are_the_same_on_all_ranks(pool2, files, overrides, words):
+    found = pool2.run(refused, files=files, overrides=overrides)
+    assert found[0] == found[1]
+    assert words in found[0]
+
+
+def other_data(rank, folder):
+    """Rank 1 reads another file of the same name."""
+    files = classifiers.write_files(folder / str(rank), train=60 + rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / str(rank))
+        return refused(rank, ("train.csv", "dev.csv"), {}), [str(f) for f in files]
+
+
+def test_ranks_with_different_data_are_refused(pool2, tmp_path):
+    found = pool2.run(other_data, folder=tmp_path)
+    assert all("rank 1 has another data than rank 0" in text for text, _ in found)
+
+
+# --- through the command line ---
+
+
+def words_of(files, path, *more):
+    return ["--train", files[0], "--dev", files[1], "--model", "scratch:tiny", "--device", "cpu",
+            "--precision", "fp32", "--batch-size", 24, "--max-steps", 6, "--eval-every", 3,
+            "--run.rank_timeout", 60, "--output-dir", path, *more]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(files, tmp_path_factory):
+    """A finished run of two ranks, and what it printed."""
+    path = tmp_path_factory.mktemp("two") / "r"
+    return path, ranks(["--nproc", 2, *words_of(files, path)], command=LAUNCH)
+
+
+def test_two_ranks_print_and_write_once(two, files, tmp_path):
+    path, (code, out, err) = two
+    assert code == 0, err
+    summary, left = out.splitlines()
+    assert summary.startswith(f"{path}: step 6; validation loss ")
+    assert "each rank sent " in summary
+    assert left == f"model in {path / 'model'}, report in {path / 'report.txt'}"
+    assert err.count("2 ranks as data=2") == 1
+    assert err.count("step 3: validation loss ") == err.count("step 6: validation loss ") == 1
+    assert len(metrics(path)) == 6
+    assert {p.name for p in path.iterdir()} == {
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "checkpoints", "run.lock",
+        "model", "report.txt", "report.json", "confusion.png",
+    }  # fmt: skip
+
+
+def test_torchrun_is_the_same(two, files, tmp_path):
+    path, _ = two
+    code, out, err = ranks([*words_of(files, tmp_path / "r"), "--quiet"], command=TORCHRUN)
+    assert code == 0, err
+    assert len(out.splitlines()) == 2
+    assert "halfstep" not in err
+    assert metrics(tmp_path / "r") == metrics(path)
+    assert_equal(tmp_path / "r", path)
+
+
+@pytest.mark.slow
+def test_three_ranks_with_uneven_ends(files, tmp_path):
+    path = tmp_path / "three"
+    more = ["--batch-size", 7, "--class-weights", "balanced"]
+    words = words_of(files, path, *more, "--quiet")
+    code, _, err = ranks(["--nproc", 3, *words], command=LAUNCH)
+    assert (code, err) == (0, "")
+    alone(
+        files, tmp_path / "one", run__batch_size=7, run__max_steps=6, run__eval_every=3,
+        model__class_weights="balanced", schedule__warmup_steps=0,
+    )  # fmt: skip
+    assert_near(path, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_patience_stops_all_ranks(files, tmp_path):
+    path = tmp_path / "r"
+    more = ["--learning-rate", "1e-12", "--eval-every", 1, "--patience", 2, "--max-steps", 50]
+    code, out, err = ranks(["--nproc", 2, *words_of(files, path, *more, "--quiet")], command=LAUNCH)
+    assert (code, err) == (0, "")
+    assert f"{path}: step 3; " in out
+    assert "; stopped by patience" in out
+    assert checkpoint_steps(path) == [1, 3]
+
+
+@pytest.mark.slow
+def test_sigterm_saves_on_all_ranks_and_one_process_goes_on(files, tmp_path):
+    path = tmp_path / "r"
+    more = ["--max-steps", 100_000, "--run.warmup_ratio", 0, "--quiet"]
+    run = Run(["--nproc", 2, *words_of(files, path, *more)], command=LAUNCH)
+    run.await_step(path, 4)
+    for pid in (*run.ranks().values(), run.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    code, out, err = run.end()
+    assert (code, err) == (4, "")
+    assert "stopped by SIGTERM" in out
+    done = metrics(path)[-1]["step"]
+    assert checkpoint_steps(path)[-1] == done
+    assert not (path / "model").exists()
+    words = ["--resume", "--output-dir", path, "--max-steps", done + 2]
+    code, out, err = ranks(words, command=LAUNCH)
+    assert code == 0, err
+    assert f"step {done + 2}; " in out
+    assert (path / "model").is_dir()
+
+
+@pytest.mark.slow
+def test_a_refusal_of_ranks_is_one_line_and_leaves_nothing(files, tmp_path):
+    for more, words in (
+        (["--batch-size", 6, "--grad-accum", 6], "is too small for 2 ranks"),
+        (["--train", "nowhere.csv"], "nowhere.csv"),
+    ):
+        path = tmp_path / "r"
+        code, out, err = ranks(["--nproc", 2, *words_of(files, path, *more)], command=LAUNCH)
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1
+        assert err.startswith("halfstep: error: ")
+        assert words in err
+        assert not path.exists()

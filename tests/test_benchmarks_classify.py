@@ -1,0 +1,179 @@
+"""The classification benchmarks: their data, the sameness of their rows, their verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("docstring_data", "classify_setup", "classify_rows", "classify_methods",
+           "english_encoder", "common")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import classify_methods
+        import classify_rows
+        import docstring_data
+        import english_encoder
+    yield {m.__name__: m for m in (classify_methods, classify_rows, docstring_data,
+                                   english_encoder)}  # fmt: skip
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A small standard library: three packages of five files, ten docstrings in each file."""
+    for package in ("alpha", "beta", "gamma"):
+        for file in range(5):
+            lines = [f'def f{n}():\n    """The {package} tool {file} {n} has a long text."""\n'
+                     for n in range(9)]  # fmt: skip
+            # the same words in all three, in one class twice, and too short a text
+            lines.append('def same():\n    """A text that stands in every package."""\n')
+            lines.append('def twice():\n    """A text of this class: NAME."""\n'.replace(
+                "NAME", package[::-1]))  # fmt: skip
+            lines.append('def short():\n    """Short."""\n')
+            path = tmp_path / package / f"file{file}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(lines))
+    (tmp_path / "single.py").write_text('"""A module that is in no package at all."""\n')
+    return tmp_path
+
+
+def test_docstrings_are_masked_and_kept_once(benchmarks, library):
+    found = benchmarks["docstring_data"].docstrings(library)
+    texts = [one.text for one in found]
+    assert len(set(texts)) == len(texts)
+    assert not any(word in text for text in texts for word in ("alpha", "beta", "gamma", "Short"))
+    # "The thing tool F N ..." is the same in all packages, so nobody could tell; what is left is
+    # the one text of each class that names no package
+    assert Counter(one.label for one in found) == {"alpha": 1, "beta": 1, "gamma": 1}
+
+
+def test_no_file_is_on_both_sides(benchmarks):
+    data = benchmarks["docstring_data"]
+    examples = [
+        data.Labelled(f"text {label} {file} {n}", label, f"{label}/{file}.py")
+        for label in ("a", "b")
+        for file in range(20)
+        for n in range(1 + file % 5)
+    ]
+    train, dev = data.split(examples)
+    assert not {x.file for x in train} & {x.file for x in dev}
+    assert Counter(train) + Counter(dev) == Counter(examples)
+    for label in ("a", "b"):
+        share = sum(x.label == label for x in dev) / sum(x.label == label for x in examples)
+        assert 0.1 < share <= 0.2
+
+
+@pytest.fixture(scope="module")
+def job(benchmarks, tmp_path_factory):
+    """Tiny model and data, and a learning rate so small that no weight changes."""
+    folder = tmp_path_factory.mktemp("job")
+    for name, count in (("train", 40), ("dev", 37)):
+        rows = [{"text": " ".join(["ab cd", "ef"][n % 2] for _ in range(1 + n * 7 % 11)),
+                 "label": "xyz"[n % 3]} for n in range(count)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    methods = benchmarks["classify_methods"]
+    arguments = methods.parse(
+        ["--train", str(folder / "train.jsonl"), "--dev", str(folder / "dev.jsonl"), "--layers",
+         "1", "--width", "64", "--max-steps", "3", "--batch-size", "8", "--learning-rate", "1e-30",
+         "--vocabulary", "60", "--max-length", "16"]
+    )  # fmt: skip
+    made, about = methods.prepare(arguments, folder)
+    assert about["examples"] == {"train": 40, "dev": 37}
+    label_as_guessed(made)
+    return made | {"count": 3, "short": False}
+
+
+def label_as_guessed(job):
+    """Give dev examples the class that the untouched model finds, one text at a time; one not."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(job["model"]).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    rows = [json.loads(line) for line in Path(job["dev"]).read_text().splitlines()]
+    with torch.no_grad():
+        for number, row in enumerate(rows):
+            ids = tokenizer(row["text"], truncation=True, max_length=16, return_tensors="pt")
+            guess = model(**ids).logits.argmax().item()
+            row["label"] = job["labels"][(guess + (number == 5)) % len(job["labels"])]
+    Path(job["dev"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+ROWS = ("torch fp32", "torch fp32, length groups", "accelerate fp32", "trainer fp32",
+        "accelerate fp32 + halfstep", "trainer fp32 + halfstep",
+        "halfstep fp32, default malloc")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_starts_from_the_same_weights_and_counts_every_example(
+    name, benchmarks, job, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    row, *rest = benchmarks["classify_rows"].ROWS[name]
+    found = row(job | {"scratch": str(tmp_path)}, *rest)
+    assert found["steps"] == 3
+    assert found["accuracy"] == 36 / 37  # so none was left out or counted twice
+    assert found["train_seconds"] > found["seconds_after_first_step"] > 0
+    assert found["evaluation_seconds"] > 0
+
+
+def test_a_short_row_stops_without_evaluation(benchmarks, job, tmp_path, monkeypatch):
+    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    short = job | {"count": 2, "short": True, "scratch": str(tmp_path)}
+    ours, theirs = (benchmarks["classify_rows"].ROWS[n] for n in (ROWS[-1], ROWS[0]))
+    for row, *rest in (ours, theirs):
+        found = row(short, *rest)
+        assert (found["steps"], found["accuracy"]) == (2, None)
+        assert 0 < found.get("share_after_first_step", 1 / 3) < 1
+
+
+def made(seconds, accuracy=0.5, **more):
+    return {"whole_train_seconds": seconds, "evaluation_seconds": 1.0, "wall_seconds": 9.0,
+            "accuracy": accuracy, "peak_bytes": 10**8, "skipped": None, "extrapolated": False,
+            "processes": 1, **more}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ours", "right", "says"),
+    [
+        (8.0, 0.5, "halfstep is the fastest: halfstep fp32 takes 0.80 of"),
+        (20.0, 0.5, "halfstep is NOT the fastest: halfstep fp32 takes 2.00 of"),
+        (8.0, 0.3, "fastest is torch fp32; less accurate: halfstep fp32"),
+    ],
+)
+def test_verdict_says_who_is_fastest_at_equal_accuracy(benchmarks, ours, right, says):
+    methods = benchmarks["classify_methods"]
+    rows = {
+        "torch fp32": methods.condense([made(11.0), made(10.0), {"failed": "no word"}]),
+        "halfstep fp32": methods.condense([made(ours, right)]),
+        "torch bf16": methods.condense([made(1.0, None, extrapolated=True)]),
+        "trainer fp32": methods.condense([{"failed": "ValueError: broken"}]),
+    }
+    (line,) = methods.verdicts(rows, dev_examples=1000)
+    assert says in line
+    lines = methods.table(rows, threads=2)
+    assert any("ValueError: broken" in line for line in lines)
+    assert any("| ~1.0 |" in line and "| - |" in line for line in lines)
+
+
+def test_from_scratch_has_the_shape_but_not_the_weights(benchmarks, job, tmp_path):
+    source = Path(job["model"])
+    made = benchmarks["english_encoder"].without_weights(source, tmp_path / "new", 3, seed=1)
+    old, new = (transformers.AutoModelForSequenceClassification.from_pretrained(f).state_dict()
+                for f in (source, made))  # fmt: skip
+    assert {n: t.shape for n, t in old.items()} == {n: t.shape for n, t in new.items()}
+    drawn = [n for n, t in old.items() if t.is_floating_point() and t.std() > 0]
+    assert len(drawn) > 5
+    assert not any(torch.equal(old[n], new[n]) for n in drawn)
+    assert (made / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
