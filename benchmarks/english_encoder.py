@@ -11,8 +11,8 @@ run is ``halfstep finetune classify`` in a process of its own:
     scratch:small       halfstep's own small encoder, tokenizer trained on the training texts
 
 All see the same examples in the same number of steps; accuracy is that after the last step. Each
-has a learning rate of its own, the best of a few that were tried: what is right for pretrained
-weights leaves random ones where they are, and the other way round.
+has a learning rate of its own (not searched): what is right for pretrained weights leaves random
+ones where they are, and the other way round.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def test_patience_says_so(files, tmp_path, halfstep):
     assert summary.endswith("; stopped by patience")
     assert "best at step 2" in summary
     assert left.startswith("model in ")
-    assert checkpoint_steps(path) == [2, 6]
+    assert checkpoint_steps(path) == [2, 4, 6]
 
 
 # --- resume ---
@@ -408,7 +408,7 @@ def test_sigterm_saves_and_the_resumed_run_is_the_same(files, finished, tmp_path
     assert code == 0, err
     assert f"resumed from {path / 'checkpoints' / f'step-{done:08d}'}" in err
     assert f"step {done + 4}; " in out
-    best = checkpoint_of(path).state["best"][0]
+    best = checkpoint_of(path).state["best"]["step"]
     scores = {line["step"]: line["val_accuracy"] for line in metrics(path) if "val_loss" in line}
     assert scores[best] == max(scores.values())
     assert best == min(step for step, score in scores.items() if score == scores[best])

@@ -124,7 +124,17 @@ def test_evaluate_prints_loss_perplexity_and_precision(tuned, place, halfstep):
     assert other["loss"] != found["loss"] == pytest.approx(other["loss"], rel=1e-3)
     elsewhere = json.loads(halfstep(*run, "--json", "--data", place / "dev.jsonl")[1])
     assert elsewhere == found
-    text = halfstep(*run, "--data", place / "chat.jsonl", "--max-batches", "1")[1]
+    chats_only = ["--data", place / "chat.jsonl"]
+    whole = json.loads(halfstep(*run, "--json", *chats_only)[1])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "llama")
+    contents = [m["content"] for r in chats(12) for m in r["messages"] if m["role"] == "assistant"]
+    # every answer and the end of its turn
+    assert whole["tokens"] == sum(len(tokenizer.tokenize(text)) + 1 for text in contents)
+    one = halfstep(*run[:-1], "1", "--json", *chats_only, "--max-batches", "1")[1]
+    assert 0 < json.loads(one)["tokens"] < whole["tokens"]
+    all_of_one = json.loads(halfstep(*run[:-1], "1", "--json", *chats_only)[1])
+    assert all_of_one["tokens"] == whole["tokens"]
+    text = halfstep(*run, *chats_only)[1]
     assert text.startswith("loss ")
     assert text.endswith(" tokens in fp16-mixed\n")
 

@@ -326,7 +326,7 @@ def test_patience_stops_all_ranks(files, tmp_path):
     assert (code, err) == (0, "")
     assert f"{path}: step 3; " in out
     assert "; stopped by patience" in out
-    assert checkpoint_steps(path) == [1, 3]
+    assert checkpoint_steps(path) == [1, 2, 3]
 
 
 @pytest.mark.slow

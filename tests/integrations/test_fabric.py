@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
-from halfstep.optim import AdamW
+from halfstep.optim import AdamW, Lion
 from halfstep.precision.step import Precision
 
 pytest.importorskip("lightning.fabric")
@@ -99,6 +99,51 @@ def test_a_policy_in_fabric_is_halfsteps_own_loop_bit_for_bit(policy):
     assert same(dict(precision.engine.masters.items()), dict(own.masters.items()))
     assert precision.last_step == result
     assert result.skipped_total == len(bad)
+
+
+@pytest.mark.parametrize("policy", ["fp16-pure", "bf16-split,scale=static,init_scale=65536"])
+@pytest.mark.parametrize("clip", [{"max_norm": 1e9}, {"clip_val": 1e9}])
+def test_looking_at_small_16_bit_gradients_loses_none(policy, clip):
+    trained = []
+    for clips in (False, True):
+        precision, run, model, optimizer = started(policy, Lion)  # takes steps of any gradient
+        for _, loss in losses(model, range(STEPS)):
+            run.backward(loss * 2**-24)
+            held = list(precision.engine.masters.gradients(model.parameters()).values())
+            before = [gradient.clone() for gradient in held]
+            # without the scale they are below half of fp16's smallest number, 2^-24
+            assert 0 < max(g.float().abs().max() for g in held) / 65536 < 2**-25
+            if clips:
+                norm = run.clip_gradients(model, optimizer, **clip)
+            after = precision.engine.masters.gradients(model.parameters()).values()
+            for gradient, kept, old in zip(after, held, before, strict=True):
+                assert gradient is kept
+                assert gradient.dtype == old.dtype
+                assert torch.equal(gradient, old)
+            optimizer.step()
+            if clips and "max_norm" in clip:  # summed in another order
+                assert norm.item() == pytest.approx(precision.last_step.grad_norm, rel=1e-5)
+        trained.append(weights(model.module))
+    assert same(*trained)
+    assert not same(trained[0], weights(network().to(next(model.parameters()).dtype)))
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_16_bit_gradients_are_clipped_by_value_without_their_scale(value):
+    precision, run, model, optimizer = started("fp16-pure", Lion)
+    for _, loss in losses(model, range(1)):
+        run.backward(loss)
+    grads = [p.grad for p in model.parameters()]
+    grads[0][0, 0] *= value
+    limit = 2**-6  # times the scale: 1024
+    wanted = [g.clamp(-1024, 1024) if g.isfinite().all() else torch.full_like(g, value)
+              for g in grads]  # fmt: skip
+    assert any((g.abs() > 1024).any() for g in grads)
+    run.clip_gradients(model, optimizer, clip_val=limit)
+    for gradient, expected in zip(grads, wanted, strict=True):
+        assert torch.equal(gradient.nan_to_num(), expected.nan_to_num())
+    optimizer.step()
+    assert precision.last_step.applied == math.isfinite(value)
 
 
 @pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])

@@ -16,7 +16,7 @@ import halfstep.integrations
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.module_border import ModuleBorder
-from halfstep.optim import AdamW
+from halfstep.optim import AdamW, Lion
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
 
@@ -270,10 +270,39 @@ def test_hooks_before_a_step_see_unscaled_gradients(policy):
     assert 0.01 < max(norms) < 10
 
 
-def test_watching_hooks_change_no_bit():
-    alone, _ = fit(HalfstepPrecision("fp16-master"))
-    watched, _ = fit(HalfstepPrecision("fp16-master"), callbacks=[Watcher()])
+class Faint(Regression):
+    """Without the scale its gradients are too small for fp16."""
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * 2**-24
+
+
+@pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure"])
+@pytest.mark.parametrize("made", [Regression, Faint])
+def test_watching_hooks_change_no_bit(policy, made):
+    alone, _ = fit(HalfstepPrecision(policy), made(make=Lion))
+    watcher = Watcher()
+    watched, _ = fit(HalfstepPrecision(policy), made(make=Lion), callbacks=[watcher])
     assert same(weights(alone), weights(watched))
+    assert min(watcher.norms) > 0
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_hook_that_edits_16_bit_gradients_is_honoured(replaced):
+    class Edited(Faint):
+        def on_before_optimizer_step(self, optimizer):
+            for parameter in self.net[0].parameters():
+                if replaced:
+                    parameter.grad = torch.zeros_like(parameter)
+                else:
+                    parameter.grad.zero_()
+            self.net[3].bias.grad = None
+
+    model = Edited(make=Lion)
+    start = {name: weight.half() for name, weight in weights(model).items()}
+    fit(HalfstepPrecision("fp16-pure"), model)
+    changed = {n for n, w in weights(model).items() if not torch.equal(w, start[n])}
+    assert changed == {"net.1.weight", "net.1.bias", "net.3.weight"}
 
 
 def test_a_hook_that_edits_gradients_is_honoured():

@@ -372,7 +372,7 @@ def run_graded(config, path, scores, monkeypatch):
         ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 1, 2, 4, [4, 11, 12]),
         ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 0, 1, 4, [4, 12]),
         ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 1, 1, 12, [12]),
-        ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), 0, 3, 2, [2, 12]),  # the first of equals
+        ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), 0, 3, 2, [2, 8, 10, 12]),  # the first of equals
         ((0.1, 0.2, 0.3, 0.2, 0.2, 0.2), 3, 1, 6, [6, 12]),
         ((math.nan, 0.2, math.nan, 0.1, 0.1, 0.0), 0, 1, 4, [4, 12]),
         ((math.nan,) * 6, 0, 1, 2, [2, 12]),
@@ -394,8 +394,8 @@ def test_the_best_checkpoint_survives(
     assert session.best.step == best
     assert checkpoint_steps(tmp_path / "r") == left
     state = checkpoint_of(tmp_path / "r").state["best"]
-    assert state[0] == best
-    assert state[2] == 6 - best // 2  # evaluations since
+    assert state["step"] == best
+    assert state["evaluations_since"] == 6 - best // 2
     saved = model_of(tmp_path / "r")
     assert_same_tensors(saved, checkpoint_of(tmp_path / "r", best).weights)
     report = json.loads((tmp_path / "r" / "report.json").read_text())
@@ -503,7 +503,9 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     assert_same_tensors(a.weights, b.weights)
     assert_same_tensors(a.optimizer, b.optimizer)
     assert a.state["precision"] == b.state["precision"]
-    assert a.state["best"] == b.state["best"] == [3, 0.3, 3]
+    assert a.state["best"] == b.state["best"]
+    assert (a.state["best"]["step"], a.state["best"]["score"]) == (3, 0.3)
+    assert a.state["best"]["evaluations_since"] == 3
     assert_same_tensors(model_of(tmp_path / "cut"), model_of(tmp_path / "whole"))
     assert (tmp_path / "cut" / "report.txt").read_text() == (
         tmp_path / "whole" / "report.txt"

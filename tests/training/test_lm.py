@@ -634,7 +634,7 @@ def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
     assert given[3][0] == [lm_folders.EOS]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_validation_row_counts_once_over_the_ranks(ranks, bases, data, tmp_path):
     session, folder = start(config_of(bases(), data, data__packing=False), tmp_path / "r")
     folder.close()

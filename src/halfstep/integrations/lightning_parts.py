@@ -200,7 +200,9 @@ class PolicyPlugin:
     def unscaled(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
         """The step's gradients without their loss scale, to be read and changed in place.
 
-        The scale is a power of two, so both ways are exact down to 2^-126. A gradient that is not
+        The scale is a power of two, so both ways are exact down to 2^-126. 16-bit gradients are
+        fp32 meanwhile, as fp16 without the scale would be 0 below 2^-25; so a hook changes them in
+        place, or puts one of the parameter's own dtype in their stead. A gradient that is not
         finite stays so whatever is done to it, so that no clipping hides an overflow.
         """
         engine = self._ready(optimizer)
@@ -210,6 +212,10 @@ class PolicyPlugin:
         before = _gradients(engine)
         found = find_nonfinite((str(i), gradient) for i, gradient in enumerate(before))
         scale = engine.loss_scale.value
+        narrow = [g for g in before if g.dtype != torch.float32 and scale != 1]
+        stored = [gradient.data for gradient in narrow]
+        for gradient in narrow:
+            gradient.data = gradient.data.float()
         multiply_(before, 1 / scale)
         self._viewing = True
         try:
@@ -218,6 +224,8 @@ class PolicyPlugin:
             self._viewing = False
             after = _gradients(engine)
             multiply_(after, scale)
+            for gradient, place in zip(narrow, stored, strict=True):
+                gradient.data = place.copy_(gradient.data)  # what was not changed, bit for bit
             if len(after) == len(before):
                 for names, value in ((found.inf, float("inf")), (found.nan, float("nan"))):
                     for name in names:

@@ -61,7 +61,10 @@ class ClassifyTask:
             size = choice.source.removeprefix(SCRATCH)
             vocabulary = choice.vocab_size or VOCAB_SIZES.get(size, 0)
             # refuses an unknown size before a tokenizer is trained
-            changes: dict[str, Any] = {} if choice.dropout < 0 else {"dropout": choice.dropout}
+            every = ("dropout", "token_dropout", "ngram_dropout")
+            changes: dict[str, Any] = (
+                {} if choice.dropout < 0 else dict.fromkeys(every, choice.dropout)
+            )
             shape: Mapping[str, Any] = {"labels": data.names, "max_length": choice.max_length}
             encoder_config(choice.source, vocab_size=vocabulary or 1000, **shape, **changes)
             self.tokenizer = train_text_tokenizer(data.train.texts, vocabulary, choice.max_length)

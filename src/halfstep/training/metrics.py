@@ -138,5 +138,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """CUDA: most memory held by tensors since the start; CPU: peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:  # Linux hands ru_maxrss down from the process that started this one
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
