@@ -101,6 +101,19 @@ def test_plain_adds_nothing():
     assert joined(text_parts(Text(("one ", "two")), "plain", None)) == "[one ][two</s>]"
 
 
+def test_plain_writes_a_context_after_an_empty_line():
+    asked = text_parts(Pair("Who?", "Ann came.", None), "plain", None)
+    assert joined(asked) == "Who?\n\nAnn came."
+    assert text_parts(Pair("Who?", "Ann came.", "Ann"), "plain", None) == (
+        *asked,
+        Part("Ann", True, ends=True),
+    )
+    for template in ("plain", "alpaca", "vicuna", "tokenizer"):
+        for answer in (None, "Ann"):
+            text = joined(text_parts(Pair("Who?", "{At 9} Ann", answer), template, chatml))
+            assert "{At 9} Ann" in text
+
+
 def test_vicuna_writes_what_fastchat_writes():
     # Written from Conversation.get_prompt of fastchat/conversation.py, ADD_COLON_TWO with the
     # separators " " and "</s>": system + " ", then "ROLE: message" + separator for each message.

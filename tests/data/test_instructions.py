@@ -195,6 +195,26 @@ def test_a_prompt_for_generation_has_the_ids_of_training(write, template):
         assert tuple(ids[: -len(answer)]) in asked
 
 
+@pytest.mark.parametrize("template", ["plain", "alpaca", "vicuna", "tokenizer"])
+def test_a_question_keeps_its_context_in_training_and_generation(write, template):
+    tokenizer = ChatLetters()
+    records = [{"question": f"q{n}?", "context": f"c{n}.", "answer": "x"} for n in range(4)]
+    data = read(
+        write("c.jsonl", records), format="prompt-completion", template=template,
+        tokenizer=tokenizer, packing=False,
+    )  # fmt: skip
+    assert data.template == template
+    rows, found = data.train_rows, set()
+    for number in range(len(rows)):
+        ids = rows.ids[rows.starts[number] : rows.starts[number + 1]].tolist()
+        (own,) = (r for r in records if r["context"] in shown(ids))
+        asked = prompt_ids({k: own[k] for k in ("question", "context")}, tokenizer, template)
+        assert asked == prompt_ids(own, tokenizer, template) == ids[: len(asked)]
+        assert "x" in shown(ids[len(asked) :])
+        found.add(own["question"])
+    assert len(found) == len(rows) == 3  # of 4, one is held out
+
+
 def test_prompts_of_every_kind_of_record():
     letters = Letters()
 

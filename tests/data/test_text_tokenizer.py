@@ -1,6 +1,9 @@
 """TextTokenizer: what it makes of texts, cuts, remembers and refuses."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -89,6 +92,52 @@ def test_training_is_a_pure_function_and_the_fingerprint_tells_tokenizers_apart(
     ]
     assert train().fingerprint == prints[0]
     assert len(set(prints)) == 4
+
+
+def characters(tokenizer, folder):
+    """The saved vocabulary's entries of one character."""
+    tokenizer.save(folder)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return {token for token in content["model"]["vocab"] if len(token) == 1}
+
+
+def test_of_characters_as_frequent_the_lower_code_points_stay(tmp_path):
+    for number in range(3):  # the library's own order is another one at every call
+        tokenizer = train(texts=["".join(TIED[number::3]) for number in range(3)], vocab_size=84)
+        assert characters(tokenizer, tmp_path / str(number)) == set(TIED[:80])
+    # what a text becomes is counted: 3 of "a" beside 2 of "b", 2 of a space (both its ways), 1 of c
+    tokenizer = train(texts=["aＡＡ bb▁c"], vocab_size=6)
+    assert characters(tokenizer, tmp_path / "folded") == {"a", "b"}
+    tokenizer = train(texts=["aＡＡ b▁c "], vocab_size=6)
+    assert characters(tokenizer, tmp_path / "spaces") == {"a", "▁"}
+
+
+TIED = [chr(0x4E00 + number) for number in range(400)]
+IN_A_PROCESS = """
+from halfstep.data.text_tokenizer import train_text_tokenizer
+tied = [chr(0x4E00 + number) for number in range(400)]
+pairs = ["".join(tied[n : n + 2]) for n in range(0, 400, 2)]
+for texts, size in ((tied, 100), (tied * 2, 300), (pairs * 3, 500), ([" ".join(pairs)] * 3, 450)):
+    print(size, train_text_tokenizer(texts, size, 16).fingerprint)
+"""
+
+
+def test_ties_of_characters_and_pairs_are_settled_alike_in_every_process():
+    """Of 400 characters, and of 200 pairs, each as frequent as any other, some have to go."""
+    found = []
+    for threads, seed in (("1", "1"), ("4", "2"), ("2", "3")):
+        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed}
+        found.append(
+            subprocess.run(
+                [sys.executable, "-c", IN_A_PROCESS],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+    assert len(set(found)) == 1
+    assert len(set(found[0].split())) == 8
 
 
 def test_a_saved_tokenizer_comes_back(tmp_path):

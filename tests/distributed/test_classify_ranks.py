@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def run_here(rank, files, path, overrides, checkpoints=None):
         session = open_session(config, no_progress, world=world)
         folder = world.main_only(lambda: create_run(path, session))
         if checkpoints is not None:
-            resume(session, checkpoints)
+            world.main_only(lambda: shutil.copytree(checkpoints, path / "checkpoints"))
+            resume(session, path / "checkpoints")
         try:
             ticks = list(train(session, path))
             world.main_only(lambda: finish_run(session, path))

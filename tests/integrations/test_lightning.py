@@ -274,10 +274,10 @@ class Faint(Regression):
     """Without the scale its gradients are too small for fp16."""
 
     def training_step(self, batch, index):
-        return super().training_step(batch, index) * 2**-24
+        return super().training_step(batch, index) * 2**-26
 
 
-@pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure"])
+@pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure,moments=fp32"])
 @pytest.mark.parametrize("made", [Regression, Faint])
 def test_watching_hooks_change_no_bit(policy, made):
     alone, _ = fit(HalfstepPrecision(policy), made(make=Lion))
@@ -289,20 +289,33 @@ def test_watching_hooks_change_no_bit(policy, made):
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_hook_that_edits_16_bit_gradients_is_honoured(replaced):
-    class Edited(Faint):
+    class Edited(Regression):
         def on_before_optimizer_step(self, optimizer):
-            for parameter in self.net[0].parameters():
+            for number, parameter in enumerate(self.parameters()):
                 if replaced:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.full_like(parameter, number % 2)
                 else:
-                    parameter.grad.zero_()
-            self.net[3].bias.grad = None
+                    parameter.grad.mul_(number % 2)
 
     model = Edited(make=Lion)
     start = {name: weight.half() for name, weight in weights(model).items()}
-    fit(HalfstepPrecision("fp16-pure"), model)
+    plugin = HalfstepPrecision("fp16-pure,moments=fp32,init_scale=4096")
+    fit(plugin, model)
+    assert plugin.last_step.skipped_total == 0
     changed = {n for n, w in weights(model).items() if not torch.equal(w, start[n])}
-    assert changed == {"net.1.weight", "net.1.bias", "net.3.weight"}
+    assert changed == {"net.0.bias", "net.1.bias", "net.3.bias"}
+
+
+def test_a_hook_may_give_16_bit_gradients_of_its_own_at_any_scale():
+    class Given(Faint):
+        def on_before_optimizer_step(self, optimizer):
+            for parameter in self.parameters():
+                parameter.grad = torch.full_like(parameter, 2**-10)
+
+    plugin, model = HalfstepPrecision("fp16-pure,moments=fp32"), Given(make=Lion)
+    fit(plugin, model)
+    # sqrt of the 193 weights, each 2^-10 exactly; summed in fp32
+    assert plugin.last_step.grad_norm == pytest.approx(math.sqrt(193) / 1024, rel=1e-6)
 
 
 def test_a_hook_that_edits_gradients_is_honoured():

@@ -1,4 +1,4 @@
-"""Generation through transformers: the ids of a loop by hand, and nothing of the model's own wishes."""
+"""Generation through transformers: the ids of a loop by hand, no wishes of the model's author."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
 
 
 def test_the_loss_is_that_of_the_definition(folder):
-    model = open_classifier(folder, NAMES, class_weights=(1, 2, 3), label_smoothing=0.1).eval()
+    model = open_classifier(
+        folder, NAMES, dropout=0.0, class_weights=(1, 2, 3), label_smoothing=0.1
+    ).train()  # targets are not smoothed in evaluation
     ids_BT, mask_BT, labels_B, keys_B = batch()
     labels_B[1] = -1
     loss, weight = model.loss_sum((ids_BT, mask_BT, labels_B, keys_B))
@@ -105,6 +107,9 @@ def test_the_loss_is_that_of_the_definition(folder):
     # fp32 sums of a few numbers of size 1.
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     assert weight.item() == sum(w[y].item() for y in labels_B.tolist() if y >= 0)
+    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B, keys_B))
+    wanted = sum(-w[y] * log_p[i, y] for i, y in enumerate(labels_B.tolist()) if y >= 0)
+    torch.testing.assert_close(plain.double(), wanted, rtol=1e-6, atol=0)
 
 
 def test_class_weights_stay_exact_in_a_16_bit_module(folder):

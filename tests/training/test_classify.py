@@ -618,8 +618,7 @@ def test_notes_tell_of_cut_texts(files, bert):
         cut = sum(n > 8 for n in lengths)
         assert 0 < cut < 200
         assert (
-            f"{cut} of 200 training texts are longer than 8 tokens and were cut "
-            "(--model.max_length)"
+            f"{cut} of 200 training texts are longer than 8 tokens and were cut (--max-length)"
         ) in session.task.notes
         assert max(session.task.batch(0, range(99))[1].sum(dim=1)) <= 8
 

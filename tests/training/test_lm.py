@@ -445,8 +445,8 @@ def test_packed_rows_have_the_losses_of_padded_ones(kind, bases, data, tmp_path)
 def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     # steps so large that it gets worse again
     config = config_of(
-        bases(), data, optimizer__learning_rate=1.0, schedule__min_ratio=1.0, run__max_steps=8, run__eval_every=1,
-        run__keep=1,
+        bases(), data, optimizer__learning_rate=1.0, schedule__min_ratio=1.0, run__max_steps=8,
+        run__eval_every=1, run__keep=1,
     )  # fmt: skip
     session, ticks = run(config, tmp_path / "r")
     losses = [t.evaluation.loss for t in ticks]

@@ -195,18 +195,23 @@ def _shown(value: object) -> str:
 
 
 def _pair(pair: Pair, template: str) -> tuple[Part, ...]:
-    words = ALPACA_WITH_INPUT if pair.context else ALPACA_WITHOUT_INPUT
-    prompt = pair.prompt
     if template == ALPACA:
+        words = ALPACA_WITH_INPUT if pair.context else ALPACA_WITHOUT_INPUT
         prompt = words.format(prompt=pair.prompt, context=pair.context)
+    else:
+        prompt = _question(pair)
     answer = () if pair.answer is None else (Part(pair.answer, True, ends=True),)
     return (Part(prompt, False), *answer)
 
 
 def _dialogue(pair: Pair) -> Dialogue:
-    question = f"{pair.prompt}\n\n{pair.context}" if pair.context else pair.prompt
     answer = () if pair.answer is None else (Message(ASSISTANT, pair.answer),)
-    return (Message(USER, question), *answer)
+    return (Message(USER, _question(pair)), *answer)
+
+
+def _question(pair: Pair) -> str:
+    """The prompt, and after an empty line its context."""
+    return f"{pair.prompt}\n\n{pair.context}" if pair.context else pair.prompt
 
 
 def _vicuna(dialogue: Dialogue) -> tuple[Part, ...]:

@@ -123,7 +123,9 @@ def prompt_ids(
     """
     example = _prompt(prompt)
     if isinstance(example, Pair):
-        check_template(ALPACA if example.context else COMPLETION, template)
+        # As in training, where a question with its context may be a prompt-completion record.
+        bare = not example.context or False
+        check_template(COMPLETION if bare else ALPACA, template)
     else:
         check_template(CHAT, template)
     return prompt_tokens(example, TextEncoder(tokenizer), template)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 
 KIND_MARK, KIND = "halfstep_tokenizer", "text"
 """Key and value in the settings of a saved :class:`TextTokenizer`."""
+
+SPACE = "▁"
+"""What the library writes for a space, so that it stays a part of the word after it."""
 
 MIN_FREQUENCY = 2
 """A pair is merged only if it occurs this often."""
@@ -99,8 +103,9 @@ def train_text_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int)
     """Trains a tokenizer of at most ``vocab_size`` ids on the texts, the same on every machine.
 
     Width and case of letters are folded (NFKC, lowercase). All characters are ids, the most
-    frequent ones if there are too many; then pairs are merged (BPE) within words, where a word is
-    what stands between spaces: in Chinese all that stands between them.
+    frequent ones if there are too many, of equals those of lower code points; then pairs are merged
+    (BPE) within words, where a word is what stands between spaces: in Chinese all that stands
+    between them.
 
     Args:
         texts: Of the training examples only: those to be judged by must not be seen.
@@ -116,18 +121,23 @@ def train_text_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int)
     engine = Engine(models.BPE(unk_token=UNKNOWN))
     engine.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     # A word is told from its like inside of another by the space before it.
-    engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    engine.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never")
     special = [PAD, UNKNOWN, START, END]
+    for text in texts:
+        _check_utf8(text)
+    sample = list(_sample(texts))
+    # The library settles ties at the cut by the order of a hash map; a character that it is given
+    # counts as more frequent than any other.
+    alphabet = _most_frequent(sample, engine.normalizer, max(vocab_size - len(special), 1))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=MIN_FREQUENCY,
         special_tokens=special,
-        limit_alphabet=max(vocab_size - len(special), 1),
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    for text in texts:
-        _check_utf8(text)
-    engine.train_from_iterator(_sample(texts), trainer=trainer)
+    engine.train_from_iterator(sample, trainer=trainer)
     if engine.get_vocab_size() <= len(special):
         raise DataError(
             f"no tokenizer can be trained: the {len(texts)} training texts hold no characters"
@@ -179,6 +189,16 @@ def _sample(texts: Sequence[str]) -> Iterator[str]:
         if credit >= len(text) * total:
             credit -= len(text) * total
             yield text
+
+
+def _most_frequent(texts: Sequence[str], normalizer: Any, limit: int) -> list[str]:
+    """The most frequent characters of what the texts become, of equals the lower code points."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(normalizer.normalize_str(text))
+    if " " in counts:
+        counts[SPACE] += counts.pop(" ")
+    return sorted(counts, key=lambda character: (-counts[character], character))[:limit]
 
 
 def _check_utf8(text: str) -> None:

@@ -213,7 +213,7 @@ class PolicyPlugin:
         found = find_nonfinite((str(i), gradient) for i, gradient in enumerate(before))
         scale = engine.loss_scale.value
         narrow = [g for g in before if g.dtype != torch.float32 and scale != 1]
-        stored = [gradient.data for gradient in narrow]
+        places = [gradient.data for gradient in narrow]
         for gradient in narrow:
             gradient.data = gradient.data.float()
         multiply_(before, 1 / scale)
@@ -223,8 +223,11 @@ class PolicyPlugin:
         finally:
             self._viewing = False
             after = _gradients(engine)
-            multiply_(after, scale)
-            for gradient, place in zip(narrow, stored, strict=True):
+            given = [g for g in after if g.dtype != torch.float32 and scale != 1]
+            multiply_([g for g in after if g.dtype == torch.float32], scale)
+            for gradient in given:  # by a hook; a scale such as 65536 is no fp16 number
+                gradient.copy_(gradient.float() * scale)
+            for gradient, place in zip(narrow, places, strict=True):
                 gradient.data = place.copy_(gradient.data)  # what was not changed, bit for bit
             if len(after) == len(before):
                 for names, value in ((found.inf, float("inf")), (found.nan, float("nan"))):

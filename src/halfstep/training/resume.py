@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from halfstep.checkpoint.commit import checkpoint_path
 from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.errors import ConfigError
 from halfstep.training.run_config import BaseConfig
@@ -34,6 +35,10 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
     if not newest:
         return None
     session.restore(load_checkpoint(Path(newest), session.pieces), Path(newest))
+    best = session.best
+    kept = best is not None and checkpoint_path(checkpoints, best.step).is_dir()
+    if not session.world.share("kept" if kept else ""):
+        session.best = None  # its checkpoint was left behind; from here on others may be the best
     return Path(newest)
 
 
