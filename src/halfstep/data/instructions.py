@@ -124,7 +124,7 @@ def prompt_ids(
     example = _prompt(prompt)
     if isinstance(example, Pair):
         # As in training, where a question with its context may be a prompt-completion record.
-        bare = not example.context or False
+        bare = not example.context or (not isinstance(prompt, str) and "question" in prompt)
         check_template(COMPLETION if bare else ALPACA, template)
     else:
         check_template(CHAT, template)
