@@ -3,7 +3,8 @@
     python benchmarks/classify_precisions.py --train FILE --dev FILE [--runs DIR] [--seeds 1 2 3]
 
 Every run is `halfstep finetune classify` with its defaults, a process each; one that is finished
-in --runs is not run again. Accuracy is that of the best state, as the run reports it, and that of the last.
+in --runs is not run again. Accuracy is that of the best state, as the run reports it, and that of
+the last.
 """
 
 from __future__ import annotations
