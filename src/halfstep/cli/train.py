@@ -74,7 +74,13 @@ def _train(
             f"{title}: {session.task.summary()}, on {session.device}{layout} "
             f"({support.status}: {support.reason})"
         )
-        for note in session.task.notes:
+        notes = list(session.task.notes)
+        if support.status == "emulated":
+            notes.append(
+                f"{config.precision} is emulated on this processor and several times slower than "
+                "--precision fp32"
+            )
+        for note in notes:
             display.say(f"note: {note}")
         opened = reopen_run if resuming else partial(create_run, session=session)
         folder = world.main_only(lambda: opened(path))
@@ -210,8 +216,9 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
         parts.append(last.evaluation.text)
-    if session.best is not None and session.task.keeps_best:
-        parts.append(f"best at step {session.best.step}")
+    best = session.best if session.task.keeps_best else None
+    if best is not None:
+        parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:
@@ -219,6 +226,10 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
             f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step "
             f"(in fp32 {megabytes(record.sent_bytes_fp32 or 0)})"
         )
+    if best is not None and best.step != record.step:
+        parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
         parts.append(f"stopped by {last.stopped_by}")
+    if last.stopped_by.startswith("SIG"):
+        parts.append("saved: go on with it by the same command and --resume --output-dir")
     return "; ".join(parts)

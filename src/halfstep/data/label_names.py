@@ -42,7 +42,7 @@ def class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
     if len(names) < 2:
         raise DataError(
             f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
-            f"classes: add texts of another, or check the column (--data.label_column)"
+            f"classes: add texts of another, or check the column (--label-column)"
         )
     return names
 

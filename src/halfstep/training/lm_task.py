@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from halfstep.data.instructions import read_instructions
+from halfstep.data.instructions_config import InstructionsConfig
 from halfstep.data.length_batches import EpochBatches
 from halfstep.data.packing import lm_batch
 from halfstep.distributed.world import World
@@ -55,10 +57,17 @@ class LMTask:
             **trust,
         )
         limit, length = self.model.max_length, config.data.max_length
+        notes: list[str] = []
         if limit is not None and length > limit:
-            raise ConfigError(
-                f"data.max_length={length} is over the {limit} positions of model.source="
-                f"{choice.source}; lower --max-length"
+            if length != InstructionsConfig().max_length:
+                raise ConfigError(
+                    f"data.max_length={length} is over the {limit} positions of model.source="
+                    f"{choice.source}; lower --max-length"
+                )
+            notes.append(f"rows have the model's {limit} positions")
+            length = limit
+            config = dataclasses.replace(
+                config, data=dataclasses.replace(config.data, max_length=limit)
             )
         tokenizer = open_tokenizer(choice.source, max_length=length, model_limit=limit, **trust)
         require_vocabulary(self.model, tokenizer)
@@ -82,7 +91,7 @@ class LMTask:
         }
         world.require_same(self.identity)
         held = hold_weights_(self.model, parse_policy(config.precision))
-        self.notes = [*self.data.notes, *([held] if held else [])]
+        self.notes = [*notes, *self.data.notes, *([held] if held else [])]
         self._lengths = self.data.train_rows.lengths
         self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
         self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch

@@ -149,7 +149,8 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
     saved = run_config(path)
     if not isinstance(saved, TrainConfig):
         raise ConfigError(
-            f"{path} is a run of finetune {saved.TASK}; its result is the folder {path / 'model'}"
+            f"{path} is a run of finetune {saved.TASK}: its result is the folder {path / 'model'}, "
+            "and of a classifier the report beside it"
         )
     found = list_checkpoints(path / CHECKPOINTS)
     if not found:
