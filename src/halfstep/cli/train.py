@@ -101,6 +101,8 @@ def _train(
                 sink.write(tick.record)
                 last = tick
             interrupted = last is not None and last.stopped_by.startswith("SIG")
+            if interrupted:
+                display.say(f"saved: go on by the same command with --resume --output-dir {path}")
             left = "" if interrupted else world.main_only(lambda: finish_run(session, path))
         except NonFiniteError as error:
             if session.best is None or not session.task.keeps_best:
@@ -230,6 +232,4 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
         parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
         parts.append(f"stopped by {last.stopped_by}")
-    if last.stopped_by.startswith("SIG"):
-        parts.append("saved: go on with it by the same command and --resume --output-dir")
     return "; ".join(parts)

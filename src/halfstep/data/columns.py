@@ -93,11 +93,11 @@ def _by_name(
             same = "the same name" if len(set(found)) == 1 else " and ".join(map(repr, found))
             raise DataError(
                 f"{where}: several columns could hold the {what} ({same}; {listed}); give "
-                f"--data.{option} NAME"
+                f"--{option.replace('_', '-')} NAME"
             )
         missing = f"no column {given!r}" if given else f"no column that usually holds the {what}"
         raise DataError(
-            f"{where}: {missing} ({listed}); give --data.{option} NAME"
+            f"{where}: {missing} ({listed}); give --{option.replace('_', '-')} NAME"
             + (_table_hint(names) if table else "")
         )
     return keys
@@ -120,18 +120,18 @@ def _by_number(
         column = column_number(given) if given else place
         if column is None:
             raise DataError(
-                f"{records.at(number)}: lists have no column {given!r}; leave --data.{option} out "
-                f"or give a number (from 1)"
+                f"{records.at(number)}: lists have no column {given!r}; leave "
+                f"--{option.replace('_', '-')} out or give a number (from 1)"
             )
         if not given and len(record) != len(wanted):
             raise DataError(
                 f"{records.at(number)}: {len(record)} values where {len(wanted)} are needed; give "
-                f"the number (from 1) of --data.{option}"
+                f"the number (from 1) of --{option.replace('_', '-')}"
             )
         if column > len(record):
             raise DataError(
-                f"{records.at(number)}: --data.{option} {column}, but there are {len(record)} "
-                f"columns; give a smaller number"
+                f"{records.at(number)}: --{option.replace('_', '-')} {column}, but "
+                f"there are {len(record)} columns; give a smaller number"
             )
         keys.append(column - 1)
     if len(set(keys)) < len(keys):
