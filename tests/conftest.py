@@ -34,12 +34,3 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """Prepared tokens go to a folder of this test session."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("HALFSTEP_CACHE", str(base))
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n N``: a file's tests stay together, and so do all that start several processes."""
-    for item in items:
-        folder = item.path.parent.name
-        group = "processes" if folder in ("distributed", "cli") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +120,8 @@ def test_every_row_starts_from_the_same_weights_and_counts_every_example(
     name, benchmarks, job, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    # a row has a process of its own; here other tests came before
+    accelerate.state.AcceleratorState._reset_state(True)
     row, *rest = benchmarks["classify_rows"].ROWS[name]
     found = row(job | {"scratch": str(tmp_path)}, *rest)
     assert found["steps"] == 3
