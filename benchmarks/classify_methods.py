@@ -12,8 +12,9 @@ that can be told from the rest.
 
 Rows take turns in rounds, each round in another order; the fastest of a row's rounds is compared,
 since what disturbs a run on a shared machine only ever adds. A CPU without bf16 instructions takes
-some 10 to 60 times as long for products in bf16 and in torch's fp16: such rows take --short-steps
-steps there, their seconds are extrapolated (marked ~) and they have no accuracy, unless --full.
+some 10 to 60 times as long for torch's products in bf16 and fp16: peers' rows in them take
+--short-steps steps there, their seconds are extrapolated (marked ~) and they have no accuracy,
+unless --full.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
 
 
 def is_slow(name: str) -> bool:
-    """Whether this CPU lacks what the row computes with; halfstep's fp16 runs on fp32 kernels."""
-    return ("bf16" in name and not cpu_has_bf16()) or name == "torch fp16"
+    """Whether the row computes with what this CPU lacks; halfstep goes through fp32 kernels."""
+    lacking = "fp16" in name or ("bf16" in name and not cpu_has_bf16())
+    return lacking and "halfstep" not in name
 
 
 def run_row(name: str, job: dict, threads: int, folder: Path) -> dict:

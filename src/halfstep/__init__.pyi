@@ -28,7 +28,7 @@ from .precision.masks import check_mask as check_mask, mask_value as mask_value
 from .precision.parse import parse_policy as parse_policy
 from .precision.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.result import StepResult as StepResult
-from .precision.simulate import simulated_fp16 as simulated_fp16
+from .precision.simulate import simulated_bf16 as simulated_bf16, simulated_fp16 as simulated_fp16
 from .precision.step import Precision as Precision
 
 __version__: str

@@ -29,6 +29,7 @@ PROMISED = {
     "explain",
     "support",
     "autocast",
+    "simulated_bf16",
     "simulated_fp16",
     "HalfstepError",
     "PrecisionError",

@@ -26,20 +26,18 @@ class Witness(TorchDispatchMode):
         self.seen.append((str(func), {t.dtype for t in flat if t.is_floating_point()}))
         return func(*args, **(kwargs or {}))
 
-    def fp16_products(self) -> list[str]:
-        """The products that reached a kernel in fp16."""
+    def products_in(self, low: torch.dtype) -> list[str]:
+        """The products that reached a kernel in a 16-bit format."""
         return [
             name
             for name, dtypes in self.seen
-            if torch.float16 in dtypes and any(word in name for word in _PRODUCTS)
+            if low in dtypes and any(word in name for word in _PRODUCTS)
         ]
 
 
-def fp16_products(
-    work: Callable[[], object], inside: Callable[[], AbstractContextManager[object]]
-) -> list[str]:
-    """The products that still reach a kernel in fp16 while a context is entered."""
-    with Witness() as witness, inside():
+def low_products(work: Callable[[], object], inside: AbstractContextManager[object]) -> list[str]:
+    """The products that still reach a kernel in fp16 or bf16 while a context is entered."""
+    with Witness() as witness, inside:
         work()
     assert witness.seen
-    return witness.fp16_products()
+    return witness.products_in(torch.float16) + witness.products_in(torch.bfloat16)

@@ -75,11 +75,8 @@ def _train(
             f"({support.status}: {support.reason})"
         )
         notes = list(session.task.notes)
-        if support.status == "emulated":
-            notes.append(
-                f"{config.precision} is emulated on this processor and several times slower than "
-                "--precision fp32"
-            )
+        if config.run.compile and support.status == "simulated":
+            notes.append("--compile has no effect: torch compiles nothing around a simulation")
         for note in notes:
             display.say(f"note: {note}")
         opened = reopen_run if resuming else partial(create_run, session=session)

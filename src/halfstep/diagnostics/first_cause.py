@@ -180,7 +180,7 @@ class NonFiniteTrace(TorchDispatchMode):
         simulated, source = self._caller()
         dtype, low = outputs[0].dtype, None
         if simulated is not None:
-            low = dtype = torch.float16
+            low = dtype = simulated["self"].dtype
             if operation(simulated["func"]) != known:  # the conversion that ends a product
                 known = operation(simulated["func"])
                 given = inputs(known, simulated["args"], simulated["kwargs"], {})
@@ -243,7 +243,7 @@ class NonFiniteTrace(TorchDispatchMode):
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf)
 
     def _caller(self) -> tuple[dict[str, Any] | None, str]:
-        """What the simulation of fp16 is about to compute, and the user's line.
+        """What a simulation of 16 bits is about to compute, and the user's line.
 
         The simulation may stand above this mode; then its frame alone knows the operation whose
         parts are seen here.
@@ -253,10 +253,8 @@ class NonFiniteTrace(TorchDispatchMode):
         while frame is not None:
             code = frame.f_code
             if code.co_filename == simulate.__file__ and code.co_name == "__torch_dispatch__":
-                values = frame.f_locals
-                halves = any(t.dtype == torch.float16 for t in floating(values["args"]))
-                if simulated is None and "attention" in values and not halves:
-                    simulated = values  # its operands are converted to fp32
+                if simulated is None and "wide" in frame.f_locals:
+                    simulated = frame.f_locals  # its operands are converted to fp32
             elif not code.co_filename.startswith(_NOT_THE_CALLER):
                 return simulated, f"{code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back

@@ -19,9 +19,9 @@ import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.simulate import simulated_fp16
+from halfstep.precision.simulate import SimulatedProducts
 
-Status = Literal["native", "emulated", "simulated", "refused"]
+Status = Literal["native", "simulated", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Support:
     """How a device runs a policy.
 
     Attributes:
-        status: ``"native"``: by instructions of the device. ``"emulated"``: torch's own kernels
-            convert to fp32 and back; same results, no speed-up. ``"simulated"``: halfstep runs fp16
-            products through fp32 kernels with fp16 rounding. ``"refused"``: not run.
+        status: ``"native"``: by instructions of the device. ``"simulated"``: halfstep runs
+            16-bit products through fp32 kernels with 16-bit rounding: the results and the memory
+            of the format, not its speed. ``"refused"``: not run.
         reason: One sentence for the user.
         nearest: For ``"refused"``, the policy to ask for instead.
     """
@@ -51,11 +51,11 @@ def support(policy: PrecisionPolicy, device: torch.device) -> Support:
     if device.type == "cpu":
         if policy.tf32:
             return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
-        if compute == torch.float16:
-            return Support("simulated", "fp16 products run through fp32 kernels with fp16 rounding")
-        if compute == torch.bfloat16 and not cpu_has_bf16():
-            return Support("emulated", "this CPU has no bf16 instructions; torch converts to fp32")
-        return Support("native", f"{dtype_name(compute)} matrix kernels of this CPU")
+        name = dtype_name(compute)
+        if _is_simulated(policy, device):
+            how = f"{name} products run through fp32 kernels with {name} rounding"
+            return Support("simulated", how)
+        return Support("native", f"{name} matrix kernels of this CPU")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
@@ -108,6 +108,13 @@ def cpu_has_bf16() -> bool:
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
+    """Whether the products of a policy run through fp32 kernels (fp16 on every CPU)."""
+    compute = policy.compute_dtype
+    missing = compute == torch.float16 or (compute == torch.bfloat16 and not cpu_has_bf16())
+    return device.type == "cpu" and missing
+
+
 @contextlib.contextmanager
 def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
     """Pin how fp32 products round their operands, whatever the process has set globally.
@@ -147,14 +154,14 @@ def _own_setting(backend: Any) -> str:
 def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
     """The context that both forward and backward need, whatever is on around them.
 
-    fp32 products are pinned, fp16 is simulated on a CPU, and an outer ``torch.autocast``, which
-    would change the precision that was asked for, is off.
+    fp32 products are pinned, formats that a CPU has no instructions for are simulated, and an outer
+    ``torch.autocast``, which would change the precision that was asked for, is off.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(float32_matmul(policy.tf32, device))
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        if policy.compute_dtype == torch.float16 and device.type == "cpu":
-            stack.enter_context(simulated_fp16())
+        if _is_simulated(policy, device):
+            stack.enter_context(SimulatedProducts(policy.compute_dtype))
         yield
 
 

@@ -1,13 +1,14 @@
-"""fp16 arithmetic on a CPU, fast enough to live with: fp32 products with fp16 rounding.
+"""16-bit products on a CPU without instructions for them: fp32 products with 16-bit rounding.
 
-torch multiplies fp16 matrices on most CPUs with scalar code. Inside :func:`simulated_fp16` every
-matrix product, convolution and attention over fp16 CPU tensors runs instead as: operands to fp32
-(exact), the fp32 kernel, the result rounded once to fp16. That is what a tensor core does: fp16
-operands, exact products, fp32 accumulation, one rounding. So overflow becomes inf at 65520, values
-below 2^-25 become 0, and only the order of the fp32 additions differs from torch's own kernel.
+torch multiplies fp16 matrices on most CPUs with scalar code, and bf16 ones too where the processor
+has no bf16 instructions. Inside :func:`simulated_fp16` (or :func:`simulated_bf16`) every matrix
+product, convolution and attention over fp16 (bf16) CPU tensors runs instead as: operands to fp32
+(exact), the fp32 kernel, the result rounded once to 16 bits. That is what a tensor core does:
+16-bit operands, exact products, fp32 accumulation, one rounding. So fp16 overflows to inf at 65520
+and is 0 below 2^-25, and only the order of the fp32 additions differs from torch's own kernel.
 
 Attention differs in one more place: the fp32 kernel does not round the softmax probabilities to
-fp16 between its two products.
+16 bits between its two products.
 
 The mode sits below autograd and autocast, so it must be entered around the forward AND the
 backward; :class:`halfstep.Precision` does both.
@@ -15,7 +16,7 @@ backward; :class:`halfstep.Precision` does both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 
-# Operators whose fp16 CPU kernels are scalar. All floating outputs take the operands' dtype, except
-# that attention returns its log-sum-exp in fp32 (output 1), which must stay so for the backward.
+# Operators whose 16-bit CPU kernels are scalar. All floating outputs take the operands' dtype, but
+# attention returns its log-sum-exp in fp32 (output 1), which must stay so for the backward.
 _PRODUCTS = frozenset(
     {
         _aten.mm.default,
@@ -42,23 +43,27 @@ _PRODUCTS = frozenset(
         _aten.addr.default,
         _aten.convolution.default,
         _aten.convolution_backward.default,
-        # Fused evaluation paths of torch.nn: whole in fp32, rounded to fp16 at their end.
+        # Fused evaluation paths of torch.nn: whole in fp32, rounded at their end.
         _aten._native_multi_head_attention.default,
         _aten._transformer_encoder_layer_fwd.default,
+        _aten.mkldnn_rnn_layer.default,
     }
 )
-_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_REROUTED = _PRODUCTS | {
+    _ATTENTION,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
 
 
-def _is_half(value: object) -> bool:
+def _holds(value: object, dtype: torch.dtype) -> bool:
     if isinstance(value, list | tuple):  # the operands of einsum
-        return any(_is_half(item) for item in value)
-    return isinstance(value, Tensor) and value.dtype == torch.float16 and value.device.type == "cpu"
+        return any(_holds(item, dtype) for item in value)
+    return isinstance(value, Tensor) and value.dtype == dtype and value.device.type == "cpu"
 
 
-def _is_other_floating(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float16
+def _is_other_floating(value: object, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
 
 
 @cache
@@ -67,17 +72,27 @@ def _is_composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
-def _map(convert: Callable[[Tensor], Tensor], when: torch.dtype, values: Any) -> Any:
+def _map(values: Any, when: torch.dtype, to: torch.dtype) -> Any:
     """Convert every tensor of dtype ``when`` in a flat or once nested argument list."""
     if isinstance(values, Tensor):
-        return convert(values) if values.dtype == when else values
+        return values.to(to) if values.dtype == when else values
     if isinstance(values, tuple | list):
-        return type(values)(_map(convert, when, value) for value in values)
+        return type(values)(_map(value, when, to) for value in values)
     return values
 
 
-class SimulatedHalf(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reroute fp16 CPU products through fp32 kernels while the mode is entered."""
+class SimulatedProducts(TorchDispatchMode):
+    """Reroute 16-bit CPU products through fp32 kernels while the mode is entered.
+
+    Re-entrant; tensors on other devices and of other dtypes are untouched.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
 
     def __torch_dispatch__(
         self,
@@ -86,31 +101,30 @@ class SimulatedHalf(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if not any(_is_half(arg) for arg in args):
+        low, kwargs = self.dtype, kwargs or {}
+        rerouted = func in _REROUTED
+        if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
             return func(*args, **kwargs)
-        attention = func is _ATTENTION or func is _ATTENTION_BACKWARD
-        if func in _PRODUCTS and any(_is_other_floating(arg) for arg in args):
+        if func in _PRODUCTS and any(_is_other_floating(arg, low) for arg in args):
             return func(*args, **kwargs)  # torch refuses operands of two dtypes; so be it
-        if not attention and func not in _PRODUCTS:
+        if not rerouted:
             # Without gradients a composite such as linear arrives whole: take it apart.
             with self:
-                parts = func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
+                parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
-        args = _map(Tensor.float, torch.float16, args)
-        kwargs = {key: _map(Tensor.float, torch.float16, value) for key, value in kwargs.items()}
-        result = func(*args, **kwargs)
+        wide = _map(args, low, torch.float32)
+        named = {key: _map(value, low, torch.float32) for key, value in kwargs.items()}
+        result = func(*wide, **named)
         if func is _ATTENTION:
-            return (result[0].half(), *result[1:])
-        return _map(Tensor.half, torch.float32, result)
+            return (result[0].to(low), *result[1:])
+        return _map(result, torch.float32, low)
 
 
-def simulated_fp16() -> SimulatedHalf:
+def simulated_fp16() -> SimulatedProducts:
     """A context in which fp16 products on CPU tensors run through fp32 kernels.
 
     Returns:
-        A re-entrant-safe context manager; enter a new one each time. Tensors on other devices and
-        of other dtypes are untouched.
+        A context manager, to be entered around the forward and the backward.
 
     Example:
         >>> a, b = torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half()
@@ -118,4 +132,21 @@ def simulated_fp16() -> SimulatedHalf:
         ...     print((a @ b).item())
         inf
     """
-    return SimulatedHalf()  # type: ignore[no-untyped-call]
+    return SimulatedProducts(torch.float16)
+
+
+def simulated_bf16() -> SimulatedProducts:
+    """A context in which bf16 products on CPU tensors run through fp32 kernels.
+
+    For a CPU without bf16 instructions, where torch's own bf16 products are scalar code.
+
+    Returns:
+        A context manager, to be entered around the forward and the backward.
+
+    Example:
+        >>> a = torch.tensor([[256.0, 1.0]]).bfloat16()
+        >>> with simulated_bf16():
+        ...     print((a @ a.T).item())
+        65536.0
+    """
+    return SimulatedProducts(torch.bfloat16)
