@@ -364,10 +364,9 @@ def test_tasks_do_not_mix(finished, corpus, tmp_path, halfstep):
     code, _, err = classify(halfstep, "--resume", "--output-dir", tmp_path / "p")
     assert code == 2
     assert_one_line(err, "is a run of the task pretrain", "halfstep train --resume")
-    for command in (["generate", "--prompt", "x"], ["evaluate"]):
-        code, _, err = halfstep(command[0], "--run", finished, *command[1:])
-        assert code == 2
-        assert_one_line(err, "finetune classify", finished / "model")
+    code, _, err = halfstep("generate", "--run", finished, "--prompt", "x")
+    assert code == 2
+    assert_one_line(err, "finetune classify", finished / "model")
 
 
 def test_configurations_of_other_tasks_are_refused(tmp_path, halfstep):

@@ -216,9 +216,9 @@ def test_labels_that_are_no_choice(folder, names):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"class_weights": (1.0, 2.0)}, "a positive number for each of 3 labels"),
-        ({"class_weights": (1.0, 2.0, 0.0)}, "a positive number for each"),
-        ({"class_weights": (1.0, 2.0, float("nan"))}, "a positive number for each"),
+        ({"class_weights": (1.0, 2.0)}, "class_weights must be 3 positive numbers"),
+        ({"class_weights": (1.0, 2.0, 0.0)}, "class_weights must be 3 positive numbers"),
+        ({"class_weights": (1.0, 2.0, float("nan"))}, "class_weights must be 3 positive numbers"),
         ({"label_smoothing": 1.0}, "label_smoothing must be in"),
         ({"dropout": 1.0}, "dropout must be in"),
     ],

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
+from halfstep.cli.classify_run import evaluate as evaluate_classifier
 from halfstep.cli.console import RunDisplay, write_out
-from halfstep.cli.lm_run import evaluate as evaluate_lm, lm_config
+from halfstep.cli.lm_run import evaluate as evaluate_lm
 from halfstep.cli.source import open_source
 from halfstep.data.batches import validation_batches
 from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
 from halfstep.training.evaluate import Judge, evaluate, perplexity, tokens_per_byte
+from halfstep.training.finetune_config import ClassifyConfig, LMConfig
+from halfstep.training.run_folder import run_config
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print loss, perplexity and bits per byte of a trained model."""
+    """Print how good a trained model is: loss and perplexity, or a classifier's report."""
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
-    tuned = lm_config(arguments)
-    if tuned is not None:
+    tuned = None if arguments.run is None else run_config(Path(arguments.run))
+    if isinstance(tuned, LMConfig):
         evaluate_lm(arguments, tuned)
+        return 0
+    if isinstance(tuned, ClassifyConfig):
+        evaluate_classifier(arguments, tuned)
         return 0
     source = open_source(arguments)
     config = source.config

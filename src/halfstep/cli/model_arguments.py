@@ -27,16 +27,18 @@ def add_generate(commands: Any) -> None:
 def add_evaluate(commands: Any) -> None:
     """``evaluate``."""
     evaluate = commands.add_parser(
-        "evaluate", help="measure loss, perplexity and bits per byte", allow_abbrev=False
+        "evaluate",
+        help="measure a language model's loss, or a classifier's accuracy",
+        allow_abbrev=False,
     )
     _add_source(evaluate)
     evaluate.add_argument(
         "--data", nargs="+", metavar="PATH",
-        help="text (of finetune lm: records) to measure on; default: the run's validation data",
+        help="text (of finetune: records) to measure on; default: the run's validation data",
     )  # fmt: skip
     evaluate.add_argument("--batch-size", type=int, default=8, metavar="N")
     evaluate.add_argument(
-        "--max-batches", type=int, default=0, metavar="N", help="0: every token once"
+        "--max-batches", type=int, default=0, metavar="N", help="0: everything once"
     )
     evaluate.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

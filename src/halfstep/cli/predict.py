@@ -12,27 +12,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+from halfstep.cli.classify_run import open_run
 from halfstep.data.unlabelled import read_texts
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.training.environment import choose_device
 from halfstep.training.finetune_config import ClassifyConfig
 from halfstep.training.predict import Predictor
 from halfstep.training.run_folder import run_config
-from halfstep.training.tuned_lm import model_folder
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write label and probability of every text."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
-    folder, precision, max_length = _source(arguments)
-    predictor = Predictor(
-        folder,
-        precision,
-        choose_device(arguments.device),
-        max_length=max_length,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    predictor = _open(arguments)
     for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal's is
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
@@ -60,15 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(arguments: argparse.Namespace) -> tuple[Path, str, int | None]:
-    """The model's folder, the precision to predict in, and how long the run's texts were."""
+def _open(arguments: argparse.Namespace) -> Predictor:
     if arguments.run is None:
-        return Path(arguments.model), arguments.precision or "fp32", None
-    path = Path(arguments.run)
-    config = run_config(path)
+        return Predictor(
+            Path(arguments.model),
+            arguments.precision or "fp32",
+            choose_device(arguments.device),
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    config = run_config(Path(arguments.run))
     if not isinstance(config, ClassifyConfig):
-        raise ConfigError(f"--run {path} is a run of the task {config.TASK}, not of a classifier")
-    return model_folder(path), arguments.precision or config.precision, config.model.max_length
+        raise ConfigError(
+            f"--run {arguments.run} is a run of the task {config.TASK}, not of a classifier"
+        )
+    return open_run(arguments, config)
 
 
 def _write(predictor: Predictor, texts: Iterable[str], batch_size: int, file: TextIO) -> None:

@@ -36,10 +36,9 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     notes = [_dropped("train", named)]
     train = _numbered(named, names)
     if config.dev:
-        held = read_named(config.dev, config, "dev")
-        check_known(held, names, "no training text has it; add some, or correct the label")
-        notes.append(_dropped("dev", held))
-        dev = _numbered(held, names)
+        why = "no training text has it; add some, or correct the label"
+        dev, note = read_known(config.dev, config, names, "dev", why)
+        notes.append(note)
     else:
         keep, out = stratified_split(train.labels, config.dev_fraction, seed)
         notes.extend(
@@ -50,6 +49,34 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     notes.extend(_odd(names, train, dev, split=not config.dev))
     sha256 = content_sha256(names, train, dev)
     return LabelledData(names, train, dev, sha256, tuple(note for note in notes if note))
+
+
+def read_known(
+    inputs: tuple[str, ...],
+    config: LabelledConfig,
+    names: tuple[str, ...],
+    role: str,
+    why: str = "the classifier has no such class",
+) -> tuple[LabelledTexts, str]:
+    """Reads labelled texts of classes that are known already.
+
+    Args:
+        inputs: As ``config.train``.
+        config: Columns, and what to do with empty texts.
+        names: The classes, in the order of their numbers.
+        role: What the texts are for, in messages.
+        why: How the message about an unknown label goes on after the label.
+
+    Returns:
+        Texts and class numbers, and a note where texts were left out.
+
+    Raises:
+        ConfigError: As ``read_labelled``.
+        DataError: As ``read_labelled``; a label is not among ``names``.
+    """
+    named = read_named(inputs, config, role)
+    check_known(named, names, why)
+    return _numbered(named, names), _dropped(role, named)
 
 
 def content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:

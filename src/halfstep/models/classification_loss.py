@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfstep.errors import ConfigError
+
 IGNORED_LABEL = -1
 """Label of a row that does not count: it only fills a batch."""
+
+
+def class_weights_tensor(weights: Sequence[float] | None, labels: Sequence[str]) -> Tensor | None:
+    """Class weights as an fp32 tensor on the default device; None stays None.
+
+    Raises:
+        ConfigError: Not one positive finite number a class.
+    """
+    if weights is None:
+        return None
+    if len(weights) != len(labels) or not all(0.0 < w < math.inf for w in weights):
+        raise ConfigError(
+            f"class_weights must be {len(labels)} positive numbers, one for each of "
+            f"{', '.join(labels)}; got {list(weights)!r}"
+        )
+    return torch.tensor(list(weights), dtype=torch.float32)
 
 
 def classification_loss(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.classification_loss import classification_loss
+from halfstep.models.classification_loss import class_weights_tensor, classification_loss
 from halfstep.models.encoder_config import EncoderConfig
 from halfstep.models.encoder_files import (
     read_encoder_config,
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights_(torch.Generator().manual_seed(seed))
-        weights = None if class_weights is None else class_tensor(class_weights, config.labels)
+        weights = class_weights_tensor(class_weights, config.labels)
         self.class_weights: Tensor | None
         # Not persistent: it belongs to the training, not to the model that is saved.
         self.register_buffer("class_weights", weights, persistent=False)
@@ -229,17 +229,3 @@ def load_encoder(folder: Path) -> Encoder:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     model.load_state_dict(read_encoder_weights(folder, shapes), strict=True, assign=True)
     return model
-
-
-def class_tensor(weights: Sequence[float], labels: Sequence[str]) -> Tensor:
-    """Class weights as an fp32 tensor on the default device.
-
-    Raises:
-        ConfigError: Not one positive finite number a class.
-    """
-    if len(weights) != len(labels) or not all(0.0 < w < math.inf for w in weights):
-        raise ConfigError(
-            f"class_weights must be {len(labels)} positive numbers, one for each of "
-            f"{', '.join(labels)}; got {list(weights)!r}"
-        )
-    return torch.tensor(weights, dtype=torch.float32)

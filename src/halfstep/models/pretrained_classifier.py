@@ -5,7 +5,6 @@ Shapes: B texts, T tokens, C classes.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.models.classification_loss import classification_loss
+from halfstep.models.classification_loss import class_weights_tensor, classification_loss
 from halfstep.models.pretrained import open_folder
 from halfstep.models.pretrained_weights import (
     head_names,
@@ -62,7 +61,7 @@ def open_classifier(
         CheckpointError: A damaged folder, or one that lacks weights of the encoder.
     """
     names = _checked_names(names)
-    weights_C = _checked_weights(names, class_weights)
+    weights_C = class_weights_tensor(class_weights, names)
     if not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
@@ -190,15 +189,3 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
             f"a classifier needs two or more different, non-empty labels, got {list(found)}"
         )
     return found
-
-
-def _checked_weights(names: tuple[str, ...], weights: Sequence[float] | None) -> Tensor | None:
-    """The classes' weights as a tensor, or a ConfigError."""
-    if weights is None:
-        return None
-    if len(weights) != len(names) or not all(w > 0 and math.isfinite(w) for w in weights):
-        raise ConfigError(
-            f"class_weights needs a positive number for each of {len(names)} labels, "
-            f"got {list(weights)}"
-        )
-    return torch.tensor(list(weights), dtype=torch.float32)

@@ -71,36 +71,48 @@ class FinetuneConfig(BaseConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifierConfig:
-    """The model section of a classifier's run."""
+class PretrainedConfig:
+    """What the model sections of both kinds have."""
 
-    source: str = "scratch:small"
-    """``scratch:tiny|small|base``, a Hugging Face folder, or a name on the hub."""
+    source: str = ""
+    """A Hugging Face folder, or a name on the hub."""
     revision: str = ""
     """Branch, tag or commit on the hub; empty: the main one."""
-    max_length: int = 128
-    """Tokens of a text, special ones included; longer texts are cut, and counted."""
-    vocab_size: int = 0
-    """Of the tokenizer that ``scratch`` trains; 0: its size's own."""
     dropout: float = -1.0
-    """Dropout of all layers; below 0: the model's own."""
-    label_smoothing: float = 0.0
-    """Share of the target spread evenly over all classes."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """``balanced``: every class counts alike in the loss, however many examples it has."""
+    """Dropout of all the model's own layers; below 0: as the model has it."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values outside their range."""
+        if not self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierConfig(PretrainedConfig):
+    """The model section of a classifier's run."""
+
+    source: str = "scratch:small"
+    """``scratch:tiny|small|base``, a Hugging Face folder, or a name on the hub."""
+    max_length: int = 128
+    """Tokens of a text, special ones included; longer texts are cut, and counted."""
+    vocab_size: int = 0
+    """Of the tokenizer that ``scratch`` trains; 0: its size's own."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """``balanced``: every class counts alike in the loss, however many examples it has."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values outside their range."""
+        PretrainedConfig.__post_init__(self)
         if not self.source.strip():
             raise ConfigError("model.source is empty; give scratch:small, a folder or a hub name")
         if self.max_length < 3:
             raise ConfigError(f"model.max_length={self.max_length}; allowed: integers >= 3")
         if self.vocab_size < 0:
             raise ConfigError(f"model.vocab_size={self.vocab_size}; allowed: integers >= 0")
-        if not self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"model.label_smoothing={self.label_smoothing}; allowed: 0 <= x < 1")
 
@@ -116,15 +128,9 @@ class ClassifyConfig(FinetuneConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CausalLMConfig:
+class CausalLMConfig(PretrainedConfig):
     """The model section of a language model's fine-tuning."""
 
-    source: str = ""
-    """A Hugging Face folder of a causal language model, or a name on the hub."""
-    revision: str = ""
-    """Branch, tag or commit on the hub; empty: the main one."""
-    dropout: float = -1.0
-    """Dropout of all the model's own layers; below 0: as the model has it."""
     lora_r: int = 8
     """Rank of the LoRA adapters; 0: train all weights instead."""
     lora_alpha: float = 16.0
@@ -135,17 +141,14 @@ class CausalLMConfig:
     """Names of modules to adapt, or ``all-linear``; empty: the architecture's usual ones."""
     gradient_checkpointing: bool = False
     """Keep a block's input only, and compute the block again in the backward pass."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values outside their range."""
+        PretrainedConfig.__post_init__(self)
         if self.lora_r < 0:
             raise ConfigError(f"model.lora_r={self.lora_r}; allowed: integers >= 0")
         if not 0 < self.lora_alpha < math.inf:
             raise ConfigError(f"model.lora_alpha={self.lora_alpha}; allowed: > 0")
-        if not self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
         if not 0 <= self.lora_dropout < 1:
             raise ConfigError(f"model.lora_dropout={self.lora_dropout}; allowed: 0 <= x < 1")
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from halfstep.errors import CheckpointError
 from halfstep.files import sync
+from halfstep.models.pretrained_weights import new_folder
 
 Batches = TypeVar("Batches")
 
@@ -55,15 +56,8 @@ def copy_folder(source: Path, target: Path) -> None:
     Raises:
         CheckpointError: If ``target`` holds something already, or cannot be written.
     """
-    try:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(
-                f"{target} exists and is not an empty folder; choose another name"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
-    replace_folder(target, lambda empty: shutil.copytree(source, empty))
+    with new_folder(target) as empty:
+        shutil.copytree(source, empty, dirs_exist_ok=True)
 
 
 def replace_folder(final: Path, write: Callable[[Path], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from halfstep.models.pretrained_tokenizer import open_tokenizer
 from halfstep.precision.autocast import require_support
 from halfstep.precision.cast import around_model, cast_to_policy_
 from halfstep.precision.parse import parse_policy
+from halfstep.training.classifier_scores import classifier_scores, example_batches
+from halfstep.training.evaluate import Evaluation, Judge
 
+_REMEDY = "weights or activations are beyond the format; go back to --precision fp32"
 _BATCHES_AT_ONCE = 32  # as many are sorted by length together
 
 
@@ -96,10 +100,29 @@ class Predictor:
             first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
             raise NonFiniteError(
                 f"the model's outputs for the text {texts[first][:60]!r} are not finite in "
-                f"{self.policy}: its weights or activations are beyond the format; predict with "
-                "--precision fp32",
+                f"{self.policy}: {_REMEDY}",
                 cause="forward",
             )
+        return found
+
+    def evaluate(self, texts: LabelledTexts, batch_size: int, most: int = 0) -> Evaluation:
+        """Loss, accuracy, macro F1 and confusion on labelled texts, or on ``most`` batches of them.
+
+        The numbers of ``texts`` are those of ``labels``.
+
+        Raises:
+            NonFiniteError: The loss is not finite.
+        """
+        examples = encode_examples(self.tokenizer, texts)
+        batches = example_batches(examples, batch_size, self.tokenizer.pad_id, most)
+        judge = Judge(
+            self.model.loss_sum,
+            partial(around_model, self.policy, self.model, self.device),
+            self.device,
+        )
+        found = classifier_scores(self.model, batches, self.labels, judge)
+        if not found.confusion:
+            raise NonFiniteError(f"{found.text} in {self.policy}; {_REMEDY}", cause="forward")
         return found
 
     def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
