@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from halfstep.data.length_batches import EpochBatches, dropout_keys, evaluation_batches
+from halfstep.data.length_batches import (
+    EpochBatches,
+    dropout_keys,
+    evaluation_batches,
+    evaluation_shares,
+)
 from halfstep.data.random_bits import permutation, random_bits
 from halfstep.errors import ConfigError, DataError
 
@@ -169,6 +174,29 @@ def test_evaluation_takes_every_example_once_sorted_by_length(lengths, size):
     assert joined == sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     assert [len(batch) for batch in found[:-1]] == [size] * (len(found) - 1)
     assert 1 <= len(found[-1]) <= size
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 7), st.integers(0, 9),
+    st.integers(1, 5),
+)  # fmt: skip
+def test_ranks_share_an_evaluation(lengths, size, most, ranks):
+    shares = [list(evaluation_shares(lengths, size, most, rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1  # all ranks run as often
+    counted = [indices.tolist() for share in shares for indices, counts in share if counts]
+    every = [indices.tolist() for indices in evaluation_batches(lengths, size)]
+    assert len(counted) == (min(most, len(every)) or len(every))
+    assert all(batch in every for batch in counted)
+    assert len({tuple(batch) for batch in counted}) == len(counted)  # each once
+    fillers = [indices for share in shares for indices, counts in share if not counts]
+    assert len(fillers) < ranks
+    assert all(len(filler) == 1 for filler in fillers)
+
+
+def test_some_batches_are_spread_over_all_lengths():
+    lengths = list(range(1, 101))
+    found = [int(i[0]) for i, _ in evaluation_shares(lengths, 1, 4)]
+    assert found == [0, 25, 50, 75]
 
 
 def test_evaluation_of_nothing_is_refused():

@@ -6,6 +6,9 @@ each window is sorted by length and cut into batches, and the batches are shuffl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -104,6 +107,29 @@ def evaluation_batches(lengths: npt.ArrayLike, batch_size: int) -> list[Indices]
     """
     order = np.argsort(_checked(lengths, batch_size), kind="stable").astype(np.int64, copy=False)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+def evaluation_shares(
+    lengths: npt.ArrayLike, batch_size: int, most: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[Indices, bool]]:
+    """A rank's batches of an evaluation, every ``ranks``-th; each rank gets as many.
+
+    Args:
+        lengths: As of :func:`evaluation_batches`.
+        batch_size: Likewise.
+        most: Most batches, spread evenly over all; 0: all of them.
+        rank: Of the ranks with different rows.
+        ranks: How many there are.
+
+    Yields:
+        Numbers of examples, and whether they count: where batches run out before ranks, a rank
+        gets one example that another rank has, so that all ranks run as often.
+    """
+    batches = evaluation_batches(lengths, batch_size)
+    count = min(most, len(batches)) or len(batches)
+    chosen = [batches[number * len(batches) // count] for number in range(count)]
+    for mine in range(rank, math.ceil(count / ranks) * ranks, ranks):
+        yield (chosen[mine], True) if mine < count else (chosen[0][:1], False)
 
 
 def dropout_keys(seed: int, step: int, count: int) -> Indices:

@@ -10,34 +10,20 @@ import torch
 from torch.nn import functional
 
 from halfstep.data.examples import Examples, padded
-from halfstep.data.length_batches import evaluation_batches
+from halfstep.data.length_batches import evaluation_shares
 from halfstep.models.classification_loss import IGNORED_LABEL
 from halfstep.training.classification_report import accuracy, macro_f1
 from halfstep.training.evaluate import Evaluation, Judge
-from halfstep.training.model_folder import spread
 from halfstep.training.step import Batch, to_device
 
 
 def example_batches(
     examples: Examples, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches, every ``ranks``-th; each rank gets as many, the last ones of no example.
-
-    Args:
-        examples: All of them, or ``most`` batches spread over them, once over all ranks.
-        batch_size: Examples of a batch at most.
-        pad_id: Id at padding.
-        most: Most batches; 0: all.
-        rank: Of the ranks with different rows.
-        ranks: How many there are.
-    """
-    batches = spread(evaluation_batches(examples.lengths, batch_size), most)
-    for first in range(0, math.ceil(len(batches) / ranks) * ranks, ranks):
-        mine = first + rank
-        counts = mine < len(batches)
-        indices = batches[mine] if counts else batches[0][:1]
+    """A rank's batches without dropout, as :func:`evaluation_shares` deals them."""
+    for indices, counts in evaluation_shares(examples.lengths, batch_size, most, rank, ranks):
         ids_BT, mask_BT, labels_B = padded(examples, indices, pad_id)
-        if not counts:  # all ranks run as often: a row that does not count
+        if not counts:
             labels_B = torch.full_like(labels_B, IGNORED_LABEL)
         yield ids_BT, mask_BT, labels_B, torch.full_like(labels_B, -1)
 

@@ -6,15 +6,12 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from torch import nn
 
 from halfstep.errors import CheckpointError
 from halfstep.files import sync
 from halfstep.models.pretrained_weights import new_folder
-
-Batches = TypeVar("Batches")
 
 
 def matrix_parameters(model: nn.Module) -> int:
@@ -30,12 +27,6 @@ def matrix_parameters(model: nn.Module) -> int:
         for p in model.parameters()
         if p.dim() == 2 and (id(p) not in looked_up or id(p) in multiplied)
     )
-
-
-def spread(batches: list[Batches], most: int) -> list[Batches]:
-    """At most so many of the batches, spread evenly over them; all of them for 0."""
-    count = min(most, len(batches)) or len(batches)
-    return [batches[number * len(batches) // count] for number in range(count)]
 
 
 def frozen_fingerprint(model: nn.Module) -> str:

@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from halfstep.data.batches import IGNORED
 from halfstep.data.instructions import prompt_ids
-from halfstep.data.length_batches import evaluation_batches
+from halfstep.data.length_batches import evaluation_shares
 from halfstep.data.packing import Rows, lm_batch
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.models.lm_generate import generate_ids
@@ -28,7 +27,7 @@ from halfstep.training.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.training.finetune_config import LMConfig
 from halfstep.training.frozen_base import cast_for_use_
 from halfstep.training.instruction_tokenizer import InstructionTokenizer
-from halfstep.training.model_folder import frozen_fingerprint, spread
+from halfstep.training.model_folder import frozen_fingerprint
 from halfstep.training.step import Batch
 
 PROMPT_FILE = "prompt.json"
@@ -160,23 +159,10 @@ def prompt_settings(run: Path) -> dict[str, str]:
 def validation_batches(
     rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches, every ``ranks``-th; each rank gets as many, the last ones without targets.
-
-    Args:
-        rows: All of them, or ``most`` batches spread over them, once over all ranks.
-        batch_size: Rows of a batch at most.
-        pad_id: Id at padding.
-        most: Most batches; 0: all.
-        rank: Of the ranks with different rows.
-        ranks: How many there are.
-    """
-    batches = spread(evaluation_batches(rows.lengths, batch_size), most)
-    for first in range(0, len(batches), ranks):
-        mine = first + rank
-        counts = mine < len(batches)
-        indices = batches[mine] if counts else np.zeros(1, dtype=np.int64)
+    """A rank's batches, as :func:`evaluation_shares` deals them."""
+    for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
         ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
-        if not counts:  # all ranks run as often: a row that does not count
+        if not counts:
             targets_BT = torch.full_like(targets_BT, IGNORED)
         yield ids_BT, targets_BT, positions_BT
 
