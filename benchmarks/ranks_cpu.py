@@ -8,7 +8,9 @@ ranks wait for each other. A step takes as long as the slower rank's. "bare" is 
 hand: DistributedDataParallel or ``fully_shard`` on the blocks and the root, torch.autocast,
 backward, clip_grad_norm_, fused AdamW, zero_grad, over the same model with the same loss. Ours is
 the trainer's step: counts of tokens summed over ranks, strategy, Precision, clipping, the check
-that all ranks agree on, and the loss on the host.
+that all ranks agree on, and the loss on the host. On a CPU without bf16 instructions the bare bf16
+loops run inside ``halfstep.simulated_bf16()``, as ours do; by torch's own products they would take
+some ten times as long, which would tell nothing of the loops.
 
 For weak scaling rank 0 also takes the step of one device, with the same batch, while rank 1 sleeps.
 """
@@ -34,20 +36,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common import save, summary
+from halfstep import simulated_bf16
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
 from halfstep.models.gpt import GPT, GPTConfig
+from halfstep.precision.autocast import cpu_has_bf16
 from halfstep.precision.step import Precision
 from halfstep.training.allocator import keep_freed_memory
 from halfstep.training.step import train_step
 
 RANKS = 2
 CONFIG = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=128, vocab_size=8192)
-# A CPU without bf16 instructions takes 10 times as long for bf16 products: fewer tokens there, and
-# only every other round.
-BATCHES = {"fp32": (2, 128), "bf16": (1, 16)}
+BATCH = (2, 128)
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 LEARNING_RATE, WARM_UP, AIM = 1e-4, 4, 1.03
@@ -101,16 +103,24 @@ def numbers_of(model: GPT) -> tuple[int, int]:
     return blocks, total - blocks
 
 
-def bare(batch: tuple, wrap: Callable[[Loss], torch.nn.Module], dtype: torch.dtype | None, sent):
+def bare(
+    batch: tuple,
+    wrap: Callable[[Loss], torch.nn.Module],
+    dtype: torch.dtype | None,
+    sent: Traffic,
+    low: bool,
+) -> Variant:
     """The loop by hand; AdamW is made after the model is wrapped, as FSDP2 needs it."""
+    products = simulated_bf16 if low and not cpu_has_bf16() else contextlib.nullcontext
     model = wrap(Loss(GPT(CONFIG, seed=0)))
     parameters = [*model.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def step() -> None:
-        with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
-            loss = model(batch)
-        loss.backward()
+        with products():
+            with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
+                loss = model(batch)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -125,6 +135,7 @@ def ddp(batch: tuple, dtype: torch.dtype | None, views: bool = False) -> Variant
         lambda loss: DistributedDataParallel(loss, gradient_as_bucket_view=views),
         dtype,
         sent,
+        low=dtype is not None,
     )
 
 
@@ -141,7 +152,7 @@ def fsdp(batch: tuple, dtype: torch.dtype | None, gathered: torch.dtype | None =
     sent = fully_sharded(blocks, RANKS, gather_bytes=size, reduce_bytes=4) + fully_sharded(
         outside, RANKS, gather_bytes=size, reduce_bytes=4, reshard_after_forward=False
     )
-    return bare(batch, wrap, dtype, sent)
+    return bare(batch, wrap, dtype, sent, low=(dtype or gathered) is not None)
 
 
 def ours(batch: tuple, layout: str, policy: str) -> Variant:
@@ -169,18 +180,18 @@ def random_batch(rank: int, rows: int, length: int) -> tuple[torch.Tensor, torch
 
 def make_variants(rank: int, only: list[str]) -> dict[str, Variant]:
     """All variants, or those whose names are given; both ranks make them in the same order."""
-    fp32, bf16 = (random_batch(rank, *BATCHES[name]) for name in ("fp32", "bf16"))
+    batch = random_batch(rank, *BATCH)
     makers = {
-        "bare DDP fp32": partial(ddp, fp32, None),
-        "bare DDP fp32, gradients as views": partial(ddp, fp32, None, views=True),
-        "bare FSDP2 fp32": partial(fsdp, fp32, None),
-        "bare DDP autocast bf16": partial(ddp, bf16, BF16),
-        "bare FSDP2 autocast bf16": partial(fsdp, bf16, BF16),
-        "bare FSDP2 param_dtype=bf16": partial(fsdp, bf16, None, BF16),
+        "bare DDP fp32": partial(ddp, batch, None),
+        "bare DDP fp32, gradients as views": partial(ddp, batch, None, views=True),
+        "bare FSDP2 fp32": partial(fsdp, batch, None),
+        "bare DDP autocast bf16": partial(ddp, batch, BF16),
+        "bare FSDP2 autocast bf16": partial(fsdp, batch, BF16),
+        "bare FSDP2 param_dtype=bf16": partial(fsdp, batch, None, BF16),
     }
     for name in [*RATIOS, *dict.fromkeys(SCALING.values())]:
         layout, _, policy = name.partition(" ")
-        makers[name] = partial(ours, fp32 if policy.startswith("fp32") else bf16, layout, policy)
+        makers[name] = partial(ours, batch, layout, policy)
     return {name: make() for name, make in makers.items() if not only or name in only}
 
 
@@ -210,8 +221,7 @@ def worker(rank: int, folder: str, arguments: argparse.Namespace, pipe) -> None:
     for number in range(-WARM_UP, arguments.rounds):  # DDP builds its buckets anew after the first
         if spent > arguments.seconds and number > 0:
             break
-        now = [n for n in variants if not number % 2 or "fp32" in n]
-        for name in random.Random(number).sample(now, len(now)):
+        for name in random.Random(number).sample(sorted(variants), len(variants)):
             seconds, processor = timed(variants[name], rank)
             spent += seconds
             if number >= 0:
@@ -267,8 +277,7 @@ def compare(times: dict[str, list[float]], rates: dict) -> tuple[dict, dict]:
     for name, other in SCALING.items():
         if name not in times or other not in times:
             continue
-        kind = "fp32" if " fp32" in name else "bf16"
-        tokens = BATCHES[kind][0] * BATCHES[kind][1]
+        tokens = BATCH[0] * BATCH[1]
         one, two = rates[other], rates[name]
         scaling[name] = {
             "tokens_per_second_1_rank": tokens / one["median_seconds"],
@@ -296,7 +305,7 @@ def main() -> None:
             "bytes_per_step": bytes_,
             "fp32_bytes_per_step": wide,
         }
-    print(f"{parameters:,} parameters, {RANKS} ranks, {rounds} rounds, batches {BATCHES} a rank")
+    print(f"{parameters:,} parameters, {RANKS} ranks, {rounds} rounds, batches {BATCH} a rank")
     print(f"\n{'variant':<36} {'median ms':>10} {'fastest':>8} {'CPU ms':>8} {'MB sent':>8}")
     for name, row in rates.items():
         print(f"{name:<36} {row['median_seconds'] * 1e3:>10.1f} {row['min_seconds'] * 1e3:>8.1f} "
@@ -323,7 +332,7 @@ def main() -> None:
             "threads_per_rank": 1,
             "rounds": rounds,
             "load_average_at_end": Path("/proc/loadavg").read_text().split()[:3],
-            "batches_per_rank": BATCHES,
+            "batch_per_rank": BATCH,
             "steps": rates,
             "ratios": ratios,
             "weak_scaling": scaling,
