@@ -95,13 +95,13 @@ def test_other_texts_are_counted_as_by_hand(finished, tmp_path, halfstep):
 def test_the_text_holds_the_table_and_the_precision(finished, halfstep):
     code, out, _ = halfstep("--run", finished, "--precision", "bf16-mixed")
     assert code == 0
-    first, blank, *table = out.rstrip("\n").split("\n")
+    first, *table = out.rstrip("\n").split("\n")
     assert first.startswith("loss ")
     assert first.endswith(" in bf16-mixed")
-    assert blank == ""
     report = (finished / "report.txt").read_text().rstrip("\n").split("\n")
     assert len(table) == len(report)
-    assert table[0] == report[0]
+    assert table[0].startswith("accuracy ")
+    assert table[1:3] == report[1:3]
 
 
 def test_some_batches_only(finished, tmp_path, halfstep):
@@ -130,10 +130,12 @@ def test_outputs_beyond_the_format_are_no_score(finished, tmp_path, halfstep):
     file = tmp_path / "r" / "model" / "model.safetensors"
     weights = {name: torch.full_like(tensor, 1e38) for name, tensor in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
-    code, out, err = halfstep("--run", tmp_path / "r")
-    assert code == 3, err
-    assert out == ""
-    assert "not finite" in err
+    for precision, remedy in (("fp32", "earlier state"), ("bf16-mixed", "take --precision fp32")):
+        code, out, err = halfstep("--run", tmp_path / "r", "--precision", precision)
+        assert code == 3, err
+        assert out == ""
+        assert f"not finite in {precision}: " in err
+        assert remedy in err
 
 
 def test_a_run_that_has_not_ended(finished, tmp_path, halfstep):
@@ -142,3 +144,70 @@ def test_a_run_that_has_not_ended(finished, tmp_path, halfstep):
     code, _, err = halfstep("--run", tmp_path / "r")
     assert code == 2
     assert_one_line(err, "has no model yet", "--resume")
+
+
+def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, halfstep):
+    test = tmp_path / "test.csv"
+    pairs = rows(9, seed=11)
+    write_csv(test, [*pairs, (" ", pairs[0][1])])
+    words = ["--run", finished, "--data", test]
+    code, _, err = halfstep(*words)
+    assert code == 2
+    assert_one_line(err, "test.csv:11", "--drop-empty")
+    code, out, err = halfstep(*words, "--drop-empty", "--json")
+    assert code == 0
+    assert json.loads(out)["examples"] == 9
+    assert "note: test: 1 empty texts left out" in err
+    test.write_text(test.read_text(encoding="utf-8").replace("text,label", "a,b"), encoding="utf-8")
+    assert halfstep(*words, "--drop-empty")[0] == 2
+    named = halfstep(*words, "--drop-empty", "--text-column", "a", "--label-column", "b", "--json")
+    assert json.loads(named[1]) == json.loads(out)
+
+
+def test_texts_that_are_cut_are_counted(finished, tmp_path, halfstep):
+    write_csv(tmp_path / "test.csv", [("glad sun " * 500, "joy"), ("glad sun", "joy")])
+    code, _, err = halfstep("--run", finished, "--data", tmp_path / "test.csv")
+    assert code == 0
+    assert "note: 1 texts were cut at " in err
+
+
+def tiny_run(folder, files, **changes):
+    whole_run(classify_config(files, run__max_steps=2, run__eval_every=2, **changes), folder)
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+
+
+def test_validation_texts_keep_the_classes_of_the_run(quick, tmp_path, halfstep):
+    files = write_files(tmp_path / "data")
+    run = tiny_run(tmp_path / "run", files)
+    before = json.loads(halfstep("--run", run, "--json")[1])
+    files[0].unlink()  # what it learned from is not needed
+    assert json.loads(halfstep("--run", run, "--json")[1]) == before
+    text = files[1].read_text(encoding="utf-8")
+    files[1].write_text(text.replace(",joy", ",zjoy"), encoding="utf-8")
+    code, out, err = halfstep("--run", run)
+    assert (code, out) == (2, "")
+    assert_one_line(err, "dev.csv", "unknown label 'zjoy'")
+
+
+def test_validation_texts_that_were_split_off_must_be_the_same(quick, tmp_path, halfstep):
+    files = write_files(tmp_path / "data")
+    run = tiny_run(tmp_path / "run", files, data__dev=None)
+    found = json.loads(halfstep("--run", run, "--json")[1])
+    report = json.loads((run / "report.json").read_text())
+    assert found["confusion"] == report["confusion"]
+    with files[0].open("a", encoding="utf-8") as file:
+        file.write("glad sun,joy\n")
+    code, out, err = halfstep("--run", run)
+    assert (code, out) == (2, "")
+    assert_one_line(err, "train.csv has changed since the run", "--data")
+    assert halfstep("--run", run, "--data", files[0])[0] == 0
+    (run / "report.json").unlink()
+    code, _, err = halfstep("--run", run)
+    assert code == 2
+    assert_one_line(err, "report.json is missing or damaged")

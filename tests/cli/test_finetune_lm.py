@@ -217,6 +217,7 @@ def test_export_of_the_adapter_is_for_peft(tuned, halfstep, tmp_path):
     for options, complaint in (
         ([tmp_path / "a" / "b"], "exists and is not an empty folder"),
         ([tmp_path / "c", "--dtype", "bf16"], "--dtype with --adapter"),
+        ([tuned / "model" / "x"], "which is copied; choose another name"),
     ):
         code, _, err = halfstep(*export, *options)
         assert code == 2

@@ -68,7 +68,7 @@ def test_splits_are_the_usual_ones_or_by_name(tmp_path):
     given = f"datasets:{tmp_path}/d"
     assert read(given) == EXPECTED
     assert read(given, "dev") == EXPECTED[:2]
-    assert read(f"{given}@test") == EXPECTED[2:3]
+    assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
     assert "no split 'x'; write one of @test, @train, @validation" in refusal(f"{given}@x")
     data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
     assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import Cause, NonFiniteError, Precision, simulated_fp16, trace_nonfinite
+from halfstep import (
+    Cause,
+    NonFiniteError,
+    Precision,
+    simulated_bf16,
+    simulated_fp16,
+    trace_nonfinite,
+)
 from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.operations import count, inputs, kind_of, operation
 
@@ -431,22 +438,25 @@ def test_autocast_and_what_runs_in_it():
     assert (cause.op, cause.dtype) == ("aten.addmm.default", torch.float16)
 
 
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("grad", ["grad", "no_grad", "inference"])
-def test_simulated_products_are_named_whichever_mode_is_outside(grad):
+def test_simulated_products_are_named_whichever_mode_is_outside(grad, low):
     """Their operands are converted to fp32 and their result back; that is not what is reported."""
-    a = torch.full((2, 4), 200.0).half()
+    size = 200.0 if low == torch.float16 else 2.0**64
+    simulated = simulated_fp16 if low == torch.float16 else simulated_bf16
+    a = torch.full((2, 4), size, dtype=low)
     contexts = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
     context = contexts.get(grad, torch.inference_mode)
     model, seen = nn.Identity(), []
     for outer, inner in ((0, 1), (1, 0)):
         trace = trace_nonfinite(model)
-        modes = [trace, simulated_fp16()]
+        modes = [trace, simulated()]
         with context(), modes[outer], modes[inner]:
             F.linear(a, a)
         cause = trace.first_cause
-        assert (cause.kind, cause.dtype) == ("overflow", torch.float16)
-        assert [i.dtype for i in cause.inputs] == [torch.float16] * 2
-        assert [i.largest for i in cause.inputs] == [200.0, 200.0]
+        assert (cause.kind, cause.dtype) == ("overflow", low)
+        assert [i.dtype for i in cause.inputs] == [low] * 2
+        assert [i.largest for i in cause.inputs] == [size, size]
         seen.append(cause.op)
     assert set(seen) <= {"aten.mm.default", "aten.linear.default"}
 

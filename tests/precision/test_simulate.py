@@ -189,6 +189,30 @@ def test_every_other_product_is_simulated_too_as_the_module_says(name, context, 
     assert error <= 12 * U16[low] * expected.abs().max()
 
 
+@both_formats
+def test_a_recurrent_layer_trains_under_autocast(low):
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 5, num_layers=2, bidirectional=True)
+    x = half(3, 2, 4).float()
+
+    def run() -> list[Tensor]:
+        layer.zero_grad()
+        output = layer(x)[0].float()
+        output.square().sum().backward()
+        return [output.detach(), *(p.grad.clone() for p in layer.parameters())]
+
+    expected = run()
+    with Witness() as witness, SIMULATED[low]():
+        with torch.autocast("cpu", dtype=low):
+            output = layer(x)[0].float()
+        layer.zero_grad()
+        output.square().sum().backward()
+    assert witness.products_in(low) == []
+    for got, wanted in zip([output, *(p.grad for p in layer.parameters())], expected, strict=True):
+        # a rounding of every operand and result, a dozen one after another
+        assert (got - wanted).abs().max() <= 12 * U16[low] * wanted.abs().max()
+
+
 # --- attention ------------------------------------------------------------------------------------
 
 

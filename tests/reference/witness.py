@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRODUCTS = (
     *("mm", "mv", "dot", "linear", "conv", "matmul", "einsum", "product_attention"),
-    *("encoder_layer", "multi_head"),
+    *("encoder_layer", "multi_head", "rnn_layer"),
 )
 
 

@@ -40,6 +40,13 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument(
         "--max-batches", type=int, default=0, metavar="N", help="0: everything once"
     )
+    evaluate.add_argument(
+        "--text-column", metavar="COLUMN", help="of a classifier's --data; default: as in training"
+    )
+    evaluate.add_argument("--label-column", metavar="COLUMN", help="likewise")
+    evaluate.add_argument(
+        "--drop-empty", action="store_true", help="of a classifier: leave out empty texts"
+    )
     evaluate.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -66,7 +73,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--run", metavar="DIR",
-        help="run folder; its newest checkpoint is used, of finetune lm its best state",
+        help="run folder; its newest checkpoint is used, of finetune its best state",
     )  # fmt: skip
     source.add_argument(
         "--model", metavar="DIR", help="local Hugging Face GPT-2 folder with its tokenizer"
@@ -82,6 +89,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true",
-        help="for a run of finetune lm: run Python code that comes with its base model; only for "
-        "code that you have read",
+        help="for a run of finetune: run Python code that comes with its model; only for code that "
+        "you have read",
     )  # fmt: skip

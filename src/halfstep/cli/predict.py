@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from halfstep.cli.classify_run import open_run
+from halfstep.cli.classify_run import cut_note, open_run
 from halfstep.data.unlabelled import read_texts
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.training.environment import choose_device
@@ -74,8 +74,4 @@ def _write(predictor: Predictor, texts: Iterable[str], batch_size: int, file: Te
         found = {"text": text, "label": label, "probability": probability}
         file.write(json.dumps(found, ensure_ascii=False, allow_nan=False) + "\n")
     if predictor.tokenizer.truncated:
-        print(
-            f"note: {predictor.tokenizer.truncated} texts were cut at "
-            f"{predictor.tokenizer.max_length} tokens",
-            file=sys.stderr,
-        )
+        print(f"note: {cut_note(predictor)}", file=sys.stderr)

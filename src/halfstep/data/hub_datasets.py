@@ -19,8 +19,12 @@ from halfstep.errors import ConfigError, DataError
 MIN_VERSION = 4
 """First major version of ``datasets`` without loading scripts."""
 
-USUAL_SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid", "val")}
-"""Split of each role when none is given. A test split is only taken by name."""
+USUAL_SPLITS = {
+    "train": ("train",),
+    "dev": ("validation", "dev", "valid", "val"),
+    "test": ("test",),
+}
+"""Split of each role when none is given."""
 
 LOCAL_MARKS = (".", "/", "~")
 READ_ROWS = 1000
@@ -34,7 +38,7 @@ def read_dataset(given: str, role: str) -> Records:
             (saved by ``save_to_disk``, or holding data files) or a .parquet file; then perhaps
             ``@split``, of datasets that are not saved by ``save_to_disk`` also
             ``@split[:1000]``.
-        role: ``train`` or ``dev``.
+        role: ``train``, ``dev`` or ``test``.
 
     Returns:
         Objects of all columns; the numbers are those of the rows, counted from 1.

@@ -64,7 +64,7 @@ def read_known(
         inputs: As ``config.train``.
         config: Columns, and what to do with empty texts.
         names: The classes, in the order of their numbers.
-        role: What the texts are for, in messages.
+        role: ``dev`` or ``test``.
         why: How the message about an unknown label goes on after the label.
 
     Returns:

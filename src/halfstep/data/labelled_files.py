@@ -31,9 +31,9 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
     """Reads all inputs of one role in order.
 
     Args:
-        inputs: ``config.train`` or ``config.dev``.
+        inputs: ``config.train``, ``config.dev``, or others like them.
         config: Which columns to take, and whether to drop empty texts.
-        role: ``train`` or ``dev``, for messages and for the usual split of a dataset.
+        role: ``train``, ``dev`` or ``test``, for messages and for the usual split of a dataset.
 
     Returns:
         At least one text; strings that are UTF-8 and not blank.
@@ -47,7 +47,7 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
         _read_one(_open(given, config, role), config, found)
     if not found.texts:
         dropped = f" (all {found.dropped} are empty)" if found.dropped else ""
-        raise DataError(f"data.{role}: no texts in {', '.join(inputs)}{dropped}; add some")
+        raise DataError(f"{role}: no texts in {', '.join(inputs)}{dropped}; add some")
     return found
 
 
@@ -123,7 +123,8 @@ def _read_one(records: Records, config: LabelledConfig, found: NamedTexts) -> No
     if empty and not config.drop_empty:
         raise DataError(
             f"{records.at(first_empty)}: the text is empty, and so are {empty} in all in this "
-            f"input; remove them, or leave them out with --data.drop_empty true"
+            f"input; remove them, or leave them out with --data.drop_empty true (evaluate: "
+            f"--drop-empty)"
         )
     found.dropped += empty
 

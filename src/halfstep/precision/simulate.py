@@ -43,10 +43,11 @@ _PRODUCTS = frozenset(
         _aten.addr.default,
         _aten.convolution.default,
         _aten.convolution_backward.default,
-        # Fused evaluation paths of torch.nn: whole in fp32, rounded at their end.
+        # Fused layers of torch.nn: whole in fp32, rounded at their end.
         _aten._native_multi_head_attention.default,
         _aten._transformer_encoder_layer_fwd.default,
         _aten.mkldnn_rnn_layer.default,
+        _aten.mkldnn_rnn_layer_backward.default,
     }
 )
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -89,6 +90,8 @@ class SimulatedProducts(TorchDispatchMode):
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -198,7 +198,12 @@ class ClassifyTask:
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write the report of the best state."""
-        about = {"step": step, "loss": evaluation.loss, "precision": self.config.precision}
+        about = {
+            "step": step,
+            "loss": evaluation.loss,
+            "precision": self.config.precision,
+            "data": self.identity["data"],
+        }
         write_report(folder, evaluation.confusion, self.labels, about)
 
     def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:

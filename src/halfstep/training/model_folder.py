@@ -45,8 +45,11 @@ def copy_folder(source: Path, target: Path) -> None:
     """Copy a folder in one piece.
 
     Raises:
-        CheckpointError: If ``target`` holds something already, or cannot be written.
+        CheckpointError: If ``target`` holds something already, lies in ``source`` or cannot be
+            written.
     """
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} lies in {source}, which is copied; choose another name")
     with new_folder(target) as empty:
         shutil.copytree(source, empty, dirs_exist_ok=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -27,7 +28,6 @@ from halfstep.precision.parse import parse_policy
 from halfstep.training.classifier_scores import classifier_scores, example_batches
 from halfstep.training.evaluate import Evaluation, Judge
 
-_REMEDY = "weights or activations are beyond the format; go back to --precision fp32"
 _BATCHES_AT_ONCE = 32  # as many are sorted by length together
 
 
@@ -100,7 +100,7 @@ class Predictor:
             first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
             raise NonFiniteError(
                 f"the model's outputs for the text {texts[first][:60]!r} are not finite in "
-                f"{self.policy}: {_REMEDY}",
+                f"{self._beyond()}",
                 cause="forward",
             )
         return found
@@ -121,9 +121,17 @@ class Predictor:
             self.device,
         )
         found = classifier_scores(self.model, batches, self.labels, judge)
-        if not found.confusion:
-            raise NonFiniteError(f"{found.text} in {self.policy}; {_REMEDY}", cause="forward")
+        if not math.isfinite(found.loss):
+            raise NonFiniteError(
+                f"the loss is {found.loss}: the model's outputs are not finite in {self._beyond()}",
+                cause="forward",
+            )
         return found
+
+    def _beyond(self) -> str:
+        if self.policy.compute_dtype == torch.float32:
+            return f"{self.policy}: its weights are too large; go back to an earlier state"
+        return f"{self.policy}: weights or activations are beyond it; take --precision fp32"
 
     def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
         """(text, label, probability) of each text, in their order; reads them as needed."""
