@@ -2,6 +2,7 @@
 # make test        install what tests need and run them
 # make check       lint, format, types, then the tests: what .ci/run does, but for the wheel
 # make test-slow   the tests marked slow
+# make test-without-bf16   the tests as a CPU without bf16 instructions runs them
 # make test-distributed   all tests with several processes, slow ones included
 # make benchmark   the figures of benchmarks/README.md on this machine
 
@@ -10,9 +11,9 @@ BIN = $(VENV)/bin
 WORKERS ?= 2
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.
-test test-slow test-distributed: export OMP_NUM_THREADS ?= 1
+test test-slow test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-distributed lint check wheel benchmark clean
+.PHONY: demo test test-slow test-without-bf16 test-distributed lint check wheel benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh
@@ -25,6 +26,13 @@ test:
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+test-without-bf16: export PYTHONPATH := $(CURDIR)/tests/without_bf16$(if $(PYTHONPATH),:$(PYTHONPATH))
+test-without-bf16: export ONEDNN_MAX_CPU_ISA = AVX2
+test-without-bf16: export ATEN_CPU_CAPABILITY = avx2
+test-without-bf16:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS)
 
 test-distributed:
 	@VENV=$(VENV) scripts/setup-venv.sh test

@@ -82,7 +82,8 @@ def main() -> dict[str, list[dict[str, float]]]:
         for name, options in (("torch", {}), ("halfstep", {"optimizer_cls_and_kwargs": ours})):
             print(f"optimizer of {name}, bf16 weights")
             run = trainer(data, folder, **options)
-            attach(run, lost_updates_every=20)
+            # without the word, halfstep refuses to let the Trainer lose updates of 16-bit weights
+            attach(run, lost_updates_every=20, allow_pure=name == "torch")
             run.train()
             histories[name] = [entry for entry in run.state.log_history if "loss" in entry]
 

@@ -4,6 +4,8 @@ The public names stand, written by hand, in ``__init__.pyi``; each is loaded on 
 ``import halfstep`` and ``halfstep --help`` do not wait for torch.
 """
 
+import importlib
+import sys
 from typing import Any
 
 import lazy_loader
@@ -11,4 +13,19 @@ import lazy_loader
 __version__ = "0.1.0"
 
 _attach: tuple[Any, Any, Any] = lazy_loader.attach_stub(__name__, __file__)
-__getattr__, __dir__, __all__ = _attach
+_load, __dir__, __all__ = _attach
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, and see that this torch is one that it can work with."""
+    try:
+        return _load(name)
+    finally:  # before the name is used, or the ImportError told: the cause is torch's
+        if name in __all__:
+            _require_torch(name)
+
+
+def _require_torch(name: str) -> None:
+    # By name, and not before torch: the errors, to be caught, are to be had without it.
+    if "torch" in sys.modules and not name.endswith("Error"):
+        importlib.import_module("halfstep.torch_version").require_torch(name)

@@ -12,14 +12,23 @@ from .errors import (
     NonFiniteError as NonFiniteError,
     PrecisionError as PrecisionError,
 )
-from .formats import FloatFormat as FloatFormat
+from .formats import (
+    BF16 as BF16,
+    E4M3FN as E4M3FN,
+    E5M2 as E5M2,
+    FP16 as FP16,
+    FP32 as FP32,
+    TF32 as TF32,
+    FloatFormat as FloatFormat,
+)
 from .integrations.grad_scaler import GradScaler as GradScaler
-from .precision.autocast import autocast as autocast, support as support
+from .precision.autocast import support as support
 from .precision.buffers import (
     CastReport as CastReport,
     cast_module_ as cast_module_,
     check_buffers as check_buffers,
 )
+from .precision.cast import autocast as autocast
 from .precision.checks import lift_eps_ as lift_eps_
 from .precision.ema import EMA as EMA
 from .precision.explain import explain as explain, explain_model as explain_model
@@ -27,6 +36,12 @@ from .precision.loss_scale import LossScaleConfig as LossScaleConfig
 from .precision.masks import check_mask as check_mask, mask_value as mask_value
 from .precision.parse import parse_policy as parse_policy
 from .precision.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
+from .precision.ranks import (
+    ManyRanks as ManyRanks,
+    OneRank as OneRank,
+    Ranks as Ranks,
+    check_replicas as check_replicas,
+)
 from .precision.result import StepResult as StepResult
 from .precision.simulate import simulated_bf16 as simulated_bf16, simulated_fp16 as simulated_fp16
 from .precision.step import Precision as Precision

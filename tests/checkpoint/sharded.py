@@ -77,7 +77,7 @@ def whole_state(seed=0) -> Checkpoint:
             first, second = first * rows, second * rows
         optimizer[f"{name}/exp_avg"] = first.bfloat16() if name == "u" else first
         optimizer[f"{name}/exp_avg_sq"] = second
-    return Checkpoint(weights, optimizer, {"step": 7, "note": "Zürich 字"})
+    return Checkpoint(weights, optimizer, {"note": "Zürich 字"})
 
 
 # How each parameter is cut; over four ranks "three", "one", "u" (dim 0: 2, 2, 2, 1) and "none" are

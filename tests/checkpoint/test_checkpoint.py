@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from halfstep.checkpoint.commit import passed_over
 from halfstep.checkpoint.pieces import Piece
 from halfstep.checkpoint.store import (
     Checkpoint,
@@ -30,7 +32,7 @@ def example(seed: int = 0, **state) -> Checkpoint:
         "b": torch.randn(3, generator=generator).bfloat16(),
     }
     optimizer = {"a/exp_avg": torch.randn(7, 5, generator=generator), "a/step": torch.tensor(3.0)}
-    return Checkpoint(weights, optimizer, {"step": 3, "note": "Zürich 字", **state})
+    return Checkpoint(weights, optimizer, {"note": "Zürich 字", **state})
 
 
 def assert_equal(a: Checkpoint, b: Checkpoint) -> None:
@@ -122,6 +124,7 @@ def first_format(folder) -> Checkpoint:
     folder.mkdir(parents=True)
     save_file(original.weights, folder / "weights.safetensors")
     save_file(original.optimizer, folder / "optimizer.safetensors")
+    original.state["step"] = 3
     (folder / "state.json").write_text(json.dumps({"format": 1, **original.state}))
     files = {
         path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -161,8 +164,9 @@ def test_damage_to_the_first_format_is_noticed(tmp_path, name):
         load_checkpoint(folder)
 
 
-def test_the_state_says_nothing_of_the_format(tmp_path):
-    assert load_checkpoint(save_checkpoint(tmp_path, 3, example(), keep=1)).state == example().state
+def test_the_state_says_its_step_and_nothing_of_the_format(tmp_path):
+    found = load_checkpoint(save_checkpoint(tmp_path, 3, example(), keep=1))
+    assert found.state == {"step": 3, **example().state}
 
 
 def test_missing_files_are_named(tmp_path):
@@ -248,3 +252,97 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monke
     files = {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
     assert files | {".unfinished-step-00000003"} <= before
     assert ("sync", "c") in events[renamed:]
+
+
+def test_the_name_of_another_step_is_refused_when_read(tmp_path):
+    path = save_checkpoint(tmp_path, 2, example(), keep=1)
+    copy = shutil.copytree(path, tmp_path / "step-00000008")
+    with pytest.raises(CheckpointError, match=r"step-00000008 holds step 2: it was renamed or cop"):
+        load_checkpoint(copy)
+    assert_equal(example(), load_checkpoint(path))
+    assert_equal(example(), load_checkpoint(path.rename(tmp_path / "the-best")))
+
+
+def test_the_name_of_another_step_is_refused_when_read_in_the_first_format(tmp_path):
+    first_format(tmp_path / "step-00000004")
+    with pytest.raises(CheckpointError, match="holds step 3"):
+        load_checkpoint(tmp_path / "step-00000004")
+
+
+@pytest.mark.parametrize("found", [2, "3", None, 3.5, [3]])
+def test_a_state_of_another_step_is_not_saved(tmp_path, found):
+    with pytest.raises(CheckpointError, match="cannot be saved as that of step 3"):
+        save_checkpoint(tmp_path, 3, example(step=found), keep=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    path = save_checkpoint(tmp_path, 2, example(), keep=1)
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "step-00000010").write_text("a file")
+    assert list_checkpoints(tmp_path) == [path]
+    assert passed_over(tmp_path) == [tmp_path / "step-00000009", tmp_path / "step-00000010"]
+    (tmp_path / "step-00000001").mkdir()
+    assert passed_over(tmp_path)[0] == tmp_path / "step-00000009"
+
+
+@pytest.mark.parametrize("there", ["empty", "file", "other", "damaged", "copy"])
+def test_something_else_under_the_name_is_refused_and_nothing_is_lost(tmp_path, there):
+    good = save_checkpoint(tmp_path, 8, example(), keep=1)
+    foreign = tmp_path / "step-00000009"
+    if there == "copy":
+        shutil.copytree(good, foreign)
+    elif there in ("other", "damaged"):
+        save_checkpoint(tmp_path, 9, example(seed=int(there == "other")), keep=2)
+        if there == "damaged":
+            (foreign / "weights.safetensors").unlink()
+    elif there == "file":
+        foreign.write_text("a file")
+    else:
+        foreign.mkdir()
+    before = sorted(foreign.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"something else is there under its name.*move it"):
+        save_checkpoint(tmp_path, 9, example(), keep=1)
+    assert sorted(foreign.rglob("*")) == before
+    assert_equal(example(), load_checkpoint(good))
+    assert {path.name for path in tmp_path.iterdir()} == {good.name, foreign.name}
+
+
+def test_the_same_checkpoint_saved_again_stays_as_it_is(tmp_path):
+    path = save_checkpoint(tmp_path, 3, example(), keep=1)
+    inode = (path / "weights.safetensors").stat().st_ino
+    assert save_checkpoint(tmp_path, 3, example(), keep=1) == path
+    assert (path / "weights.safetensors").stat().st_ino == inode
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_was_just_written_is_never_pruned(tmp_path):
+    old = save_checkpoint(tmp_path, 2, example(), keep=1)
+    shutil.copytree(old, tmp_path / "step-00000099")  # complete, but of another step
+    new = save_checkpoint(tmp_path, 4, example(), keep=1)
+    assert_equal(example(), load_checkpoint(new))
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, name, kind):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "folder":
+        (path / name).mkdir()
+    else:
+        os.mknod(path / name, 0o600 | stat.S_IFSOCK)
+    with pytest.raises(CheckpointError, match=rf"{name}: is not a regular file"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "optimizer.safetensors"])
+def test_a_file_far_too_large_is_refused_unread(tmp_path, name):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    with (path / name).open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: a terabyte that takes no room
+    with pytest.raises(CheckpointError, match=r"1,099,511,627,776 bytes"):
+        load_checkpoint(path)

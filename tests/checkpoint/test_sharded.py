@@ -54,8 +54,10 @@ def test_from_1_to_2_to_4_to_1_ranks_and_3_every_bit_comes_along(tmp_path, layou
         for got, state in zip(loaded, wanted, strict=True):
             assert_same(got.weights, state.weights)
             assert_same(got.optimizer, state.optimizer)
-            assert got.state == whole.state
+            assert got.state == {"step": step - 1, **whole.state}
             assert got.pieces == state.pieces
+        for got in loaded:
+            del got.state["step"]  # another step is saved
         path = save_all(tmp_path, step, loaded, token=f"a.{step}")
         everything = load_checkpoint(path)
         assert_same(everything.weights, whole.weights)
@@ -396,7 +398,7 @@ def test_a_missing_receipt_times_out_by_rank_and_the_next_save_succeeds(tmp_path
     with pytest.raises(CheckpointError, match=r"no receipt of ranks 2, 3 after 0\.2 s.*is intact"):
         calls[0]()
     assert [p.name for p in tmp_path.iterdir()] == [good.name]
-    assert load_checkpoint(good).state["step"] == 7
+    assert load_checkpoint(good).state["step"] == 1
     calls[2]()  # too late
     paths = side_by_side(saves(tmp_path, 2, states_of(whole_state(), "rows", 4), "b.2"))
     assert set(paths) == {tmp_path / "step-00000002"}

@@ -155,7 +155,10 @@ BAD = {
     "no such device": (["train", "--device", "tpu"], "auto, cpu, cuda"),
     "no such config": (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
     "block over model": (["train", "--block-size", "5000"], "model.block_size"),
-    "warm-up over run": (["train", "--max-steps", "3"], "warmup_steps"),
+    "warm-up over run": (
+        ["train", "--max-steps", "3", "--schedule.warmup_steps", "4"],
+        "warmup_steps=4 is longer",
+    ),
     "missing data": (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),
     "resume without folder": (["train", "--resume"], "--output-dir"),
     "no run": (["generate", "--run", "/tmp"], "holds no run"),

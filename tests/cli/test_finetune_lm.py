@@ -309,9 +309,13 @@ def test_raw_is_for_tuned_models(halfstep, tmp_path):
     [("llama", 8, "fp16-mixed"), ("gpt2", 8, "bf16-mixed"), ("gpt2", 0, "fp32")],
 )
 def test_two_ranks_are_two_micro_batches(model, lora, precision, place, halfstep, tmp_path):
-    """Nine validation records in uneven batches: every one counts once."""
+    """Nine validation records in uneven batches: every one counts once.
+
+    Without clipping, whose norm shards add in another order, the weights are the same bit for bit.
+    """
     options = {"lora_r": lora, "precision": precision, "eval_every": 2}
-    one = [*words(place, tmp_path / "one", model, **options), "--grad-accum", "2", "--quiet"]
+    unclipped = ["--optimizer.max_norm", "0", "--quiet"]
+    one = [*words(place, tmp_path / "one", model, **options), "--grad-accum", "2", *unclipped]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -320,18 +324,17 @@ def test_two_ranks_are_two_micro_batches(model, lora, precision, place, halfstep
         torch.set_num_threads(threads)
     for layout in ("data=2", "shard=2"):
         path = tmp_path / layout
-        command = [*words(place, path, model, **options), "--parallel", layout, "--nproc", 2]
-        code, out, err = run_ranks(command[1:], command=FINETUNE)
+        command = [*words(place, path, model, **options), *unclipped, "--parallel", layout]
+        code, out, err = run_ranks([*command[1:], "--nproc", 2], command=FINETUNE)
         assert code == 0, err
         assert len(out.splitlines()) == 2
-        # evaluation's batches are not cut alike: fp16 and bf16 sums over other shapes
         a, b = losses(path), losses(tmp_path / "one")
+        assert a[:4] == b[:4]
+        # evaluation's batches are not cut alike: fp32, fp16 and bf16 sums over other shapes
         assert a == pytest.approx(b, rel=1e-4 if precision != "fp32" else 1e-6)
-        if precision == "fp32":
-            assert a[:4] == b[:4]
         file = "adapter_model.safetensors" if lora else "model.safetensors"
         mine, theirs = (load_file(p / "model" / file) for p in (path, tmp_path / "one"))
         for name, tensor in mine.items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3, msg=name)
+            assert torch.equal(tensor, theirs[name]), name
         found = json.loads(halfstep("evaluate", "--run", path, "--json", "--device", "cpu")[1])
         assert found["loss"] == pytest.approx(a[-1], rel=1e-4)

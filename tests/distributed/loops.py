@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from tests.reference.adam import EPS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.parity import fingerprint, whole
 from halfstep.precision.ema import EMA
+from halfstep.precision.local import local_part
 from halfstep.precision.step import Precision
 
 ROWS = 8
+RATE = 0.01  # of AdamW
 
 
 class Net(nn.Module):
@@ -73,9 +76,9 @@ def wrap(kind, model, **casts):
 
 def make(kind, name):
     return {
-        "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-        "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-        "loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+        "foreach": lambda p: torch.optim.AdamW(p, lr=RATE, eps=EPS, foreach=True),
+        "fused": lambda p: torch.optim.AdamW(p, lr=RATE, eps=EPS, fused=True),
+        "loop": lambda p: torch.optim.AdamW(p, lr=RATE, eps=EPS, foreach=False),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     }[name]
 
@@ -123,8 +126,7 @@ def train(
         for loss in losses:
             precision.backward(loss * (torch.nan if nan_loss == (step, rank) else 1))
         if poison is not None and poison[:2] == (step, rank):
-            held = precision.named_parameters()["down.weight"]
-            held.grad.view(-1)[0] = poison[2]
+            local_part(inner.get_parameter("down.weight").grad).view(-1)[0] = poison[2]
         known = fingerprint(inner, precision)
         results.append(precision.step(max_norm=max_norm))
         unchanged.append(fingerprint(inner, precision) == known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.reference.adam import EPS
 from torch.distributed.tensor import DTensor
 
 from halfstep.distributed.layout import Layout
@@ -27,11 +28,6 @@ def sequences(step):
     return inputs, targets
 
 
-def eps_of(policy):
-    """Adam's eps; the usual 1e-8 is 0 where moments are fp16."""
-    return 1e-4 if policy.master_dtype == torch.float16 else 1e-8
-
-
 def prepare(layout, policy, *, shape=(), sequence_parallel=False, frozen=(), **options):
     """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
     value = parse_policy(policy)
@@ -42,7 +38,7 @@ def prepare(layout, policy, *, shape=(), sequence_parallel=False, frozen=(), **o
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(frozen)))
     strategy.place_(model, plan_of(model))
-    config = OptimizerConfig(learning_rate=1e-2, eps=eps_of(value))
+    config = OptimizerConfig(learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
     precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
     strategy.attach_(precision)
@@ -135,15 +131,14 @@ def whole(parameter, part):
     return placed.full_tensor().clone()
 
 
-def first_gradients(rank, layout, policy, *, micro=1, unscale=False, **options):
+def first_gradients(rank, layout, policy, *, micro=1, **options):
     """The first step's whole gradients, as the optimizer is about to get them."""
     strategy, model, precision = prepare(layout, policy, **options)
     backward_all(strategy, model, precision, 0, micro)
     named = dict(model.named_parameters())
     held = precision.named_parameters()
     found = precision.masters.gradients([*held.values()])
-    scale = precision.loss_scale.value if unscale else 1.0  # a power of two: exact in fp32
-    return {n: whole(named[n], found[p] / scale) for n, p in held.items() if p in found}
+    return {n: whole(named[n], found[p]) for n, p in held.items() if p in found}
 
 
 def truth():

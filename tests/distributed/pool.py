@@ -89,6 +89,7 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Any) -> None:
             module, name, arguments = pipe.recv()
         except EOFError:
             os._exit(0)  # the interpreter's own end may abort after gloo's threads
+        torch.manual_seed(0)  # models that nobody seeds are copies of each other
         try:
             answer = (True, getattr(importlib.import_module(module), name)(rank, **arguments))
         except BaseException:

@@ -84,6 +84,43 @@ def test_ranks_skip_together_and_stay_alike(pool2, init_scale):
     assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
+def train_bf16(rank, on_nonfinite, value):
+    """In step 1 the loss of rank 0 is broken; gradients are reduced, so everybody's are."""
+    with launched(rank):
+        acc = Accelerator(cpu=True, mixed_precision="bf16")
+        scaler = attach(acc, on_nonfinite=on_nonfinite)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        told = []
+        for step in range(3):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(6, 4, generator=draw)).square().mean()
+            acc.backward(loss * (value if (step, rank) == (1, 0) else 1.0))
+            try:
+                optimizer.step()
+            except NonFiniteError as error:
+                return told, error.cause, "not finite on another rank" in str(error)
+            optimizer.zero_grad()
+            told.append((acc.optimizer_step_was_skipped, scaler.last_step.next_loss_scale))
+        return told, [p.detach().clone() for p in model.parameters()], scaler.skipped_total
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_broken_loss_of_one_rank_stops_all_in_bf16(pool2, value):
+    first, second = pool2.run(train_bf16, on_nonfinite="stop", value=value)
+    assert first == ([(False, 1.0)], "forward", False)
+    assert second == ([(False, 1.0)], "forward", True)
+
+
+@pytest.mark.filterwarnings("ignore:the step is left out")
+def test_ranks_leave_a_step_out_together_in_bf16(pool2):
+    first, second = pool2.run(train_bf16, on_nonfinite="skip:1", value=math.inf)
+    assert first[0] == second[0] == [(False, 1.0), (True, 1.0), (False, 1.0)]
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    assert first[2] == second[2] == 1
+
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 64

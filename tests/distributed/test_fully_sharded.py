@@ -118,7 +118,8 @@ def placed(rank, policy):
     _, model, precision = parity.prepare("shard=2", policy, shape=EVEN)
     whole = sum(math.prod(p.shape) for p in model.parameters())
     held = sum(p.numel() for p in precision.named_parameters().values())
-    owned = sum(p.numel() for g in precision.optimizers[0].param_groups for p in g["params"])
+    with precision.masters.installed():
+        owned = sum(p.numel() for g in precision.optimizers[0].param_groups for p in g["params"])
     before = [isinstance(m, FSDPModule) for m in (model, *model.blocks())]
     with torch.no_grad():
         model.loss_sum(parity.sequences(0))

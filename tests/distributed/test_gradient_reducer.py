@@ -478,16 +478,24 @@ def refused(rank, case):
     return None
 
 
-def test_ranks_that_train_different_things_are_told(pool2):
-    for message in pool2.run(different):
-        assert "trainable parameters, reduce_dtype or bucket_bytes differ" in message
+@pytest.mark.parametrize(
+    ("frozen", "told"),
+    [
+        (True, "the ranks' models have different parameters"),
+        (False, "trainable parameters, reduce_dtype or bucket_bytes differ"),
+    ],
+)
+def test_ranks_that_train_different_things_are_told(pool2, frozen, told):
+    for message in pool2.run(different, frozen=frozen):
+        assert told in message
 
 
-def different(rank):
+def different(rank, frozen):
     model = nn.Linear(4, 4)
-    model.bias.requires_grad_(rank == 0)
+    model.bias.requires_grad_(rank == 0 or not frozen)
+    size = 100 + (0 if frozen else rank)
     try:
-        GradientReducer(make("fp32", model), dist.group.WORLD, torch.float32)
+        GradientReducer(make("fp32", model), dist.group.WORLD, torch.float32, bucket_bytes=size)
     except PrecisionError as error:
         return str(error)
     return ""

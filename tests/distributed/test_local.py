@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.reference.adam import U32, assert_near
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from distributed import loops
 from halfstep.precision.local import (
-    hand_over_,
     is_sharded,
     local_gradient,
-    local_parameters,
     local_part,
     parts_of,
+    place_like,
 )
+from halfstep.precision.master_weights import MasterWeights
+from halfstep.precision.parse import parse_policy
 
 distributed = pytest.mark.distributed
 
@@ -65,7 +67,7 @@ def test_plain_tensors_are_themselves():
     assert local_gradient(tensor) is None
     tensor.grad = torch.zeros(3)
     assert local_gradient(tensor) is tensor.grad
-    assert local_parameters(nn.Linear(2, 2)) == {}
+    assert place_like(tensor.grad, tensor) is tensor.grad
 
 
 def gradients_as_their_weights(rank):
@@ -92,7 +94,7 @@ def test_gradients_are_summed_and_placed_as_their_weights(pool2):
             assert torch.equal(other, whole.chunk(2)[rank])
 
 
-def handed_over(rank):
+def installed(rank):
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
     model.split = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
@@ -106,22 +108,27 @@ def handed_over(rank):
     moment = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
     optimizer.state[model.split] = {"exp_avg": moment, "step": torch.tensor(3.0), "note": "kept"}
     optimizer.state[model.plain] = {"exp_avg": torch.ones(2)}
-    held = local_parameters(model)
-    hand_over_([optimizer], model, held)
-    first, second = (group["params"] for group in optimizer.param_groups)
-    assert [p is q for p, q in zip(first, [held["split"], model.plain], strict=True)] == [True] * 2
-    assert second[0] is held["frozen"]
-    assert not held["frozen"].requires_grad
-    assert set(optimizer.state) == {held["split"], model.plain}
-    with torch.no_grad():
-        held["split"].add_(1)  # reaches the model
-    state = optimizer.state[held["split"]]
+    masters = MasterWeights(parse_policy("fp32"), model, [optimizer])
+    held = masters.named_parameters()
+    assert set(held) == {"split", "plain"}
+    groups = optimizer.param_groups
+    with masters.installed():
+        assert [p is q for p, q in zip(groups[0]["params"], held.values(), strict=True)] == [
+            True
+        ] * 2
+        assert set(optimizer.state) == {held["split"], model.plain}
+        with torch.no_grad():
+            held["split"].add_(1)  # reaches the model
+        state = optimizer.state[held["split"]]
+    assert groups[0]["params"][0] is model.split
+    assert groups[1]["params"][0] is model.frozen
+    assert set(optimizer.state) == {model.split, model.plain}
     return local_part(model.split), type(state["exp_avg"]) is torch.Tensor, state
 
 
 @distributed
 def test_groups_and_states_come_along(pool2):
-    for rank, (weight, plain, state) in enumerate(pool2.run(handed_over)):
+    for rank, (weight, plain, state) in enumerate(pool2.run(installed)):
         assert torch.equal(weight, torch.full((2 - rank, 2), 2.0))
         assert plain
         assert torch.equal(state["exp_avg"], torch.arange(6.0).reshape(3, 2).chunk(2)[rank])
@@ -135,6 +142,21 @@ def same_bits(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
+
+
+def near(many, one, policy="fp32"):
+    """Where parts are updated by torch's fused kernel.
+
+    It takes whole vectors of 8 or 16 numbers with fused multiply-adds and the rest of a tensor
+    without, so that the last bit of an update depends on where a tensor was cut, and on the CPU.
+    """
+    if policy == "fp32":
+        assert many[0]["losses"] == pytest.approx(one["losses"], rel=32 * U32)
+        rates = [loops.RATE] * 6  # two of them by torch alone, before
+        longest = max(one["norms"])
+        assert_near(many[0]["weights"], one["weights"], rates, max_norm=longest, betas=(0.9, 0.999))
+    else:  # a weight that is another in its last bit may be rounded to the other bf16 number
+        assert many[0]["losses"] == pytest.approx(one["losses"], rel=2.0**-8)
 
 
 def agree(many):
@@ -153,7 +175,12 @@ def test_torchs_own_wrappers_train_as_one_device(pool2, kind, optimizer, policy)
     one = loops.train(0, "one", policy, optimizer=optimizer)
     many = pool2.run(loops.train, kind=kind, policy=policy, optimizer=optimizer)
     agree(many)
-    assert many[0]["losses"] == one["losses"]  # without ranks= the default group is asked
+    # without ranks= the default group is asked
+    assert many[0]["losses"][0] == one["losses"][0]
+    if (kind, optimizer) == ("fsdp", "fused"):
+        near(many, one, policy)
+        return
+    assert many[0]["losses"] == one["losses"]
     same_bits(many[0]["weights"], one["weights"])
     # norms of parts are added in another order: some units of 2^-24
     assert many[0]["norms"] == pytest.approx(one["norms"], rel=8 * 2.0**-24)
@@ -185,8 +212,11 @@ def test_an_optimizer_that_has_stepped_goes_on_with_its_state_by_parts(pool2, op
     one = loops.train(0, "one", optimizer=optimizer, before=2)
     many = pool2.run(loops.train, kind="fsdp", optimizer=optimizer, before=2)
     agree(many)
-    assert many[0]["losses"] == one["losses"]
-    same_bits(many[0]["weights"], one["weights"])
+    if optimizer == "fused":
+        near(many, one)
+    else:
+        assert many[0]["losses"] == one["losses"]
+        same_bits(many[0]["weights"], one["weights"])
     fresh = loops.train(0, "one", optimizer=optimizer)
     assert fresh["losses"] != one["losses"]
 

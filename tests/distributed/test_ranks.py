@@ -6,9 +6,22 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.gradients import NonFinite, exact_global_norm, global_norm
-from halfstep.precision.ranks import ManyRanks, OneRank, ranks_of_this_process
+from halfstep.precision.local import local_part
+from halfstep.precision.ranks import (
+    MARK,
+    ManyRanks,
+    OneRank,
+    check_replicas,
+    ranks_of_this_process,
+)
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed
@@ -125,3 +138,185 @@ def default(rank):
 def test_several_processes_agree_by_default_and_one_has_nobody_to_ask(pool2):
     assert pool2.run(default) == ["ManyRanks"] * 2
     assert isinstance(ranks_of_this_process(CPU), OneRank)
+
+
+def worst_in_place(rank):
+    marks = torch.tensor([float(rank), -float(rank), 0.5])
+    ManyRanks(CPU).worst_(marks)
+    return marks.tolist()
+
+
+def test_the_worst_in_place_is_the_largest_element_by_element(pool4):
+    assert pool4.run(worst_in_place) == [[3.0, 0.0, 0.5]] * 4
+    marks = torch.tensor([1.0, -2.0])
+    OneRank().worst_(marks)
+    assert marks.tolist() == [1.0, -2.0]
+
+
+# Layers split by hand: Megatron's column- and row-parallel pair over two ranks
+
+
+class _Copied(torch.autograd.Function):
+    """Megatron's f: the input of a column-parallel layer; its gradient is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Summed(torch.autograd.Function):
+    """Megatron's g: the output of a row-parallel layer is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Split(nn.Module):
+    """``down(gelu(up(norm(x))))``, with a part of ``up`` and ``down`` on each rank."""
+
+    def __init__(self, rank, ranks, *, marked):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Parameter(drawn(1, 8, 6).chunk(ranks)[rank].clone())
+        self.down = nn.Parameter(drawn(2, 5, 8).chunk(ranks, dim=1)[rank].clone())
+        for part in (self.up, self.down):
+            if marked:
+                setattr(part, MARK, True)
+
+    def forward(self, x):
+        hidden = F.gelu(F.linear(_Copied.apply(self.norm(x)), self.up))
+        return _Summed.apply(F.linear(hidden, self.down))
+
+
+def split_norm(rank, ranks, marked, model_parallel):
+    model = Split(rank, ranks, marked=marked)
+    loss = model(drawn(3, 4, 6)).square().mean()
+    loss.backward()
+    group = ManyRanks(CPU, model_parallel=model_parallel)
+    held = {}
+    for parameter in model.parameters():
+        held.setdefault(group.parts_of(parameter), []).append(parameter.grad)
+    return group.measure(loss.detach(), held, global_norm)[1]
+
+
+def whole_norm():
+    """One process with the whole model, in fp64."""
+    norm = nn.LayerNorm(6, dtype=torch.float64)
+    up, down = drawn(1, 8, 6).double(), drawn(2, 5, 8).double()
+    up.requires_grad_()
+    down.requires_grad_()
+    x = drawn(3, 4, 6).double()
+    F.linear(F.gelu(F.linear(norm(x), up)), down).square().mean().backward()
+    every = (*norm.parameters(), up, down)
+    return math.sqrt(sum(p.grad.square().sum().item() for p in every))
+
+
+@pytest.mark.parametrize("model_parallel", [None, 2])
+def test_marked_parts_of_layers_split_by_hand_give_the_norm_of_the_whole(pool2, model_parallel):
+    first, second = pool2.run(split_norm, ranks=2, marked=True, model_parallel=model_parallel)
+    # fp32 gradients of a few dozen terms against fp64
+    assert first == second == pytest.approx(whole_norm(), rel=1e-5)
+
+
+def test_without_a_mark_the_norm_is_too_small_which_is_why_it_is_refused(pool2):
+    first, _ = pool2.run(split_norm, ranks=2, marked=False, model_parallel=None)
+    assert first < 0.95 * whole_norm()
+
+
+def marks(rank, model_parallel):
+    plain, marked = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    setattr(marked, MARK, True)
+    group = ManyRanks(CPU, model_parallel=model_parallel)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return group.parts_of(plain), group.parts_of(marked), group.parts_of(model.weight)
+
+
+@pytest.mark.parametrize(("model_parallel", "parts"), [(None, 4), (2, 2), (1, 1)])
+def test_a_mark_tells_that_model_parallel_ranks_hold_parts(pool4, model_parallel, parts):
+    assert pool4.run(marks, model_parallel=model_parallel) == [(1, parts, 4)] * 4
+    marked = nn.Parameter(torch.ones(2))
+    setattr(marked, MARK, True)
+    assert OneRank().parts_of(marked) == 1
+
+
+def misfit(rank, model_parallel):
+    with pytest.raises(PrecisionError, match="does not divide the 2 ranks"):
+        ManyRanks(CPU, model_parallel=model_parallel)
+
+
+@pytest.mark.parametrize("model_parallel", [0, 3, -2])
+def test_copies_of_a_model_must_fill_the_ranks(pool2, model_parallel):
+    pool2.run(misfit, model_parallel=model_parallel)
+
+
+def refused(rank, case):
+    """The message of the check, or None."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    group = ManyRanks(CPU)
+    with torch.no_grad():
+        if case == "one bit":
+            model[1].weight.view(torch.int32)[1, 1] += rank
+        elif case in ("split", "marked", "frozen", "alone"):
+            model[1].bias.add_(rank)
+            setattr(model[1].bias, MARK, case == "marked")
+            model[1].bias.requires_grad_(case != "frozen")
+        elif case == "shape":
+            model[1].bias = nn.Parameter(torch.zeros(2 + rank))
+        elif case == "16 bits":
+            model.bfloat16()
+        elif case == "names" and rank:
+            model[1].gain = nn.Parameter(torch.ones(1))
+        elif case == "complex":
+            model[1].phase = nn.Parameter(torch.full((2,), 1j * rank))
+        elif case == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            assert local_part(model[0].weight).shape == (2, 3)
+        elif case == "empty":
+            model = nn.Module()
+    try:
+        check_replicas(model.named_parameters(), OneRank() if case == "alone" else group)
+    except PrecisionError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("copies", None),
+        ("one bit", "1.weight differs from rank to rank"),
+        ("split", "1.bias differs from rank to rank"),
+        ("shape", "1.bias differs from rank to rank"),
+        ("complex", "1.phase differs from rank to rank"),
+        ("names", "the ranks' models have different parameters"),
+        ("marked", None),
+        ("frozen", None),
+        ("16 bits", None),
+        ("sharded", None),
+        ("empty", None),
+        ("alone", None),
+    ],
+)
+def test_plain_parameters_must_be_copies_or_marked(pool2, case, words):
+    first, second = pool2.run(refused, case=case)
+    assert first == second
+    assert first is None if words is None else first.startswith(words)
+    if case == "split":
+        assert "parameter.tensor_model_parallel = True" in first
+        assert "ranks=" in first
+        assert "broadcast" in first

@@ -524,13 +524,17 @@ def test_attach_refuses_what_it_cannot_do():
     attach(acc)
 
 
-@pytest.mark.parametrize(
-    ("precision", "words"), [("bf16", "has the range of fp32"), ("fp16", "trains in fp32 there")]
-)
-def test_precisions_without_room_for_a_scale_are_refused(precision, words):
-    acc = accelerator(mixed_precision=precision)
-    with pytest.raises(PrecisionError, match=words):
+def test_fp16_on_a_cpu_is_refused():
+    with pytest.raises(PrecisionError, match="trains in fp32 there"):
+        attach(accelerator(mixed_precision="fp16"))
+
+
+def test_fp8_is_refused(monkeypatch):
+    acc = accelerator()
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp8")
+    with pytest.raises(PrecisionError, match="scales by tensor in recipes of its own"):
         attach(acc)
+    assert acc.scaler is None
 
 
 def test_accelerate_trains_fp16_on_a_cpu_in_fp32():

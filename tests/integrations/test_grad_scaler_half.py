@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from halfstep import GradScaler, PrecisionError
+from halfstep.optim import AdamW
 
 
 def half(names=None, named=False, **options):
@@ -46,12 +47,83 @@ def test_an_optimizer_that_takes_fp16_gradients_gets_them_unscaled():
     assert torch.equal(model.weight.grad, torch.ones(2, 4).half())
 
 
-def test_check_lets_pass_what_torch_lets_pass():
+def test_check_lets_pass_a_disabled_scaler_and_frozen_weights():
     model, optimizer, _ = half()
     GradScaler("cpu", enabled=False).check(optimizer)
-    GradScaler("cpu").check(torch.optim.SGD(model.bfloat16().parameters()))
     model.half().requires_grad_(False)
     GradScaler("cpu").check(torch.optim.SGD(model.parameters()))
+
+
+def bf16(make, **options):
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = make(model.parameters())
+    scaler = GradScaler("cpu", init_scale=4.0, names=model.named_parameters(), **options)
+    scaler.scale(model(torch.ones(1, 4).bfloat16()).float().sum()).backward()
+    return model, optimizer, scaler
+
+
+def stock(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-5)
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+
+def ours(parameters):
+    return AdamW(parameters, lr=1e-5, update="split")
+
+
+@pytest.mark.parametrize("make", [stock, fused])
+def test_check_refuses_accidental_pure_bf16_with_its_price(make):
+    """97 % of updates of 1e-5 are lost in bf16 weights, in silence."""
+    model, optimizer, scaler = bf16(make)
+    # 8 weights and 2 biases, 2 bytes more each
+    text = (
+        r"2 of 2 tensors of AdamW are trained in bf16.*weight, bias.*model\.float\(\).*\(20 bytes"
+    )
+    with pytest.raises(PrecisionError, match=text):
+        scaler.check(optimizer)
+    model.bias.requires_grad_(False)
+    with pytest.raises(PrecisionError, match=r"1 of 2 tensors.*allow_pure=True"):
+        scaler.check(optimizer)
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+@pytest.mark.parametrize("make", [stock, fused])
+def test_strict_refuses_pure_bf16_before_anything_is_changed(make, call):
+    model, optimizer, scaler = bf16(make, strict=True)
+    weight, gradient = model.weight.detach().clone(), model.weight.grad.clone()
+    with pytest.raises(PrecisionError, match="are trained in bf16 with nothing behind them"):
+        getattr(scaler, call)(optimizer)
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.weight.grad, gradient)
+    child = scaler.for_loss("other")
+    child.scale(torch.ones(()))
+    with pytest.raises(PrecisionError, match="are trained in bf16"):
+        child.step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(stock, {"strict": True, "allow_pure": True}), (stock, {}), (ours, {"strict": True})],
+)
+def test_pure_bf16_trains_where_asked_for_or_kept(make, options):
+    _, optimizer, scaler = bf16(make, **options)
+    if options:
+        scaler.check(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.applied
+    if "allow_pure" in options:
+        scaler.for_loss("other").check(optimizer)
+
+
+def test_an_optimizer_that_answers_for_itself_may_keep_bf16_weights():
+    _, optimizer, scaler = bf16(stock, strict=True)
+    optimizer.accepts_low_precision_gradients = True
+    scaler.check(optimizer)
+    scaler.step(optimizer)
 
 
 def test_upcast_makes_trainable_weights_fp32_in_place():

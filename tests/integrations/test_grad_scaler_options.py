@@ -233,6 +233,67 @@ def test_auto_begins_at_the_largest_finite_scale():
     assert scaler.get_scale() == 512.0
 
 
+def test_a_fixed_scale_stays_fixed_whatever_state_is_loaded():
+    """A state of an auto scaler that has not calibrated yet says so; only another auto listens."""
+    model, _, waiting = made(init_scale="auto")
+    state = waiting.state_dict()
+    assert state["halfstep"]["calibrate_next"]
+    fixed = made(init_scale=8.0, min_scale=1.0)[2]
+    fixed.load_state_dict(state)
+    fixed.scale(half_loss(model, 64.0))
+    assert fixed.get_scale() == state["scale"]
+    calibrated = made(init_scale="auto")[2]
+    calibrated.load_state_dict(made(init_scale=8.0, min_scale=1.0)[2].state_dict())
+    calibrated.scale(half_loss(model, 64.0))
+    assert calibrated.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float64, {"foreach": False}),
+        (torch.float64, {"foreach": True}),
+        (torch.float64, {"fused": True}),  # torch's fused kernels take no complex parameters
+        (torch.complex64, {"foreach": False}),
+        (torch.complex64, {"foreach": True}),
+        (torch.complex128, {"foreach": False}),
+        (torch.complex128, {"foreach": True}),
+    ],
+)
+@pytest.mark.parametrize("bad", [None, INF, NAN])
+def test_double_and_complex_parameters_are_scaled_too(dtype, options, bad):
+    """torch's overflow check takes no complex gradients; they are pairs of real ones."""
+
+    def run(scaled):
+        torch.manual_seed(1)
+        weights = [
+            torch.nn.Parameter(torch.randn(3, dtype=dtype)),
+            torch.nn.Parameter(torch.ones(2)),
+        ]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, **options)
+        scaler = GradScaler("cpu", init_scale=8.0, names={"double": weights[0]})
+        for number in range(3):
+            loss = (weights[0] * weights[0].conj()).real.sum() + weights[1].square().sum()
+            if scaled:
+                scaler.scale(loss).backward()
+                if bad is not None and number == 1:
+                    grad = weights[0].grad
+                    (torch.view_as_real(grad) if dtype.is_complex else grad).view(-1)[1] = bad
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.last_step.applied is (bad is None or number != 1)
+                if not scaler.last_step.applied:
+                    assert scaler.last_step.nonfinite_parameters == ("double",)
+            elif bad is None or number != 1:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        return weights
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_auto_stays_within_the_bounds_and_resumes():
     model, _, scaler = made(init_scale="auto", max_scale=16.0)
     assert scaler.get_scale() == 16.0

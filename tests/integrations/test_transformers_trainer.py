@@ -1,8 +1,10 @@
 """halfstep inside the Transformers Trainer: the same bits, right skips, true logs, a stop."""
 
+import copy
 import json
 import logging
 import math
+import pickle
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from halfstep import ConfigError, NonFiniteError, PrecisionError
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
+from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
@@ -370,13 +373,55 @@ def test_lost_updates_are_logged_and_halfsteps_optimizer_loses_none(tmp_path):
     ours = (halfstep.optim.AdamW, {"lr": 1e-5, "update": "split"})
     for name, extra in (("theirs", {}), ("ours", {"optimizer_cls_and_kwargs": ours})):
         trainer = made(tmp_path, model=bert().bfloat16(), extra=extra, learning_rate=1e-5)
-        attach(trainer, lost_updates_every=1)
+        attach(trainer, lost_updates_every=1, allow_pure=name == "theirs")
         trainer.train()
         lost[name] = logged(trainer, "lost_updates")
     assert len(lost["theirs"]) == len(lost["ours"]) == STEPS
     # weights of 0.02 have gaps of 2^-13 = 1.2e-4 in bf16: most updates of 1e-5 round to nothing
     assert min(lost["theirs"]) > 0.5
     assert max(lost["ours"]) < 0.01
+
+
+class OwnOptimizer(Trainer):
+    """Which optimizer it makes is known when it trains."""
+
+    def create_optimizer(self, *args, **kwargs):
+        make = self.make
+        self.optimizer = make(p for p in self.model.parameters() if p.requires_grad)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("how", ["default", "bf16=True", "given", "class", "scaler"])
+def test_accidental_pure_bf16_is_refused_at_attach(tmp_path, how):
+    model = bert().bfloat16()
+    extra = {
+        "given": {"optimizers": (torch.optim.AdamW(model.parameters()), None)},
+        "class": {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-5})},
+    }.get(how)
+    trainer = made(tmp_path, model=model, extra=extra, bf16=how == "bf16=True")
+    count = sum(p.numel() for p in model.parameters())
+    text = rf"bf16 with nothing behind them.*bert\.embeddings.*\({2 * count} bytes more"
+    with pytest.raises(PrecisionError, match=text):
+        attach(trainer, scaler=how == "scaler")
+    assert trainer.accelerator.scaler is None
+    model.requires_grad_(False)
+    attach(trainer)
+
+
+def test_accidental_pure_bf16_of_an_own_optimizer_is_refused_before_the_first_step(
+    tmp_path,
+):
+    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
+    trainer.make = torch.optim.SGD
+    attach(trainer)
+    start = bits(trainer)
+    with pytest.raises(PrecisionError, match="tensors of SGD are trained in bf16"):
+        trainer.train()
+    assert same(start, bits(trainer))
+    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
+    trainer.make = lambda parameters: halfstep.optim.AdamW(parameters, update="split")
+    attach(trainer)
+    trainer.train()
 
 
 def test_decay_groups_are_the_trainers(tmp_path):
@@ -440,6 +485,31 @@ def test_clipping_of_scaled_gradients_is_refused(tmp_path):
     attach(trainer, scaler=True)
     with pytest.raises(PrecisionError, match="before they are unscaled"):
         trainer.train()
+
+
+def test_names_and_ranks_need_no_scaler(tmp_path):
+    trainer = made(tmp_path, max_steps=1)
+    attach(trainer, names=trainer.model.named_parameters(), ranks=halfstep.OneRank())
+    trainer.train()
+    with pytest.raises(
+        ConfigError, match=r"attach\(\) got init_scale, but this Trainer has no loss"
+    ):
+        attach(made(tmp_path), init_scale=2.0, ranks=halfstep.OneRank())
+
+
+def test_bf16_with_a_scaler_is_refused(tmp_path):
+    with pytest.raises(PrecisionError, match="bf16 has the range of fp32"):
+        attach(made(tmp_path, bf16=True), scaler=True)
+
+
+def test_the_accelerator_of_a_trainer_can_be_pickled(tmp_path):
+    GradientState._reset_state()  # it remembers the data loaders of earlier trainings, weakly
+    trainer = made(tmp_path)
+    attach(trainer, scaler=True)
+    assert copy.deepcopy(trainer.accelerator) is trainer.accelerator  # Accelerate's own rule
+    other = pickle.loads(pickle.dumps(trainer.accelerator))
+    assert other.clip_grad_norm_.norm is None
+    assert other.unscale_gradients.__self__.accelerator is other
 
 
 def test_bf16_trains_and_logs_without_a_scaler(tmp_path):

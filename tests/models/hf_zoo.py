@@ -28,6 +28,8 @@ class Case:
         tied: Pairs of parameters that are one tensor.
         lr: AdamW's, large enough that twenty steps are seen.
         keep: What 16-bit weights are refused for, and the rule that the refusal names.
+        noise: How names of parameters end whose true gradient is 0: biases of keys, which add one
+            number to all scores of a query, and softmax ignores that. What they get is rounding.
     """
 
     make: Callable[..., nn.Module]
@@ -35,6 +37,11 @@ class Case:
     tied: tuple[tuple[str, str], ...] = ()
     lr: float = 3e-3
     keep: str = ""
+    noise: str = ""
+
+    def is_noise(self, parameter: str) -> bool:
+        """Whether the gradient of this parameter is nothing but rounding."""
+        return bool(self.noise) and parameter.endswith(self.noise)
 
 
 def _seeded() -> torch.Generator:
@@ -148,12 +155,14 @@ def _clip(**changes: Any) -> nn.Module:
 
 ZOO = {
     "bert": Case(
-        _make("BertForSequenceClassification", "BertConfig", **_BERT), text_classes
+        _make("BertForSequenceClassification", "BertConfig", **_BERT), text_classes,
+        noise="key.bias",
     ),
     "roberta": Case(
         _make("RobertaForMaskedLM", "RobertaConfig", **_BERT),
         masked_words,
         tied=(("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),),
+        noise="key.bias",
     ),
     "distilbert": Case(
         _make(
@@ -163,11 +172,13 @@ ZOO = {
             pad_token_id=0,
         ),
         text_classes,
+        noise="k_lin.bias",
     ),
     "albert": Case(
         _make("AlbertForMaskedLM", "AlbertConfig", **_BERT, embedding_size=16),
         masked_words,
         tied=(("predictions.decoder.weight", "albert.embeddings.word_embeddings.weight"),),
+        noise="key.bias",
     ),
     "gpt2": Case(
         _make(
@@ -216,6 +227,7 @@ ZOO = {
             image_size=SIDE, patch_size=8, num_labels=CLASSES,
         ),
         image_classes,
+        noise="k_proj.bias",
     ),
     "convnext": Case(
         _make(
@@ -246,7 +258,7 @@ ZOO = {
         speech,
         tied=(("proj_out.weight", "model.decoder.embed_tokens.weight"),),
     ),
-    "clip": Case(_clip, captions),
+    "clip": Case(_clip, captions, noise="k_proj.bias"),
     "mamba": Case(
         _make(
             "MambaForCausalLM", "MambaConfig",

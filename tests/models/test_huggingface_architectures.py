@@ -137,6 +137,24 @@ def floats(value):
 # --- training ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_the_table_names_every_gradient_that_is_rounding(name):
+    model = ZOO[name].make().double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    batch = {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in ZOO[name].batch().items()
+    }
+    model(**batch).loss.backward()
+    norms = {key: p.grad.norm() for key, p in model.named_parameters() if p.grad is not None}
+    whole = torch.stack([*norms.values()]).norm()
+    for key, norm in norms.items():
+        # fp64 rounds at 1e-16; the smallest of the others, behind ConvNeXt's scales, is 5e-11
+        assert (norm < 1e-14 * whole) == ZOO[name].is_noise(key), (key, float(norm / whole))
+
+
 @pytest.mark.parametrize(("name", "policy"), PAIRS)
 def test_the_loss_falls(name, policy):
     run = trained(name, policy)
@@ -213,7 +231,7 @@ def test_every_trained_weight_moves(name, policy):
     ]
     moved = [key for key, now, before in pairs if not torch.equal(now, before)]
     if not run.precision.policy.is_pure:  # an update at 1.0 is lost there
-        idle = {key for key, _, _ in pairs} - set(moved)
+        idle = {key for key, _, _ in pairs if not ZOO[name].is_noise(key)} - set(moved)
         got = {key for key in idle if run.precision.named_parameters()[key] in run.optimizer.state}
         assert not got
     assert len(moved) > len(pairs) // 2
@@ -461,6 +479,8 @@ def test_gradient_checkpointing_recomputes_in_the_same_formats(name, policy):
     assert gradients[0].keys() == gradients[1].keys()
     eps = torch.finfo(run.precision.policy.compute_dtype).eps
     for key, expected in gradients[0].items():
+        if ZOO[name].is_noise(key):
+            continue
         # what goes back is summed in another order, and rounded to 16 bits once an operation
         norm = expected.norm()
         assert (gradients[1][key] - expected).norm() <= 8 * eps / 2 * norm, key

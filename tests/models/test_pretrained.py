@@ -443,3 +443,16 @@ def test_a_missing_library(module, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ConfigError, match=rf"need {module}.*pip install 'halfstep\[hf\]'"):
         require(module)
+
+
+@pytest.mark.parametrize(
+    "version", ["4.57.6", "5.0.0", "5.2.9", "5.3.0", "5.3.0.dev0", "5.23.0", "6.0"]
+)
+def test_a_transformers_without_the_gate_is_refused(version, monkeypatch):
+    found = require("transformers")  # a lazy module, which may have replaced itself
+    monkeypatch.setattr(found, "__version__", version)
+    if version.startswith(("4.", "5.0", "5.2.")):
+        with pytest.raises(ConfigError, match=r"5\.3 or newer"):
+            require("transformers")
+    else:
+        assert require("transformers") is found

@@ -58,7 +58,7 @@ def allocated_by(function) -> int:
 def test_bytes_per_parameter(cls, update, moments, wanted):
     weights, optimizer = made(cls, update, moments)
     optimizer.step()
-    steps = 4 * len(weights)  # the step counters: one fp32 number a tensor
+    steps = 8 * len(weights)  # the step counters: one fp64 number a tensor
     assert storages(weights, optimizer) == wanted * COUNT + steps
     optimizer.step()
     optimizer.step()
@@ -107,4 +107,4 @@ def test_full_precision_weights_are_counted_alike():
     p.grad = torch.ones(1280)
     optimizer = AdamW([p])
     optimizer.step()
-    assert storages([p], optimizer) == 16 * 1280 + 4
+    assert storages([p], optimizer) == 16 * 1280 + 8

@@ -11,7 +11,8 @@ from halfstep.optim.native import native_kernel
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.examiner import Examiner
 from halfstep.precision.gradients import global_norm
-from halfstep.precision.master_weights import NoMasters
+from halfstep.precision.master_weights import MasterWeights
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.ranks import OneRank
 
 
@@ -72,13 +73,12 @@ def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
     for size in (1e30, 1e-30):
         model = torch.nn.Linear(10, 20, bias=False)
         optimizers = [AdamW(model.parameters(), lr=0.1)]  # whose kernel measures
-        masters = NoMasters(model, optimizers, {})
+        masters = MasterWeights(parse_policy("fp32"), model, optimizers)
         model.weight.grad = torch.full((20, 10), size)
         examiner = Examiner(model, masters, optimizers, OneRank())
-        _, value, found = examiner.judge(torch.ones(()), examiner.gradients())
-        assert found is not None
-        assert not found.names
-        assert value == pytest.approx(size * math.sqrt(200), rel=1e-6)
+        judged = examiner.judge(torch.ones(()), examiner.gradients())
+        assert not judged.broken
+        assert judged.norm == pytest.approx(size * math.sqrt(200), rel=1e-6)
 
 
 def test_nothing_has_no_norm(kernel):

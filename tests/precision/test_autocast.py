@@ -1,19 +1,30 @@
 """Which device runs which policy, and the context that makes it so."""
 
 import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.autocast import (
+    Autocast,
     Support,
+    active_autocast,
     arithmetic,
     cpu_has_bf16,
     float32_matmul,
     require_support,
 )
+from halfstep.precision.cast import add_regions_, cast_parameters_
+from halfstep.precision.fp32_pins import Pins
 from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
 from reference.witness import Witness
 
@@ -79,10 +90,11 @@ def test_bf16_on_a_cpu_says_whether_it_is_native(monkeypatch, flags, status):
 
 def test_cpu_has_bf16_reads_the_flags_of_this_cpu():
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line for line in file if line.split(":")[0].strip() in ("flags", "Features")]
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         pytest.skip("no /proc/cpuinfo on this system")
+    kinds = ("flags", "Features")
+    lines = [line for line in text.splitlines() if line.split(":")[0].strip() in kinds]
     words = {word for line in lines for word in line.split(":")[1].split()}
     assert cpu_has_bf16() == bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -169,32 +181,34 @@ def test_other_devices_are_refused_and_what_is_offered_can_be_honoured(name, dev
 # --- the context ----------------------------------------------------------------------------------
 
 
+def context_of(name: str, model: nn.Module | None = None) -> Autocast:
+    return Autocast(POLICIES[name], model, CPU)
+
+
 @pytest.mark.parametrize("name", CPU_POLICIES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_global_state_is_as_before_on_exit_and_on_exception(name, fails):
     torch.set_float32_matmul_precision("medium")
-    for context in (autocast, arithmetic):
+    for context in (context_of(name), arithmetic(POLICIES[name], CPU)):
         before = switches()
         caught = pytest.raises(KeyError) if fails else contextlib.nullcontext()
-        with caught, context(POLICIES[name], CPU):
+        with caught, context:
             if fails:
                 raise KeyError
         assert switches() == before
+        assert active_autocast() is None
 
 
 def test_a_refused_policy_changes_nothing():
     before = switches()
-    with pytest.raises(PrecisionError), autocast(POLICIES["tf32"], CPU):
+    with pytest.raises(PrecisionError), autocast("tf32", "cpu"):
         pass
     assert switches() == before
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
-def test_inside_fp32_products_are_ieee_and_autocast_is_what_the_policy_says(name):
-    torch.set_float32_matmul_precision("medium")
-    with torch.autocast("cpu", dtype=torch.bfloat16), autocast(POLICIES[name], CPU):
-        for backend in BACKENDS:
-            assert getattr(torch.backends.mkldnn, backend).fp32_precision == "ieee"
+def test_inside_autocast_is_what_the_policy_says(name):
+    with torch.autocast("cpu", dtype=torch.bfloat16), context_of(name):
         assert torch.is_autocast_enabled("cpu") == name.endswith("-mixed")
         if name.endswith("-mixed"):
             assert torch.get_autocast_dtype("cpu") == POLICIES[name].compute_dtype
@@ -203,43 +217,302 @@ def test_inside_fp32_products_are_ieee_and_autocast_is_what_the_policy_says(name
         assert (a @ b).dtype == expected
 
 
+def settings(names: list[str]) -> list[str]:
+    return [getattr(torch.backends.mkldnn, name).fp32_precision for name in names]
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_where_the_switches_are_right_nothing_is_touched(name, monkeypatch):
+    # the default of a CPU, under which fp32 products are fp32 products
+    touched = []
+    monkeypatch.setattr("halfstep.precision.fp32_pins._set", lambda *a: touched.append(a))
+    x = torch.randn(4, 4, requires_grad=True)
+    with context_of(name), arithmetic(POLICIES[name], CPU):
+        (x @ x).float().sum().backward()
+    assert touched == []
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_wrong_switch_is_pinned_for_a_product_and_no_longer(name):
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    before, seen = switches(), []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(switches() | {"op": str(func)})
+            return func(*args, **(kwargs or {}))
+
+    with Look(), context_of(name):
+        x = torch.randn(4, 4)
+        inside = switches()
+        for key in before:
+            if "autocast" not in key and "modes" not in key:
+                assert inside[key] == seen[-1][key] == before[key]
+        _ = F.linear(x, x)
+        products = [s for s in seen if "mm" in s["op"]]
+        assert [s["mkldnn matmul"] for s in products] == ["ieee"] * len(products) != []
+        _ = x + x
+        assert seen[-1]["mkldnn matmul"] == before["mkldnn matmul"]
+        with pytest.raises(RuntimeError):
+            _ = F.linear(x, torch.randn(3, 3))  # shapes do not fit
+        assert switches() == inside
+    assert switches() == before
+
+
+def test_a_backward_is_pinned_as_a_whole_within_the_context_too():
+    torch.set_float32_matmul_precision("medium")
+    before, seen = settings(["matmul"]), []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.extend(settings(["matmul"]))
+            return grad
+
+    x = torch.randn(3, requires_grad=True)
+    with context_of("bf16-mixed"):
+        Square.apply(x).sum().backward()
+        torch.autograd.grad(Square.apply(x).sum(), x)
+        torch.autograd.backward(Square.apply(x).sum())
+    with arithmetic(POLICIES["fp32"], CPU):
+        Square.apply(x).sum().backward()
+    assert seen == ["ieee"] * 4
+    assert settings(["matmul"]) == before != ["ieee"]
+
+
 def test_on_cuda_the_cuda_switches_are_pinned(monkeypatch):
     pretend_gpu(monkeypatch, (8, 0))
     before = switches()
     backends = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    for tf32, value in ((True, "tf32"), (False, "ieee")):
+    for tf32, means in ((True, {"tf32"}), (False, {"ieee", "none"})):
         with float32_matmul(tf32, CUDA):
-            assert [backend.fp32_precision for backend in backends] == [value] * 3
+            assert {backend.fp32_precision for backend in backends} <= means
             for name in BACKENDS:  # a CPU's own switches are none of a GPU's business
                 backend = getattr(torch.backends.mkldnn, name)
                 assert backend.fp32_precision == before[f"mkldnn {name}"]
         assert switches() == before
 
 
-def test_contexts_can_be_nested():
+@pytest.mark.parametrize("generic", ["none", "tf32", "ieee"])
+@pytest.mark.parametrize("above", ["none", "tf32", "bf16"])
+@pytest.mark.parametrize("own", ["none", "tf32", "bf16"])
+def test_a_setting_is_restored_as_it_was_set_inherited_ones_too(generic, above, own):
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    tree = (("generic", "all"), ("mkldnn", "all"), ("mkldnn", "conv"))
+
+    def probe() -> list[str]:
+        # what each level follows shows when the ones above it move
+        found = []
+        for mover in ("ieee", "tf32", "bf16"):
+            put(*tree[0], mover)
+            found += [get(*tree[1]), get(*tree[2])]
+        put(*tree[0], generic)
+        return [*found, get(*tree[0])]
+
+    try:
+        for level, value in zip(tree, (generic, above, own), strict=True):
+            put(*level, value)
+        before = probe()
+        for _ in range(2):
+            with float32_matmul(False, CPU):
+                assert get(*tree[2]) in ("ieee", "none")
+        assert probe() == before
+        put(*tree[1], "ieee")
+        assert get(*tree[2]) == ("ieee" if own == "none" else own)
+    finally:
+        for level in tree:
+            put(*level, "none")
+
+
+def test_threads_that_want_the_same_share_and_others_wait():
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    switch = (("mkldnn", "conv"),)
+    seen, inside, leave = [], threading.Event(), threading.Event()
+
+    def hold(value: str) -> None:
+        with Pins(switch, value):
+            inside.set()
+            leave.wait(10)
+            seen.append((value, torch.backends.mkldnn.conv.fp32_precision))
+
+    first = threading.Thread(target=hold, args=("ieee",))
+    first.start()
+    assert inside.wait(10)
+    with Pins(switch, "ieee"):  # at once
+        assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
+    other = threading.Thread(target=hold, args=("tf32",))
+    other.start()
+    other.join(0.2)
+    assert other.is_alive()  # it waits
+    assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
+    leave.set()
+    first.join(10)
+    other.join(10)
+    assert seen == [("ieee", "ieee"), ("tf32", "tf32")]
+    with Pins(switch, "ieee"), Pins(switch, "tf32"), Pins(switch, "tf32"):
+        assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
+    assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
+
+
+def test_overlapping_threads_and_a_suspended_generator_leave_every_switch_alone():
+    torch.set_float32_matmul_precision("medium")
     before = switches()
-    with autocast(POLICIES["bf16-mixed"], CPU):
-        inside = switches()
-        with autocast(POLICIES["fp32"], CPU):
-            assert not torch.is_autocast_enabled("cpu")
-        with autocast(POLICIES["fp16-mixed"], CPU):
-            assert torch.get_autocast_dtype("cpu") == torch.float16
-        assert switches() == inside
+    context = context_of("bf16-mixed")
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with context:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with context:
+        thread.start()
+        assert entered.wait(10)
+    assert switches() == before
+    leave.set()
+    thread.join(10)
+    assert switches() == before
+
+    def numbers() -> Iterator[int]:
+        with context_of("fp32"):
+            yield 1
+
+    suspended = numbers()
+    next(suspended)
+    assert {k: v for k, v in switches().items() if "autocast" not in k} == {
+        k: v for k, v in before.items() if "autocast" not in k
+    }
+    suspended.close()
     assert switches() == before
 
 
-def test_a_setting_that_was_inherited_is_inherited_again_afterwards():
-    # torch's settings form a tree: while a backend has none of its own, it follows the one above.
-    torch.backends.fp32_precision = "tf32"
-    assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
-    with autocast(POLICIES["fp32"], CPU):
+def test_compilers_settings_are_this_threads_alone():
+    # rules make torch.compile trace the backward without autocast
+    policy = parse_policy("bf16-mixed,keep_fp32=0")
+    model = nn.Sequential(nn.Linear(2, 2))
+    found = []
+
+    def look() -> None:
+        found.append(functorch_config.backward_pass_autocast)
+
+    look()
+    with Autocast(policy, model, CPU):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        look()
+    look()
+    assert found == [found[0], found[0], "off", found[0]]
+    assert found[0] != "off"
+
+
+# --- one context object ---------------------------------------------------------------------------
+
+
+def test_one_context_is_entered_again_nested_and_as_a_decorator():
+    before = switches()
+    context = context_of("bf16-mixed")
+    x = torch.randn(3, 3)
+    for _ in range(3):
+        with context:
+            assert active_autocast() is context
+            with context, context_of("fp32") as nothing:
+                assert nothing is None
+                assert (x @ x).dtype == torch.float32
+            assert (x @ x).dtype == torch.bfloat16
+
+    @context
+    def product(a: torch.Tensor, times: int = 1) -> torch.Tensor:
+        """Its own docstring."""
+        return a @ a if times == 1 else product(a, times - 1)
+
+    assert product(x, 3).dtype == torch.bfloat16
+    assert product.__name__ == "product"
+    with pytest.raises(KeyError), context:
+        raise KeyError
+    assert active_autocast() is None
+    assert switches() == before
+
+
+def test_each_thread_has_its_own_innermost_context():
+    context, seen = context_of("bf16-mixed"), []
+
+    def look() -> None:
+        seen.append(active_autocast())
+        with context:
+            seen.append(active_autocast())
+            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    with context_of("fp16-mixed") as _:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert active_autocast() is not context
+    assert seen == [None, context, torch.bfloat16]
+
+
+def test_what_is_called_on_entering_comes_first_and_its_error_enters_nothing():
+    calls = []
+
+    def on_enter() -> None:
+        calls.append(active_autocast())
+        if len(calls) > 2:
+            raise PrecisionError("no")
+
+    context = Autocast(POLICIES["bf16-mixed"], None, CPU, on_enter)
+    with context, context:
+        assert calls == [None, context]
+    before = switches()
+    with pytest.raises(PrecisionError), context:
         pass
-    torch.backends.fp32_precision = "ieee"
-    try:
-        assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
-    finally:
-        for name in BACKENDS:
-            getattr(torch.backends.mkldnn, name).fp32_precision = "none"
+    assert switches() == before
+    assert active_autocast() is None
+
+
+def test_only_the_innermost_context_casts():
+    weight, x = torch.ones(2, 2).bfloat16(), torch.ones(2, 2)
+    with context_of("bf16-master"):
+        assert F.linear(x, weight).dtype == torch.bfloat16
+        with context_of("fp32"), pytest.raises(RuntimeError):
+            F.linear(x, weight)  # a module of 16 bits has no place under fp32
+        assert F.linear(x, weight).dtype == torch.bfloat16
+
+
+def test_by_name_and_by_value_on_a_device_by_name_and_by_value():
+    for policy in ("bf16", "bf16-mixed", POLICIES["bf16-mixed"]):
+        for device in ("cpu", CPU):
+            with autocast(policy, device):
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16-mixed,keep_fp32=*norm", "bf16-master", "bf16-split", "fp16-pure", "bf16-module"],
+)
+def test_what_a_context_alone_cannot_honour_is_refused(policy):
+    with pytest.raises(PrecisionError, match=r"needs the model.*precision\.autocast\(\)"):
+        autocast(policy, "cpu")
+    if policy == "bf16-module":
+        return
+    model = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), norm=nn.LayerNorm(2)))
+    low = POLICIES[policy].param_dtype if policy in POLICIES else torch.float32
+    with pytest.raises(
+        PrecisionError, match=r"body\.weight is stored in fp32|is not applied to norm"
+    ):
+        autocast(policy, "cpu", model)
+    if "keep" in policy:
+        add_regions_(model, parse_policy(policy))
+    else:
+        cast_parameters_(model, low)
+    with autocast(policy, "cpu", model):
+        compute = POLICIES[policy.partition(",")[0]].compute_dtype
+        assert model.body(torch.ones(1, 2)).dtype == compute
 
 
 class ConvNet(nn.Module):
@@ -317,7 +590,7 @@ def test_backward_inside_the_autocast_block_is_the_same_backward(name):
                 precision.backward(loss)
         if not inside:
             precision.backward(loss)
-        results.append([p.grad.clone() for p in precision.named_parameters().values()])
+        results.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

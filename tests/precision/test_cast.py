@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
+from halfstep.errors import PrecisionError
 from halfstep.precision.cast import cast_at_border, cast_floating, cast_parameters_
-from reference.training import MASTERS, PURE, STORED, mlp
+from reference.training import MASTERS, OPTIMIZERS, PURE, STORED, mlp, scaled
 
 BF16 = torch.bfloat16
 Pair = namedtuple("Pair", "first second")
@@ -172,30 +173,78 @@ def test_inputs_of_fp32_weights_arrive_as_they_were_given(name):
         assert module(x, y=x) == (dtype, dtype)
 
 
+def hooked(module):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._load_state_dict_post_hooks)
+    return any(hooks) or "__reduce_ex__" in vars(module)
+
+
 @pytest.mark.parametrize("name", STORED)
-def test_a_model_can_be_deep_copied_and_the_copy_is_independent(name):
-    # For an exponential moving average or an evaluation copy.
+def test_a_copy_of_a_model_is_a_plain_fp32_model_with_the_exact_weights(name):
+    # For an exponential moving average, a target network or an evaluation copy.
     model = mlp()
     precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    exact = dict(precision.masters.items())
     twin = copy.deepcopy(model)
-    assert [p.dtype for p in twin.parameters()] == [STORED[name]] * 4
+    assert {n: p.dtype for n, p in twin.named_parameters()} == dict.fromkeys(exact, torch.float32)
+    assert all(torch.equal(p, exact[n].float()) for n, p in twin.named_parameters())
+    assert not hooked(twin)
     x = torch.ones(2, 4)
-    with precision.autocast(), torch.no_grad():
-        assert torch.equal(twin(x), model(x))
-    with precision.autocast():
-        loss = twin(x).float().sum()
-    loss.backward()
+    assert twin(x).dtype == torch.float32
+    twin(x).sum().backward()
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in model.parameters())
-    assert all(p.grad is None for p in precision.named_parameters().values())
+    assert [p.dtype for p in copy.deepcopy(model[0]).parameters()] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("name", [n for n in STORED if STORED[n] != torch.float32])
+def test_a_hand_made_average_over_a_copy_moves_by_steps_that_16_bits_would_swallow(name):
+    model = mlp()
+    precision = Precision(scaled(name), model, OPTIMIZERS["adamw-loop"](model.parameters()))
+    average = copy.deepcopy(model)
+    start = [p.detach().clone() for p in average.parameters()]
+    for _ in range(3):  # a distance of about 0.1 times 1e-4: far below half a gap of 16 bits
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(1 - 1e-4).add_(torch.ones_like(theirs), alpha=1e-4)
+    assert all(bool((p != s).all()) for p, s in zip(average.parameters(), start, strict=True))
+    assert precision.policy.param_dtype == STORED[name]
+
+
+@pytest.mark.parametrize("name", [n for n in STORED if STORED[n] != torch.float32])
+def test_torchs_average_of_16_bit_weights_is_refused(name):
+    model = mlp()
+    precision = Precision(scaled(name), model, OPTIMIZERS["adamw-loop"](model.parameters()))
+    with pytest.raises(PrecisionError, match=r"halfstep\.EMA"):
+        torch.optim.swa_utils.AveragedModel(model)
+    del precision
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_a_model_can_be_pickled(name):
+def test_a_pickled_model_is_plain_and_needs_no_halfstep(name):
     # torch.save(model), or a worker process that is handed the model.
     model = mlp()
     precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    twin = pickle.loads(pickle.dumps(model))
+    data = pickle.dumps(model)
+    assert b"halfstep" not in data
+    twin = pickle.loads(data)
+    assert not hooked(twin)
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert mine.dtype == STORED[name]
+        assert torch.equal(mine, theirs)
+        assert not vars(mine)
     with precision.autocast(), torch.no_grad():
         x = torch.ones(2, 4)
-        assert torch.equal(twin(x), model(x))
+        assert torch.equal(twin(x).float(), model(x))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_close_gives_the_model_back(name):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision(name, model, optimizer)
+    precision.close()
+    assert not any(hooked(module) for module in model.modules())
+    assert not any(vars(p) or p._backward_hooks for p in model.parameters())
+    model.float()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    Precision("fp32", model, optimizer)

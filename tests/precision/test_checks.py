@@ -159,12 +159,12 @@ def test_an_optimizer_that_has_stepped_already_is_fine_without_a_cast(name):
     assert precision.step(loss).applied
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", MIXED)
 def test_trainable_weights_that_are_not_fp32_under_a_policy_that_keeps_fp32(name, dtype):
     model = mlp()
     model[2].to(dtype)
-    word = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
+    word = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     message = rf"2 of 4 parameters are {word}: 2\.weight, 2\.bias; .*model\.float\(\)"
     refused(name, model, OPTIMIZERS["sgd"](model.parameters()), message)
 
@@ -312,3 +312,21 @@ def test_the_object_says_what_it_runs():
     assert (precision.skipped_total, precision.skipped_in_a_row) == (0, 0)
     assert all(precision.named_parameters()[n] is p for n, p in model.named_parameters())
     assert math.isclose(precision.policy.loss_scale.backoff_factor, 0.5)
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_complex_and_fp64_parameters_are_refused_by_their_kind(name):
+    for dtype, message in ((torch.complex64, "about real numbers"), (torch.float64, "would cut")):
+        model = mlp()
+        model.register_parameter("odd", nn.Parameter(torch.ones(3, dtype=dtype)))
+        refused(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()), message)
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_after_close_nothing_is_trained(name):
+    model = mlp()
+    precision = Precision(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()))
+    precision.close()
+    for call in (lambda: precision.backward(torch.ones(())), precision.step):
+        with pytest.raises(PrecisionError, match="was closed"):
+            call()

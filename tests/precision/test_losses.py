@@ -1,4 +1,4 @@
-"""Losses that a model computes itself: fp32 whatever its weights are, as if computed outside."""
+"""Losses of 16-bit values, and those that a model computes itself: fp32, as if computed outside."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.optim import AdamW
-from halfstep.precision.cast import LossRegion, remove_regions_
-from halfstep.precision.losses import LOSSES, LossesInFp32
+from halfstep.precision.cast import remove_regions_
+from halfstep.precision.op_casts import StoredCasts
+from halfstep.precision.op_table import MIXED
 from halfstep.precision.policy import POLICIES
 from halfstep.precision.step import Precision
 
@@ -66,8 +67,9 @@ def test_every_loss_function_of_torch_is_known():
         if name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
     }  # fmt: skip
     # that one is a product too, which the policy wants in 16 bits
-    assert {f.__name__ for f in LOSSES} == named - {"linear_cross_entropy"}
-    assert set(CALLS) == LOSSES
+    assert {f.__name__ for f in CALLS} == named - {"linear_cross_entropy"}
+    # torch's own names of two of them
+    assert set(MIXED["loss"]) - {"cross_entropy_loss", "nll_loss2d"} == {f.__name__ for f in CALLS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +78,7 @@ def test_a_loss_of_16_bit_values_is_the_fp32_loss_of_these_values(loss, dtype):
     args = cast(CALLS[loss], dtype)
     options = {"reduction": "batchmean"} if loss is F.kl_div else {}
     expected = loss(*cast(args, torch.float32), **options)
-    with LossesInFp32():
+    with StoredCasts(torch.bfloat16):
         found = loss(*args, **options)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
@@ -84,20 +86,20 @@ def test_a_loss_of_16_bit_values_is_the_fp32_loss_of_these_values(loss, dtype):
 
 def test_weights_given_by_keyword_are_widened_too():
     weight = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
-    with LossesInFp32():
+    with StoredCasts(torch.bfloat16):
         found = F.cross_entropy(P.bfloat16(), target=CHOSEN, weight=weight)
     assert torch.equal(found, F.cross_entropy(P.bfloat16().float(), CHOSEN, weight.float()))
 
 
 def test_everything_else_and_fp64_is_as_written():
-    with LossesInFp32():
+    with StoredCasts(torch.bfloat16):
         assert F.softmax(P.bfloat16(), -1).dtype == torch.bfloat16
         assert (P.half() @ Q.half().T).dtype == torch.float16
         assert F.mse_loss(P.double(), Q.double()).dtype == torch.float64
 
 
 def test_a_loss_module_made_inside_the_context():
-    with LossesInFp32():
+    with StoredCasts(torch.bfloat16):
         found = nn.CrossEntropyLoss()(P.bfloat16(), CHOSEN)
     assert torch.equal(found, F.cross_entropy(P.bfloat16().float(), CHOSEN))
 
@@ -166,14 +168,9 @@ def test_a_loss_inside_of_a_model_that_rules_keep_in_fp32():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_the_context_ends_with_the_call_whatever_happens():
-    model = Model()
-    prepared("bf16-master", model)
-    with pytest.raises(ValueError, match="batch_size"):
-        model(numbers(4, 6), CHOSEN[:2])
-    assert F.mse_loss(P.bfloat16(), Q.bfloat16()).dtype == torch.bfloat16
+def test_the_context_is_this_threads_alone():
     found = []
-    with LossesInFp32():
+    with StoredCasts(torch.bfloat16):
         other = threading.Thread(
             target=lambda: found.append(F.mse_loss(P.bfloat16(), Q.bfloat16()).dtype)
         )
@@ -182,21 +179,17 @@ def test_the_context_ends_with_the_call_whatever_happens():
     assert found == [torch.bfloat16]
 
 
-def test_signature_keys_and_copies_are_the_models_own():
+def test_the_models_forward_is_its_own():
     model = Model()
     keys = list(model.state_dict())
-    prepared("bf16-pure", model)
-    prepared("bf16-pure", model)  # a second one replaces the first
-    assert isinstance(model.forward, LossRegion)
-    assert not isinstance(model.forward.replaced, LossRegion)
+    precision = prepared("bf16-pure", model)
+    assert "forward" not in model.__dict__
     assert list(inspect.signature(model.forward).parameters) == ["x", "labels"]
     assert list(model.state_dict()) == keys
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.forward.module is twin
-        twin(numbers(4, 6), CHOSEN)
+        with precision.autocast():
+            twin(numbers(4, 6), CHOSEN)
         assert twin.seen == torch.float32
-    remove_regions_(model)
-    assert "forward" not in model.__dict__
 
 
 def test_fp32_weights_need_none_of_it():

@@ -21,6 +21,9 @@ F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
         ("bf16_pure", "bf16-pure"),
         ("fp23", "fp32"),
         ("16-mixe", "16-mixed"),
+        ("tf32-mixed", "tf32"),
+        ("float16-mixed", "fp16-mixed"),
+        ("bfloat16_true", "bfloat16"),
     ],
 )
 def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
@@ -30,6 +33,28 @@ def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
     assert f"unknown precision policy {typed!r}, did you mean {meant!r}?" in message
     for name in POLICIES:
         assert name in message
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.bfloat16, "torch.bfloat16 is a dtype.*'bf16-mixed'.*'bf16-master' or 'bf16-pure'"),
+        (torch.float16, "torch.float16 is a dtype.*'fp16-mixed'"),
+        (torch.float32, "is a dtype"),
+        (None, "is a NoneType"),
+        (16, "is a int"),
+        (torch.nn.Linear(1, 1), "is a Linear"),
+    ],
+)
+def test_what_is_no_text_is_answered_with_what_to_write(value, message):
+    with pytest.raises(PrecisionError, match=message):
+        parse_policy(value)
+
+
+def test_a_long_word_makes_no_long_message():
+    with pytest.raises(PrecisionError) as caught:
+        parse_policy("bf16" * 10000)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("typed", ["", "quadruple", "int8", "bf16-mixed;"])

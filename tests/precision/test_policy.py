@@ -65,6 +65,16 @@ ALIASES = {
     "16-mixed": "fp16-mixed",
     "amp": "fp16-mixed",
     "bf16-true": "bf16-pure",
+    "bfloat16": "bf16-mixed",
+    "float16": "fp16-mixed",
+    "half": "fp16-mixed",
+    "no": "fp32",
+    "16": "fp16-mixed",
+    "BF16": "bf16-mixed",
+    "mixed_float16": "fp16-mixed",
+    "mixed_bfloat16": "bf16-mixed",
+    "fp16-true": "fp16-pure",
+    "FP16-Mixed": "fp16-mixed",
 }
 # In the design's table and not built yet: asking for one is refused, never answered with another.
 PLANNED = ("fp8",)

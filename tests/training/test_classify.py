@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.reference.adam import EPS, assert_near
 from tests.training.classifiers import (
     SPELLED,
     checkpoint_of,
@@ -222,18 +223,23 @@ def test_balanced_weights_are_scikit_learns():
 def test_micro_batches_equal_one_batch(files, tmp_path, accum):
     for k in (1, accum):
         config = classify_config(
-            files, run__grad_accum=k, model__class_weights="balanced", model__label_smoothing=0.1
+            files,
+            run__grad_accum=k,
+            model__class_weights="balanced",
+            model__label_smoothing=0.1,
+            optimizer__eps=EPS,
         )
         whole_run(config, tmp_path / str(k))
     one, many = tmp_path / "1", tmp_path / str(accum)
-    # fp32 sums in another order, some ulp (6e-8) each, grown over 8 steps of Adam, which divides
-    # small gradients by their own size
+    # fp32 sums in another order, some ulp (6e-8) each; weights that differ by less than 1e-5
     assert column(many, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
     assert column(many, "val_loss") == pytest.approx(column(one, "val_loss"), rel=1e-5)
     assert column(many, "val_accuracy") == column(one, "val_accuracy")
-    a, b = checkpoint_of(one).weights, checkpoint_of(many).weights
-    for name, tensor in a.items():
-        torch.testing.assert_close(b[name], tensor, rtol=1e-3, atol=1e-5)
+    numbers = config.optimizer
+    assert_near(
+        checkpoint_of(many).weights, checkpoint_of(one).weights, column(one, "learning_rate"),
+        max_norm=numbers.max_norm, betas=(numbers.beta1, numbers.beta2),
+    )  # fmt: skip
 
 
 def test_same_seed_same_run_other_seed_other_run(files, tmp_path):

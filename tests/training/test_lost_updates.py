@@ -53,7 +53,7 @@ def run(config, path, until=99):
         if tick.record.step == until:
             break
     folder.close()
-    assert not session.precision.optimizers[0]._optimizer_step_pre_hooks or until < 99
+    assert not session.precision.optimizers[0]._optimizer_step_post_hooks or until < 99
     return ticks
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,44 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run's ``checkpoints`` folder, oldest first."""
+    """Complete checkpoints of a run's ``checkpoints`` folder, oldest first.
+
+    A folder without a manifest is none: a save gives its folder the name with the manifest in it.
+    """
+    return [path for path in _named(folder) if os.path.lexists(path / MANIFEST)]
+
+
+def passed_over(folder: Path) -> list[Path]:
+    """What has a checkpoint's name, and a later one than all checkpoints, but is none."""
+    found = _named(folder)
+    good = [i for i, path in enumerate(found) if os.path.lexists(path / MANIFEST)]
+    return found[good[-1] + 1 :] if good else found
+
+
+def _named(folder: Path) -> list[Path]:
+    """All with a checkpoint's name, in the order of their steps."""
     if not folder.is_dir():
         return []
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
+
+
+def require_step(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint under another step's name: what comes after it would be miscounted.
+
+    Args:
+        path: The checkpoint's folder; one that has no step in its name may hold any.
+        state: Its ``state.json``.
+
+    Raises:
+        CheckpointError: With both steps.
+    """
+    named = _NAME.fullmatch(path.name)
+    if named and state.get("step") != int(named[1]):
+        raise CheckpointError(
+            f"{path} holds step {state.get('step')!r:.40}: it was renamed or copied. Remove it to "
+            "go on from the checkpoint before it, or give it its own name back"
+        )
 
 
 def save_part(
@@ -78,7 +112,7 @@ def save_part(
 ) -> Path:
     """Write this rank's part of a checkpoint; on rank 0, complete it.
 
-    Then all but the newest ``keep`` are removed, and but that of the step ``spared``.
+    Then all but the newest ``keep`` are removed, and but this one and that of the step ``spared``.
 
     Returns:
         The checkpoint's folder. On rank 0 it is complete; on the others it will be, unless rank 0
@@ -87,16 +121,13 @@ def save_part(
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf: on the rank that has it and on rank 0.
         CheckpointError: If this rank's files cannot be written; on rank 0, if any rank's cannot,
-            a receipt is missing, or the pieces do not make up a tensor.
+            a receipt is missing, the pieces do not make up a tensor, or there is something else
+            under the checkpoint's name.
     """
     broken = part.first_nonfinite()
     if broken and team.size == 1:
         raise _nonfinite([broken])
     final = checkpoint_path(folder, step)
-    if final.exists():
-        if broken:
-            raise _nonfinite([broken])
-        return final
     temporary = folder / f"{TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +165,7 @@ def save_part(
         if team.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _prune(folder, keep, spared)
+    _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
     return final
 
 
@@ -151,9 +182,28 @@ def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None
     (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for rank in range(1, len(reports)):
         (temporary / _receipt(rank)).unlink()
+    if os.path.lexists(final):
+        _require_same(final, manifest)
+        shutil.rmtree(temporary)
+        return
     sync_folder(temporary)
     os.rename(temporary, final)
     sync(final.parent)
+
+
+def _require_same(final: Path, manifest: dict[str, Any]) -> None:
+    """Refuse what lies under a checkpoint's name, unless it is that checkpoint, file for file."""
+    try:
+        same = bool(read_json(final / MANIFEST) == manifest)
+        missing = [name for name in manifest["files"] if not (final / name).is_file()]
+    except CheckpointError:
+        same, missing = False, []
+    if not same or missing:
+        raise _unwritten(
+            final,
+            "something else is there under its name",
+            f"Look at {final} and move it away or remove it",
+        )
 
 
 def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
@@ -264,10 +314,9 @@ def _remove_leftovers(folder: Path, team: Team) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(folder: Path, keep: int, spared: int | None) -> None:
-    kept = None if spared is None else checkpoint_path(folder, spared)
+def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
     for old in list_checkpoints(folder)[:-keep]:
-        if old == kept:
+        if old in spared:
             continue
         try:  # renamed first: a kill leaves no half of one
             shutil.rmtree(old.rename(folder / f"{TEMPORARY}{old.name}"))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EMPTY_CODES = "F32"  # an 8-bit moment without elements has no tops: its dtype on loading
 _SHARD = re.compile(r"(weights|optimizer)(-(\d{5,})-of-(\d{5,}))?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_JSON_BYTES = 1 << 30  # the manifest of a model of 10,000 tensors on 1,000 ranks
 _MOST = 2**63 - 1  # torch's and safetensors' largest size
 
 
@@ -129,6 +131,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     require_plain(path)
     try:
+        size = path.stat().st_size
+        if size > _JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: {size:,} bytes are no {path.name} of a checkpoint; it is damaged or "
+                f"foreign. Remove {path.parent} to go on from the checkpoint before it"
+            )
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
@@ -138,15 +146,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_plain(path: Path) -> None:
-    """Refuse a link: what a checkpoint says must be in its folder.
+    """Refuse a link, and what is not a file: reading a pipe would wait for ever.
 
     Raises:
-        CheckpointError: If the path is a symbolic link.
+        CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
     """
-    if path.is_symlink():
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if stat.S_ISLNK(mode):
         raise CheckpointError(
             f"{path}: is a symbolic link; a checkpoint is read from plain files of its own folder "
             "only: copy the file there"
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path}: is not a regular file; a checkpoint is read from plain files only. Remove "
+            f"{path.parent} to go on from the checkpoint before it"
         )
 
 

@@ -28,6 +28,7 @@ from halfstep.errors import CheckpointError
 from halfstep.optim.moments import BLOCK
 from halfstep.optim.state import TOPS, in_dtype, tops_of
 
+_MOST_HEADER = 100_000_008  # bytes; **Source:** safetensors' own limit, and its length's 8 bytes
 _PART = 16 << 20  # bytes; the interpreter is free for others while one is hashed
 
 
@@ -106,6 +107,7 @@ class Reader:
     def _file(self, name: str) -> Any:
         if name not in self._open:
             path = self._path / name
+            self._require_size(path, self._held[name])
             require_sha256(path, self._index.files[name])
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -114,6 +116,24 @@ class Reader:
                 raise CheckpointError(f"{path}: cannot be read: {error}") from error
             self._open[name] = file
         return self._open[name]
+
+    def _require_size(self, path: Path, held: list[tuple[str, Entry, Stored]]) -> None:
+        """Refuse a file far too large to be the index's, before its bytes are read and hashed.
+
+        Smaller differences are left to the hash and to the names of tensors, which tell more.
+        """
+        require_plain(path)
+        wanted = sum(
+            DTYPES[entry.dtype].itemsize * stored.piece.numel
+            + (-(-stored.piece.numel // BLOCK) if stored.order is not None else 0)
+            for _, entry, stored in held
+        )
+        size = path.lstat().st_size
+        if size > wanted + _MOST_HEADER:
+            raise CheckpointError(
+                f"{path}: has {size:,} bytes, its tensors in the manifest take {wanted:,}: the "
+                f"file is damaged. Remove {path.parent} to go on from the checkpoint before it"
+            )
 
     def _require_as_indexed(
         self, path: Path, file: Any, held: list[tuple[str, Entry, Stored]]

@@ -91,7 +91,7 @@ class Saver:
             self._saves += 1
             number = f"{self._team.token}.{self._saves}" if self._team.token else ""
             team = Team(self._team.rank, self._team.size, number, self._team.timeout)
-            part = checkpoint.part(team.rank)
+            part = checkpoint.part(team.rank, step)
             held = [part.copied() if self._background else part]
             self._thread = threading.Thread(
                 target=self._work,

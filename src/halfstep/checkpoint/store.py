@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.checkpoint.commit import Team, list_checkpoints, save_part
+from halfstep.checkpoint.commit import Team, list_checkpoints, require_step, save_part
 from halfstep.checkpoint.index import (
     FORMAT,
     MANIFEST,
@@ -60,7 +60,8 @@ class Checkpoint:
     Attributes:
         weights: Parameter name to tensor.
         optimizer: ``"NAME/KEY"`` to tensor; of format 1 also random states under ``"rng/"``.
-        state: Plain JSON values; of several ranks that save, rank 0's are written.
+        state: Plain JSON values; of several ranks that save, rank 0's are written. A save adds
+            ``"step"`` where it is not there.
         pieces: Parameter name, or a whole key of ``optimizer``, to the piece that the tensors are.
             A parameter's moments are the same piece as it is, its step counter is whole. A tensor
             that is not in here is whole, and rank 0 writes it.
@@ -71,13 +72,18 @@ class Checkpoint:
     state: dict[str, Any]
     pieces: Mapping[str, Piece] = field(default_factory=dict)
 
-    def part(self, rank: int = 0) -> Part:
-        """What a rank writes of it; shares memory with the tensors.
+    def part(self, rank: int, step: int) -> Part:
+        """What a rank writes of it as this step; shares memory with the tensors.
 
         Raises:
-            CheckpointError: If a tensor does not have its piece's shape.
+            CheckpointError: If a tensor does not have its piece's shape, or the state says that it
+                is of another step.
         """
-        return own_part(self.weights, self.optimizer, self.state, self.pieces, rank)
+        state = {"step": step, **self.state}
+        if state["step"] != step:
+            found = str(state["step"])[:40]
+            raise CheckpointError(f"a state of step {found} cannot be saved as that of step {step}")
+        return own_part(self.weights, self.optimizer, state, self.pieces, rank)
 
 
 def save_checkpoint(
@@ -98,17 +104,18 @@ def save_checkpoint(
             there is no collective; rank 0 waits for the others' receipts.
 
     Returns:
-        The checkpoint's folder; one of this step that exists stays as it is. It is complete when
-        rank 0 returns.
+        The checkpoint's folder; the same checkpoint, if it is there, stays as it is. It is complete
+        when rank 0 returns.
 
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0;
             nothing stays written and nothing is removed, so the last finite checkpoint stays.
-        CheckpointError: If it cannot be written (full disk, no permission), on rank 0 also if
-            another rank could not or has not answered in time; nothing half-made and nothing
+        CheckpointError: If it cannot be written (full disk, no permission), something else is
+            there under its name, or ``checkpoint.state["step"]`` is another step; on rank 0 also if
+            another rank could not or has not answered in time. Nothing half-made and nothing
             removed.
     """
-    return save_part(folder, step, checkpoint.part(team.rank), keep, team)
+    return save_part(folder, step, checkpoint.part(team.rank, step), keep, team)
 
 
 def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Checkpoint:
@@ -125,8 +132,9 @@ def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Ch
         :func:`convert_optimizer_tensors` brings into the run's format.
 
     Raises:
-        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format or, where
-            pieces are wanted, of another model; the message names the file and the tensor.
+        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format, of
+            another step than its folder's name says or, where pieces are wanted, of another model;
+            the message names the file and the tensor.
 
     Every file is checked against its SHA-256 before something is read from it; with ``wanted``,
     only the files that hold something of it, so that N ranks need not each read everything.
@@ -134,6 +142,7 @@ def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Ch
     index = _index(path)
     require_sha256(path / STATE, index.files[STATE])
     state = read_json(path / STATE)
+    require_step(path, state)
     if wanted is not None:
         _require_model(path, index.tensors[WEIGHTS], wanted)
     found: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}

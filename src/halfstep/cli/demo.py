@@ -17,8 +17,13 @@ import torch
 from halfstep.cli.console import megabytes, write_out
 from halfstep.cli.generate import continue_text
 from halfstep.cli.source import Source
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
+from halfstep.precision.autocast import require_support
 from halfstep.precision.parse import parse_policy
+from halfstep.training.config import load_config
+from halfstep.training.environment import choose_device
 from halfstep.training.run_folder import load_trained
 
 _COLUMNS = (
@@ -38,7 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
-    policies = [str(parse_policy(text)) for text in arguments.precisions]
+    parsed = [parse_policy(text) for text in arguments.precisions]
+    device = choose_device(load_config(arguments.config).run.device)
+    for policy in parsed:  # before the first run, which may take minutes
+        require_support(policy, device)
+        choose_strategy(Layout(), policy, device)
+    policies = [str(policy) for policy in parsed]
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     rows = []
     for precision in policies:

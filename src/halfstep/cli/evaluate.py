@@ -5,31 +5,36 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from halfstep.cli.classify_run import evaluate as evaluate_classifier
 from halfstep.cli.console import RunDisplay, write_out
 from halfstep.cli.lm_run import evaluate as evaluate_lm
-from halfstep.cli.source import open_source
+from halfstep.cli.source import config_of_run, open_source
 from halfstep.data.batches import validation_batches
 from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
 from halfstep.training.evaluate import Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.training.finetune_config import ClassifyConfig, LMConfig
-from halfstep.training.run_folder import run_config
+from halfstep.training.memory import require_rows
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print how good a trained model is: loss and perplexity, or a classifier's report."""
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
-    tuned = None if arguments.run is None else run_config(Path(arguments.run))
+    require_rows(arguments.batch_size, "--batch-size")
+    tuned = config_of_run(arguments)
     if isinstance(tuned, LMConfig):
         evaluate_lm(arguments, tuned)
         return 0
     if isinstance(tuned, ClassifyConfig):
         evaluate_classifier(arguments, tuned)
         return 0
+    if arguments.text_column or arguments.label_column:
+        raise ConfigError(
+            "--text-column and --label-column are for classifiers: a GPT is measured on all of the "
+            "text of --data"
+        )
     source = open_source(arguments)
     config = source.config
     if config is None and not arguments.data:

@@ -8,17 +8,18 @@ import sys
 import torch
 
 from halfstep.cli.console import write_out
-from halfstep.cli.lm_run import generate as generate_by_lm, lm_config
-from halfstep.cli.source import Source, open_source
+from halfstep.cli.lm_run import generate as generate_by_lm
+from halfstep.cli.source import Source, config_of_run, open_source
 from halfstep.errors import ConfigError
 from halfstep.models.generate import generate
+from halfstep.training.finetune_config import LMConfig
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    tuned = lm_config(arguments)
-    if tuned is not None:
+    tuned = config_of_run(arguments)
+    if isinstance(tuned, LMConfig):
         generate_by_lm(arguments, tuned, prompt)
         return 0
     if arguments.raw:

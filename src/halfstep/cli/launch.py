@@ -32,6 +32,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from halfstep.cli.agent import SIGNALS, Agent, Ended, Loopback, worker_spec
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
 from halfstep.errors import ConfigError, PeerError
+from halfstep.torch_version import LAUNCHER, require_torch
 
 _SCRIPT = "<nothing>"  # stands for the program in torchrun's grammar
 _SAVING_SECONDS = 600  # that ranks have to save and end after a signal
@@ -41,6 +42,7 @@ _FORBIDDEN = ("module", "no_python", "run_path", "virtual_local_rank")
 
 def run(arguments: argparse.Namespace) -> int:
     """Train on ``arguments.nproc`` ranks of this machine; returns the run's exit code."""
+    require_torch(LAUNCHER)
     nproc = arguments.nproc
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}; allowed: integers >= 1, the ranks on this machine")

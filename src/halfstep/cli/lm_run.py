@@ -18,7 +18,6 @@ from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Judge, perplexity
 from halfstep.training.finetune_config import LMConfig
 from halfstep.training.model_folder import copy_folder
-from halfstep.training.run_folder import run_config
 from halfstep.training.tuned_lm import (
     TunedLM,
     measure,
@@ -26,18 +25,6 @@ from halfstep.training.tuned_lm import (
     open_tuned_lm,
     validation_batches,
 )
-
-
-def lm_config(arguments: argparse.Namespace) -> LMConfig | None:
-    """The configuration of ``--run`` if that is a run of ``finetune lm``.
-
-    Raises:
-        ConfigError: ``--run`` holds no run.
-    """
-    if arguments.run is None:
-        return None
-    config = run_config(Path(arguments.run))
-    return config if isinstance(config, LMConfig) else None
 
 
 def generate(arguments: argparse.Namespace, config: LMConfig, prompt: str) -> None:

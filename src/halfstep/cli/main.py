@@ -17,6 +17,7 @@ from halfstep.cli.arguments import (
     split_overrides,
 )
 from halfstep.cli.outcome import describe, leave, rank_of_many, tell
+from halfstep.errors import HalfstepError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    if any("\0" in word for word in argv):
+        return _complain(ValueError(), "an argument holds a NUL character", 2)
     words, launcher = split_launcher(argv)
     words, overrides = split_overrides(words)
     parser = build_parser(__version__)
@@ -56,11 +59,24 @@ def _run(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return _complain(error, f"no space left on the disk: {error}", 1)
+        if error.errno == errno.ENAMETOOLONG:
+            return _complain(error, f"a name is too long for this file system: {error}", 2)
         return _complain(error, *describe(error))
     except Exception as error:
-        return _complain(error, *describe(error))
+        return _complain(error, *describe(_cause(error)))
     tell(code)
     return code
+
+
+def _cause(error: Exception) -> Exception:
+    """The error, or that this torch lacks what was looked for."""
+    if isinstance(error, ImportError | AttributeError) and "torch" in sys.modules:
+        try:
+            # By name, as the commands are: it imports torch.
+            importlib.import_module("halfstep.torch_version").require_torch()
+        except HalfstepError as cause:
+            return cause
+    return error
 
 
 def _complain(error: BaseException, message: str, code: int) -> int:

@@ -22,6 +22,7 @@ FOLDER = "HALFSTEP_OUTCOME"
 INTERRUPTED = 4
 _AT_ONCE = (0, 1)  # exit codes after which nobody waits for what the other ranks have to say
 _WAIT_SECONDS = 3.0
+_LONGEST = 2000  # characters of a line of error
 _FILES = "rank*.json"
 
 
@@ -61,7 +62,7 @@ def tell(code: int, message: str = "", error: BaseException | None = None) -> No
     The launcher ends all ranks when the first has failed; so a rank with something to say that
     the others may say alike waits a moment for them.
     """
-    message = " ".join(message.split())
+    message = _printable(" ".join(message.split()))
     rank = rank_of_many()
     folder = os.environ.get(FOLDER)
     if folder is not None and "RANK" in os.environ:
@@ -79,6 +80,12 @@ def tell(code: int, message: str = "", error: BaseException | None = None) -> No
     if message:
         who = "" if rank is None else f"rank {rank}: "
         print(f"halfstep: error: {who}{message}", file=sys.stderr)
+
+
+def _printable(message: str) -> str:
+    """A message without control characters, which could steer the terminal, and not endless."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    return plain if len(plain) <= _LONGEST else f"{plain[:1500]} ... {plain[-400:]}"
 
 
 def leave(code: int) -> None:

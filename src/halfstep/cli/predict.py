@@ -17,6 +17,7 @@ from halfstep.data.unlabelled import read_texts
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.training.environment import choose_device
 from halfstep.training.finetune_config import ClassifyConfig
+from halfstep.training.memory import require_rows
 from halfstep.training.predict import Predictor
 from halfstep.training.run_folder import run_config
 
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write label and probability of every text."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
+    require_rows(arguments.batch_size, "--batch-size")
     predictor = _open(arguments)
     for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal's is
         if isinstance(stream, io.TextIOWrapper):

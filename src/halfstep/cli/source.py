@@ -19,7 +19,8 @@ from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.training.config import TrainConfig
 from halfstep.training.environment import choose_device
-from halfstep.training.run_folder import load_trained
+from halfstep.training.run_config import BaseConfig
+from halfstep.training.run_folder import load_trained, run_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,15 @@ class Source:
     def around(self) -> AbstractContextManager[None]:
         """The context of a forward pass in the source's precision."""
         return around_model(self.policy, self.model, self.device)
+
+
+def config_of_run(arguments: argparse.Namespace) -> BaseConfig | None:
+    """The configuration of ``--run``, of whatever task; None without it.
+
+    Raises:
+        ConfigError: ``--run`` holds no run.
+    """
+    return None if arguments.run is None else run_config(Path(arguments.run))
 
 
 def open_source(arguments: argparse.Namespace) -> Source:

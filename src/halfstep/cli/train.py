@@ -18,7 +18,12 @@ from halfstep.training.config import TrainConfig, load_config
 from halfstep.training.environment import choose_device
 from halfstep.training.finetune_config import ClassifyConfig, FinetuneConfig, LMConfig
 from halfstep.training.loop import Tick, train
-from halfstep.training.resume import require_resumable, resume, with_run_folder
+from halfstep.training.resume import (
+    passed_over,
+    require_resumable,
+    resume,
+    with_run_folder,
+)
 from halfstep.training.run_config import BaseConfig
 from halfstep.training.run_folder import (
     CHECKPOINTS,
@@ -74,7 +79,7 @@ def _train(
             f"{title}: {session.task.summary()}, on {session.device}{layout} "
             f"({support.status}: {support.reason})"
         )
-        notes = list(session.task.notes)
+        notes = [*_warmup_note(arguments, config, resuming), *session.task.notes]
         if config.run.compile and support.status == "simulated":
             notes.append("--compile has no effect: torch compiles nothing around a simulation")
         for note in notes:
@@ -89,6 +94,8 @@ def _train(
                 origin = resume(session, path / CHECKPOINTS)
                 world.main_only(lambda: write_config(path, session.config))
                 display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+                for other in passed_over(path / CHECKPOINTS):
+                    display.say(f"note: {other} has no manifest: it is no checkpoint, remove it")
                 if before != config.precision:
                     display.say(f"the precision changes from {before} to {config.precision}")
             if world.is_main:
@@ -118,6 +125,15 @@ def _train(
     return INTERRUPTED if interrupted else 0
 
 
+def _warmup_note(arguments: argparse.Namespace, config: BaseConfig, resuming: bool) -> list[str]:
+    """That the warm-up is shorter than its configuration says, where it is."""
+    if resuming or "schedule.warmup_steps" in dict(given_keys(arguments)):
+        return []
+    kept = load_config(arguments.config or arguments.default_config).schedule.warmup_steps
+    used = config.schedule.warmup_steps
+    return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
+
+
 def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
     """The run's layout, or data over all ranks if it is of another number of ranks than there are.
 
@@ -139,7 +155,8 @@ def given_keys(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
 def _requested(arguments: argparse.Namespace, overrides: list[tuple[str, Any]]) -> BaseConfig:
     """The configuration of a new run or to go on by; refuses before anything is prepared."""
     if not arguments.resume:
-        config = load_config(arguments.config or arguments.default_config, overrides)
+        spec = arguments.config or arguments.default_config
+        config = load_config(spec, overrides)
         _require_trust(arguments, config)
         if arguments.task != config.TASK:
             raise ConfigError(

@@ -82,7 +82,7 @@ def _by_name(
 ) -> list[Key]:
     keys: list[Key] = []
     for option, given, usual in wanted:
-        what = option.split("_")[0]
+        what, flag = option.split("_")[0], _flag(option)
         found = [n for n in names if n == given or (not given and n.strip().casefold() in usual)]
         if len(found) == 1 and found[0] not in keys:
             keys.append(found[0])
@@ -93,11 +93,11 @@ def _by_name(
             same = "the same name" if len(set(found)) == 1 else " and ".join(map(repr, found))
             raise DataError(
                 f"{where}: several columns could hold the {what} ({same}; {listed}); give "
-                f"--{option.replace('_', '-')} NAME"
+                f"{flag} NAME"
             )
         missing = f"no column {given!r}" if given else f"no column that usually holds the {what}"
         raise DataError(
-            f"{where}: {missing} ({listed}); give --{option.replace('_', '-')} NAME"
+            f"{where}: {missing} ({listed}); give {flag} NAME"
             + (_table_hint(names) if table else "")
         )
     return keys
@@ -117,20 +117,21 @@ def _by_number(
     """Takes columns of lists without names: the given numbers, or all there are in order."""
     keys: list[Key] = []
     for place, (option, given, _) in enumerate(wanted, 1):
+        flag = _flag(option)
         column = column_number(given) if given else place
         if column is None:
             raise DataError(
                 f"{records.at(number)}: lists have no column {given!r}; leave "
-                f"--{option.replace('_', '-')} out or give a number (from 1)"
+                f"{flag} out or give a number (from 1)"
             )
         if not given and len(record) != len(wanted):
             raise DataError(
                 f"{records.at(number)}: {len(record)} values where {len(wanted)} are needed; give "
-                f"the number (from 1) of --{option.replace('_', '-')}"
+                f"the number (from 1) of {flag}"
             )
         if column > len(record):
             raise DataError(
-                f"{records.at(number)}: --{option.replace('_', '-')} {column}, but "
+                f"{records.at(number)}: {flag} {column}, but "
                 f"there are {len(record)} columns; give a smaller number"
             )
         keys.append(column - 1)
@@ -147,3 +148,8 @@ def _by_number(
             f"columns by name instead of number"
         )
     return keys
+
+
+def _flag(option: str) -> str:
+    """The option of the command line that sets a column."""
+    return f"--{option.replace('_', '-')}"

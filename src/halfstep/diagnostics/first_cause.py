@@ -44,13 +44,13 @@ from halfstep.diagnostics.operations import (
     storage_key,
     stored,
 )
-from halfstep.precision import calibrate, gradients, losses, simulate
+from halfstep.precision import calibrate, gradients, op_casts, simulate
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(
     str(Path(__file__).with_name(n)) for n in ("first_cause.py", "operations.py", "module_calls.py")
 )
-_NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, losses.__file__)
+_NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
 # Here overflow is tried on purpose, or looked for: it is no cause.
 _TRIALS = (calibrate.__file__, gradients.__file__)
 

@@ -16,6 +16,7 @@ from halfstep.precision.policy import dtype_name
 LOUD = 0.1
 """Share of lost updates from which on a person should hear of it unasked."""
 _ADVISE = 0.01  # share of lost updates that another way of keeping weights is worth
+_SLOW = 2.0  # times smaller than with fp32 moments: rounded moments scatter by a tenth at most
 _STANDS = 0.99  # of a group's elements: then it is called wholly frozen
 _RANDOM = frozenset({"stochastic", "split24"})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,6 +64,11 @@ class GroupReport:
     """Tensors of the group that had a gradient."""
     note: str = ""
     """What is not known, and why."""
+    slowed: float = 0.0
+    """Share of updates that are less than half of what an fp32 second moment would make them: 8
+    bits hold 32 binades below the largest of 128 neighbours. 0 where moments are kept in fp32."""
+    slowest: float = 1.0
+    """How many times smaller the most slowed update is."""
 
     @property
     def verdict(self) -> str:
@@ -72,14 +78,24 @@ class GroupReport:
             return f"{text}; {self.note}"
         if self.zero == 1:
             return self._noted("no update: every intended update is zero")
+        if self.slowed:
+            text = (
+                f"{_percent(self.slowed)} of updates are less than half of what fp32 moments make "
+                f"them, up to {self.slowest:.3g} times less: use moments=bf16"
+            )
+            return self._noted(f"{text}; {self._loss}" if self.lost else text)
+        return self._noted(self._loss)
+
+    @property
+    def _loss(self) -> str:
+        """What happens to the weights."""
         if self.lost == 0:
-            text = "none lost"
             if self._random:
-                text = (
+                return (
                     f"moves on average; {_percent(self.unmoved)} of single updates leave the "
                     "weight where it is, which is right on average"
                 )
-            return self._noted(text)
+            return "none lost"
         text = f"{_percent(self.lost)} of updates are lost at lr {self.learning_rate:.3g}"
         if self._advice and (self.lost >= _ADVISE or self.stuck):
             text += f": use {self._advice}"
@@ -88,7 +104,7 @@ class GroupReport:
         if self.stuck and self.lost < 1:
             some = ", ".join(self.stuck[:3]) + (", ..." if len(self.stuck) > 3 else "")
             text += f"; {len(self.stuck)} of {self.tensors} tensors do not move: {some}"
-        return self._noted(text)
+        return text
 
     @property
     def _random(self) -> bool:
@@ -143,6 +159,7 @@ def measure(
     samples: Sequence[Sample],
     updates: Sequence[Tensor] | str,
     *,
+    slowdowns: Sequence[Tensor],
     visible: torch.dtype | None,
     linear: bool,
     note: str,
@@ -155,6 +172,7 @@ def measure(
         learning_rate: Of the step, or NaN.
         samples: One or more, on the CPU.
         updates: From ``intended_updates``: fp64 (k,) each, or why they are not known.
+        slowdowns: How many times smaller updates are than with fp32 moments: fp64 (k,) each.
         visible: The format of the weights that matrix products see; None: as stored.
         linear: Whether updates grow with the learning rate in proportion.
         note: Added to the report.
@@ -169,6 +187,7 @@ def measure(
     changes = list(updates) if not isinstance(updates, str) else [s.gradient for s in samples]
     moving = torch.cat([change != 0 for change in changes])
     lost = same & moving
+    slow = torch.cat(list(slowdowns))
     frozen = wholly = float("nan")
     stuck: tuple[str, ...] = ()
     if known:
@@ -197,6 +216,8 @@ def measure(
         stuck=stuck,
         tensors=len(samples),
         note=note,
+        slowed=_share(moving & (slow > _SLOW), moving, shares),
+        slowest=float(slow[moving].max()) if bool(moving.any()) else 1.0,
     )
 
 

@@ -8,15 +8,18 @@ class for others. That is right for rules that treat every element by itself: mo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.sampling import BLOCK, Sample
-from halfstep.precision.optimizer_masters import KeepsMasters
+from halfstep.diagnostics.sampling import Sample
+from halfstep.optim.algorithms import Algorithm
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.moments import decode_elements
+from halfstep.optim.state import stored_moment
 
 # Every element by itself, as torch.optim documents them.
 _ELEMENTWISE = frozenset(
@@ -26,32 +29,11 @@ _ELEMENTWISE = frozenset(
 # Rows, columns, products of matrices or a history of whole gradients: a sample says nothing.
 _WHOLE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 _PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
-# An 8-bit code counts exponents from its block's top; decoded at this top it fits in fp32.
-_TOP = 127
 
 
-class _Algorithm(Protocol):
-    moments: tuple[str, ...]
-
-    def constants(self, group: dict[str, Any], step: int) -> tuple[float, ...]: ...
-
-    def move(
-        self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class OwnOptimizer(Protocol):
-    """What is read of halfstep's optimizers."""
-
-    algorithm: _Algorithm
-
-    def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved state in this optimizer's formats."""
-
-
-def is_own(optimizer: Optimizer) -> bool:
+def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
     """Whether it is one of halfstep's, whose rule can be called by itself."""
-    return isinstance(optimizer, KeepsMasters) and hasattr(optimizer, "algorithm")
+    return isinstance(optimizer, LowPrecisionOptimizer)
 
 
 def why_unknown(kind: type[Optimizer], samples: Sequence[Sample]) -> str:
@@ -80,6 +62,8 @@ def intended_updates(
     Returns:
         For each sample the change of its elements, fp64 of shape (k,); or why it is not known.
     """
+    if is_own(optimizer) and options.get("maximize"):
+        multiplier = -multiplier
     gradients = [sample.gradient.double() * multiplier for sample in samples]
     if is_own(optimizer):
         return _by_rule(optimizer, options, samples, gradients)
@@ -103,37 +87,70 @@ def plain(value: Any) -> Any:
 
 @torch.no_grad()
 def _by_rule(
-    optimizer: Optimizer,
+    optimizer: LowPrecisionOptimizer,
     options: dict[str, Any],
     samples: Sequence[Sample],
     gradients: Sequence[Tensor],
 ) -> list[Tensor]:
-    rule = cast(OwnOptimizer, optimizer).algorithm
     changes = []
     for sample, gradient in zip(samples, gradients, strict=True):
-        first, *rest = (_moment(optimizer, name, sample) for name in rule.moments)
         value = sample.value().double()
-        constants = rule.constants(options, int(sample.state.get("step", 0)) + 1)
-        second = rest[0] if rest else first
-        changes.append(rule.move(value, gradient, first, second, constants)[0] - value)
+        first, second, constants = _before(optimizer.algorithm, options, sample)
+        moved = optimizer.algorithm.move(value, gradient, first, second, constants)[0]
+        changes.append(moved - value)
     return changes
 
 
-def _moment(optimizer: Optimizer, name: str, sample: Sample) -> Tensor:
+def slowdowns(
+    optimizer: Optimizer, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
+) -> list[Tensor]:
+    """How many times smaller each update is than it would be with an fp32 second moment.
+
+    Weight decay, which knows no moments, is left out on both sides.
+
+    Args:
+        optimizer: As for :func:`intended_updates`, like the other arguments.
+        options: Its group's.
+        samples: Of that group, on the CPU.
+        multiplier: What the step multiplies every gradient by.
+
+    Returns:
+        For each sample fp64 of shape (k,); 1 where the second moment is kept in fp32, where there
+        is none, and where the element does not move.
+    """
+    factors = []
+    for sample in samples:
+        factor = torch.ones(sample.weight.shape, dtype=torch.float64)
+        if is_own(optimizer) and sample.exact is not None:
+            rule, rest = optimizer.algorithm, torch.zeros_like(factor)
+            first, second, constants = _before(rule, options, sample)
+            gradient = sample.gradient.double() * multiplier
+            now, exact = (
+                rule.move(rest, gradient, first, v, constants)[0].abs()
+                for v in (second, sample.exact.double())
+            )
+            factor = torch.where(exact > 0, exact / now, factor)
+        factors.append(factor)
+    return factors
+
+
+def _before(
+    rule: Algorithm, options: dict[str, Any], sample: Sample
+) -> tuple[Tensor, Tensor, tuple[float, ...]]:
+    """First and second moment in fp64, and the constants of the step that follows."""
+    first, *rest = (_moment(name, sample, signed=i == 0) for i, name in enumerate(rule.moments))
+    constants = rule.constants(options, int(sample.state.get("step", 0)) + 1)
+    return first, rest[0] if rest else first, constants
+
+
+def _moment(name: str, sample: Sample, *, signed: bool) -> Tensor:
     """A sampled moment in fp64, whatever its format."""
-    if name not in sample.state:
+    values, tops = stored_moment(sample.state, name)
+    if values is None:
         return torch.zeros(sample.weight.shape, dtype=torch.float64)
-    tops = sample.state.get(f"{name}_tops")
     if tops is None:
-        return cast(Tensor, sample.state[name]).double()
-    make = cast(Any, type(optimizer))
-    fp32 = nn.Parameter(torch.zeros(sample.weight.shape))
-    twin = make([fp32], update="nearest", moments="fp32")
-    entry = dict.fromkeys(twin.algorithm.moments, sample.state[name])
-    same_top = torch.full((-(-len(tops) // BLOCK),), _TOP, dtype=tops.dtype)
-    entry |= {f"{key}_tops": same_top for key in entry}
-    decoded: Tensor = twin.convert(fp32, entry)[name]
-    return torch.ldexp(decoded.double(), tops.int() - _TOP)
+        return values.double()
+    return decode_elements(values, tops, signed=signed).double()
 
 
 def _by_twin(

@@ -6,6 +6,8 @@ each parameter group on every N-th step, through the optimizer's own hooks::
 
     before the step   copy the sampled weights, remainders, gradients and moments
     after it          copy the sampled weights and remainders again
+    at every step     average the sampled gradients into second moments in fp32, where the
+                      optimizer keeps its own in less
     when asked        replay the step on the sample in fp64 and compare bits
 
 The loop stays as it is, no number of the training changes, and nothing waits for the device until
@@ -22,8 +24,15 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.exact_moments import ExactMoments
 from halfstep.diagnostics.group_report import GroupReport, measure, replay_agrees, table
-from halfstep.diagnostics.intended_update import intended_updates, is_documented, is_own, plain
+from halfstep.diagnostics.intended_update import (
+    intended_updates,
+    is_documented,
+    is_own,
+    plain,
+    slowdowns,
+)
 from halfstep.diagnostics.sampling import (
     Chooser,
     GroupSample,
@@ -32,6 +41,8 @@ from halfstep.diagnostics.sampling import (
     after_step,
     before_step,
 )
+from halfstep.errors import PrecisionError
+from halfstep.optim.state import FELL_BACK
 from halfstep.precision.rounding import random_key
 from halfstep.precision.step import Precision
 
@@ -88,7 +99,7 @@ class LostUpdateMeter:
             visible = source.policy.compute_dtype
             optimizers = source.optimizers
         else:
-            optimizers = [source] if isinstance(source, Optimizer) else [*source]
+            optimizers = [source] if isinstance(source, Optimizer) else list(_optimizers(source))
         self._watches = [
             _Watch(
                 optimizer,
@@ -130,6 +141,16 @@ class LostUpdateMeter:
         self._handles = []
 
 
+def _optimizers(source: object) -> Sequence[Optimizer]:
+    """Several optimizers, or an error for what is none."""
+    if isinstance(source, list | tuple) and all(isinstance(one, Optimizer) for one in source):
+        return source
+    raise PrecisionError(
+        f"LostUpdateMeter got a {type(source).__name__}; allowed: an optimizer, a list of them, or "
+        "a halfstep.Precision"
+    )
+
+
 class _Watch:
     """The hooks of one optimizer, and what they have seen."""
 
@@ -151,6 +172,7 @@ class _Watch:
         self._every = every
         self._count = start
         self._own = is_own(optimizer)
+        self._exact = ExactMoments(choose)
         self._open: StepSample | None = None
         self._unread: list[StepSample] = []
         self._reports: tuple[GroupReport, ...] = ()
@@ -164,14 +186,19 @@ class _Watch:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open = None
+        self._exact.prepare(optimizer)
         if (self._count + 1) % self._every == 0:
             self._open = before_step(
                 optimizer, self._count + 1, self._choose, self._names, args, kwargs, own=self._own
             )
+            for number, group in enumerate(self._open.groups):
+                for j, sample in zip(group.members, group.samples, strict=True):
+                    sample.exact = self._exact.get((number, j))
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._count += 1
+        self._exact.update(optimizer, kwargs)
         step, self._open = self._open, None
         self.fresh = step is not None
         if step is not None:
@@ -220,6 +247,9 @@ class _Watch:
                 updates = f"{kind} does not step as its replay on single elements does"
         if group.sparse:
             notes.append(f"{group.sparse} tensors with sparse gradients were not measured")
+        fallen = sum(FELL_BACK in sample.state for sample in samples)
+        if fallen:
+            notes.append(f"8-bit moments of {fallen} tensors have gone over to bf16")
         rate = options.get("lr")
         return measure(
             name,
@@ -227,6 +257,7 @@ class _Watch:
             float("nan") if rate is None else float(rate),
             samples,
             updates,
+            slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
             visible=self._visible,
             linear=type(self._optimizer) is not optim.Rprop,  # its step sizes forget the rate
             note="; ".join(notes),

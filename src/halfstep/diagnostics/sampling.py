@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.optim.moments import BLOCK
+from halfstep.optim.state import CODES, REMAINDER, TOPS
+from halfstep.optim.weights import master
 from halfstep.precision.policy import Update
-from halfstep.precision.rounding import join, join24, kahan_join, random_key
+from halfstep.precision.rounding import random_key
 
-REMAINDER = "remainder"
-_TOPS = "_tops"
-BLOCK = 128
-"""Neighbours in memory that share one top of an 8-bit moment."""
 _FEW = 16  # elements of every tensor, however small
 
 
@@ -39,6 +38,8 @@ class Sample:
         after: The weight after the step.
         remainder: What was stored beside the weight before, or None.
         remainder_after: And after.
+        exact: The second moment before the step, had it been kept in fp32; None where it is, or
+            there is none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Sample:
     after: Tensor = field(default_factory=lambda: torch.empty(0))
     remainder: Tensor | None = None
     remainder_after: Tensor | None = None
+    exact: Tensor | None = None
 
     def on_cpu(self) -> Sample:
         """A copy on the host; synchronises."""
@@ -69,17 +71,14 @@ class Sample:
             self.after.cpu(),
             None if held is None else held.cpu(),
             None if held_after is None else held_after.cpu(),
+            None if self.exact is None else self.exact.cpu(),
         )
 
     def value(self) -> Tensor:
         """What the weight stood for before the step: fp32, or fp64 for an fp64 weight."""
-        if self.remainder is None:
-            return self.weight if self.weight.dtype == torch.float64 else self.weight.float()
-        if self.update == "split":
-            return join(self.weight, self.remainder)
-        if self.update == "split24":
-            return join24(self.weight, self.remainder)
-        return kahan_join(self.weight, self.remainder)
+        if self.weight.dtype == torch.float64:
+            return self.weight
+        return master(self.weight, self.remainder, self.update)
 
 
 @dataclass(slots=True)
@@ -91,12 +90,14 @@ class GroupSample:
         samples: One a tensor with a gradient.
         sparse: How many tensors were left out, as their gradients are sparse.
         places: The samples' tensors and element numbers; emptied after the step.
+        members: The samples' numbers in the group.
     """
 
     options: dict[str, Any]
     samples: list[Sample] = field(default_factory=list)
     sparse: int = 0
     places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -183,11 +184,11 @@ def before_step(
     for i, group in enumerate(optimizer.param_groups):
         options = {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
         step.groups.append(GroupSample(options))
-        total = sum(_local(p).numel() for p in group["params"])
+        total = sum(local(p).numel() for p in group["params"])
         own_names = group.get("param_names")
         for j, parameter in enumerate(group["params"]):
             gradient = parameter.grad if given is None else given.get(parameter)
-            tensor = _local(parameter.detach())
+            tensor = local(parameter.detach())
             if not tensor.numel() or (gradient is None and not step.late):
                 continue
             if gradient is not None and gradient.is_sparse:
@@ -204,12 +205,13 @@ def before_step(
                 torch.take(tensor, index),
             )
             if gradient is not None:
-                sample.gradient = torch.take(_local(gradient), index)
-            _copy_state(sample, optimizer.state.get(parameter, {}), parameter, tensor, index)
+                sample.gradient = torch.take(local(gradient), index)
+            _copy_state(sample, optimizer.state.get(parameter, {}), parameter, index)
             if own:
                 sample.remainder = sample.state.pop(REMAINDER, None)
             step.groups[i].samples.append(sample)
             step.groups[i].places.append((parameter, index))
+            step.groups[i].members.append(j)
     return step
 
 
@@ -217,32 +219,31 @@ def after_step(optimizer: Optimizer, step: StepSample, *, own: bool) -> None:
     """Copy what the step has left, into what :func:`before_step` gave."""
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):
-            sample.after = torch.take(_local(parameter.detach()), index)
+            sample.after = torch.take(local(parameter.detach()), index)
             held = optimizer.state.get(parameter, {}).get(REMAINDER) if own else None
             if held is not None:
                 sample.remainder_after = torch.take(held, index)
             if step.late and parameter.grad is not None and not parameter.grad.is_sparse:
-                sample.gradient = torch.take(_local(parameter.grad), index)
+                sample.gradient = torch.take(local(parameter.grad), index)
         group.places = []
 
 
-def _copy_state(
-    sample: Sample, state: Mapping[str, Any], parameter: Tensor, tensor: Tensor, index: Tensor
-) -> None:
+def _copy_state(sample: Sample, state: Mapping[str, Any], parameter: Tensor, index: Tensor) -> None:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             sample.state[key] = value
             sample.whole |= isinstance(value, list | tuple | dict)
-        elif key.endswith(_TOPS):
-            sample.state[key] = torch.take(value, _in_memory(index, tensor) // BLOCK)
+        elif key.endswith(TOPS):
+            codes = local(state[key.removesuffix(TOPS) + CODES])
+            sample.state[key] = torch.take(value, in_memory(index, codes) // BLOCK)
         elif value.shape == parameter.shape:
-            sample.state[key] = torch.take(_local(value), index)
+            sample.state[key] = torch.take(local(value), index)
         else:
             sample.state[key] = value.clone()
             sample.whole |= value.numel() != 1
 
 
-def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
+def in_memory(index: Tensor, tensor: Tensor) -> Tensor:
     """The places in memory of elements given by their numbers, for a tensor without holes."""
     if tensor.is_contiguous():
         return index
@@ -253,8 +254,10 @@ def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
     return place
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This process' part of a distributed tensor."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:  # a missing attribute is slow
+        return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

@@ -58,10 +58,14 @@ class Bucket:
         end = offset + len(inputs)
         self._have, self._anyone_has = total.buffer[offset:end], total.result[offset:end]
 
-    def fill(self, masters: HoldsGradients) -> None:
+    def fill(self, masters: HoldsGradients, scale: float = 1.0) -> None:
         """Copy this rank's gradients into the buffer; those that it has not are zeros.
 
         Their memory is freed: until :meth:`sums` the buffer stands for them.
+
+        Args:
+            masters: Have the gradients.
+            scale: Multiplies them before they are rounded to the buffer's format.
 
         Raises:
             PrecisionError: If one is sparse.
@@ -76,8 +80,11 @@ class Bucket:
         if sparse:
             raise sparse_gradients(sparse[0])
         self._absent = [i for i, p in enumerate(self._parameters) if p not in found]
+        gradients = [*found.values()]
+        if scale != 1.0 and gradients:
+            gradients = list(torch._foreach_mul(gradients, scale))
         if not self._absent:
-            torch._foreach_copy_(self._inputs, [*found.values()])
+            torch._foreach_copy_(self._inputs, gradients)
             self._have.fill_(1)
             masters.replace(self._results)
             return
@@ -86,7 +93,7 @@ class Bucket:
             view for view, p in zip(self._inputs, self._parameters, strict=True) if p in found
         ]
         if present:
-            torch._foreach_copy_(present, [*found.values()])
+            torch._foreach_copy_(present, gradients)
         self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
         masters.replace({p: self._results[p] for p in found})
 

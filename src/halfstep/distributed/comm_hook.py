@@ -13,7 +13,7 @@ from halfstep.distributed.flat_sums import add_by_rank, check_reduce_dtype, gath
 Hook = Callable[[dist.ProcessGroup | None, Any], torch.futures.Future[Tensor]]
 
 
-def sum_hook(reduce_dtype: torch.dtype) -> Hook:
+def sum_hook(reduce_dtype: torch.dtype, scale: Callable[[], float] | None = None) -> Hook:
     """A DDP communication hook: gradients are summed, not averaged, in ``reduce_dtype``.
 
     Use it as ``ddp_model.register_comm_hook(group, sum_hook(torch.bfloat16))``, with ``group`` that
@@ -24,6 +24,10 @@ def sum_hook(reduce_dtype: torch.dtype) -> Hook:
         reduce_dtype: On the wire: fp32, bf16 or fp16. 16 bit numbers are added in fp32 and rounded
             once, as in :mod:`halfstep.distributed.flat_sums`; the exchange of parts is then waited
             for within the hook, and only the gathering overlaps with backward.
+        scale: With fp16 on the wire, gives what gradients are multiplied by there, so that small
+            ones are not flushed to 0: ``lambda: precision.loss_scale.value`` with a
+            :class:`halfstep.Precision`, whose gradients are unscaled. None: they are scaled,
+            as with a ``GradScaler``.
 
     Returns:
         The hook.
@@ -43,27 +47,30 @@ def sum_hook(reduce_dtype: torch.dtype) -> Hook:
         if reduce_dtype == torch.float32:
             wide = buffer.float()
             work = dist.all_reduce(wide, group=group, async_op=True)
-            return _then(work, buffer, wide)
+            return _then(work, buffer, wide, 1.0)
         ranks = dist.get_world_size(group)
         padded = -(-buffer.numel() // ranks) * ranks
         wire = torch.zeros(padded, dtype=reduce_dtype, device=buffer.device)
-        wire[: buffer.numel()].copy_(buffer)
+        factor = 1.0 if scale is None else scale()
+        wire[: buffer.numel()].copy_(buffer if factor == 1.0 else buffer * factor)
         received = torch.empty_like(wire)
         dist.all_to_all_single(received, wire, group=group)
         part = torch.empty_like(wire[: padded // ranks])
         total = torch.empty_like(part, dtype=torch.float32)
         add_by_rank(received.view(ranks, -1), total, part)
-        return _then(gather(wire, part, group), buffer, wire[: buffer.numel()])
+        return _then(gather(wire, part, group), buffer, wire[: buffer.numel()], 1.0 / factor)
 
     return hook
 
 
-def _then(work: Any, buffer: Tensor, sums: Tensor) -> torch.futures.Future[Tensor]:
-    """When the work is done: the bucket's buffer with the sums in it."""
+def _then(work: Any, buffer: Tensor, sums: Tensor, factor: float) -> torch.futures.Future[Tensor]:
+    """When the work is done: the bucket's buffer with the sums times ``factor`` in it."""
 
     def write(done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises what the collective raised
-        return buffer if sums is buffer else buffer.copy_(sums)
+        if sums is not buffer:
+            buffer.copy_(sums)
+        return buffer if factor == 1.0 else buffer.mul_(factor)
 
     future: torch.futures.Future[Tensor] = work.get_future().then(write)
     return future

@@ -1,7 +1,7 @@
 """Sums of gradients over data-parallel ranks, for every precision policy, while backward runs.
 
-torch's DistributedDataParallel reduces ``parameter.grad``. Here finished gradients move on at once,
-out of 16-bit parameters into fp32 masters or buffers, so they are reduced where they arrive::
+torch's DistributedDataParallel reduces ``parameter.grad`` in the parameter's dtype, after every
+micro-batch, and averages. Here gradients add up first, and are summed in the policy's format::
 
     backward of the last micro-batch    a parameter's gradient is finished: count it
       all of a bucket are, and earlier  copy them into its flat buffer, start its sum
@@ -90,6 +90,7 @@ class GradientReducer:
         self.armed = False
         """Whether the backward that runs is the last of the step."""
         self._precision = precision
+        self._reduce_dtype = reduce_dtype
         self._ranks = dist.get_world_size(group)
         self._trained = _trained(precision)
         self._stamp = _stamp(precision)
@@ -120,7 +121,6 @@ class GradientReducer:
         for bucket in self._buckets:
             for name in bucket.names:
                 hook = partial(self._finished, bucket, name)
-                # after Precision's own hook: torch calls them in the order they were registered
                 self._trained[name][0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
@@ -178,6 +178,8 @@ class GradientReducer:
         if self._stream is not None:
             torch.cuda.current_stream(self._precision.device).wait_stream(self._stream)
         for bucket in self._buckets:
+            if self._wire_scale != 1.0:
+                bucket.sum.result.mul_(1.0 / self._wire_scale)
             self._precision.masters.replace(bucket.sums())
             bucket.reset()
         self._next = 0
@@ -199,13 +201,19 @@ class GradientReducer:
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         """Launch the next bucket's sum, after the next phases of those before."""
-        bucket.fill(self._precision.masters)
+        bucket.fill(self._precision.masters, self._wire_scale)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._precision.device))
         with self._aside():
             self._running.append(bucket.sum.phases())
             self._advance()
         self._next += 1
+
+    @property
+    def _wire_scale(self) -> float:
+        """What gradients are multiplied by on the wire: fp16 could not hold them unscaled."""
+        scale = self._precision.loss_scale.value
+        return scale if self._reduce_dtype == torch.float16 else 1.0
 
     def _advance(self) -> None:
         """Launch the next phase of every sum that has one, the oldest sum first."""
@@ -257,10 +265,9 @@ class GradientReducer:
 def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Name to the model's parameter and to what the optimizer updates for it, in model order."""
     owned = {p for o in precision.optimizers for group in o.param_groups for p in group["params"]}
-    updated = {n: p for n, p in precision.named_parameters().items() if p in owned}
-    model = precision.model
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad and n in updated}
-    return {name: (weight, updated[name]) for name, weight in weights.items()}
+    targets = precision.named_parameters()
+    named = precision.model.named_parameters()
+    return {n: (p, targets.get(n, p)) for n, p in named if p.requires_grad and p in owned}
 
 
 def _stamp(precision: Precision) -> list[int]:

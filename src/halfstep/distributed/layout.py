@@ -71,6 +71,19 @@ class Layout:
         return cls(**sizes)
 
     @classmethod
+    def of(cls, layout: str | Layout) -> Layout:
+        """A layout, or what its spelling means: :meth:`parse`.
+
+        Raises:
+            ConfigError: If it is neither.
+        """
+        if isinstance(layout, Layout):
+            return layout
+        if isinstance(layout, str):
+            return cls.parse(layout)
+        raise ConfigError(f"the layout is {layout!r}; allowed: a Layout, or text such as data=2")
+
+    @classmethod
     def choose(cls, text: str, world_size: int) -> Layout:
         """The layout of a run with ``world_size`` ranks; an empty text means ``data=world_size``.
 

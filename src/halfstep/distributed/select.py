@@ -15,6 +15,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.precision.border import as_device
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
 
@@ -41,8 +42,9 @@ _SCALES = (
 EXACT, REORDERED = "bit for bit", "another order of sums"
 
 
-def decide(policy: PrecisionPolicy, layout: Layout) -> Verdict:
+def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
     """Whether ``layout`` honours ``policy``, why not, and what to ask for instead."""
+    policy, layout = parse_policy(policy), Layout.of(layout)
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
         copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
@@ -101,9 +103,9 @@ def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
 
 
 def choose_strategy(
-    layout: Layout,
+    layout: str | Layout,
     policy: str | PrecisionPolicy,
-    device: torch.device,
+    device: str | torch.device,
     *,
     compiled: bool = False,
     sequence_parallel: bool = False,
@@ -111,9 +113,10 @@ def choose_strategy(
     """The strategy of a layout; all ranks together, in a process group of ``layout.size`` ranks.
 
     Args:
-        layout: Checked against the number of ranks (:meth:`Layout.choose`).
-        policy: The run's.
-        device: This rank's.
+        layout: Or its spelling, ``"data=2,tensor=2"``; checked against the number of ranks by
+            :meth:`Layout.choose`.
+        policy: The run's, or its name.
+        device: This rank's, or its name.
         compiled: Whether the model runs through ``torch.compile``.
         sequence_parallel: Whether tensor ranks split residual streams along the sequence.
 
@@ -121,7 +124,7 @@ def choose_strategy(
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
         ConfigError: For an option that the layout does not support.
     """
-    policy = parse_policy(policy)
+    policy, layout, device = parse_policy(policy), Layout.of(layout), as_device(device)
     verdict = decide(policy, layout)
     if verdict.refused:
         raise PrecisionError(

@@ -6,7 +6,7 @@ Both are given as ``Fabric(plugins=[...])``, not together with ``precision=``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,19 +47,22 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
     "precision": precision})``.
     """
 
-    def setup(self, fabric: Fabric, model: nn.Module, *optimizers: Optimizer) -> Any:
+    def setup(
+        self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer
+    ) -> Any:
         """Set up like ``fabric.setup``, and put the model under the policy.
 
         Args:
             fabric: With this plugin.
-            model: With fp32 weights.
-            optimizers: One, or none for evaluation.
+            model: With fp32 weights; or several models that train together, as of a GAN, which
+                share one loss scale. Names of their parameters then begin with ``"0."``, ``"1."``.
+            optimizers: One or several, each stepped by itself; or none for evaluation.
 
         Returns:
-            Fabric's model and optimizer, or the model alone.
+            Fabric's models and optimizers, in the given order; the model alone, if it is alone.
 
         Raises:
-            ConfigError: If the Fabric has another plugin, or there are several optimizers.
+            ConfigError: If the Fabric has another plugin, or this is the second call.
             PrecisionError: If policy, model, optimizer and strategy do not go together.
         """
         check_strategy(fabric.strategy, self.policy)
@@ -68,29 +71,27 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
                 "setup() of a precision plugin that this Fabric does not have; make it with "
                 "Fabric(plugins=[precision])"
             )
-        if len(optimizers) > 1:
-            raise ConfigError(
-                f"setup() got {len(optimizers)} optimizers; allowed: one, as HalfstepPrecision "
-                "takes a step of all parameters at once. Give it parameter groups, or use "
-                "ScaledPrecision"
-            )
         if self.engine is not None:
             raise ConfigError(
-                "setup() was called already, and a HalfstepPrecision holds one model; make another "
-                "Fabric for another model, or use ScaledPrecision"
+                "setup() was called already, and all models under one HalfstepPrecision share its "
+                "loss scale: give them all in one call, precision.setup(fabric, [generator, "
+                "discriminator], optimizer_g, optimizer_d)"
             )
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        models = [model] if isinstance(model, nn.Module) else [*model]
+        if any(isinstance(one, torch._dynamo.eval_frame.OptimizedModule) for one in models):
             raise ConfigError("setup() got a compiled model; compile it after setup()")
-        ready = fabric.setup(model, *optimizers)
+        ready, stepping = _fabrics(fabric, models, optimizers)
+        whole = ready[0].module if len(ready) == 1 else nn.ModuleList(r.module for r in ready)
         if not optimizers:
-            self.evaluate_(ready.module)
-            return ready
-        wrapped, optimizer = ready
-        self.train_(wrapped.module, optimizer.optimizer, wrapped._forward_module)
+            self.evaluate_(whole)
+            return ready[0] if isinstance(model, nn.Module) else tuple(ready)
+        callers = [r._forward_module for r in ready]
+        wrapped = callers[0] if len(callers) == 1 else nn.ModuleList(callers)
+        self.train_(whole, [o.optimizer for o in stepping], wrapped)
         strategy: Any = fabric.strategy
         strategy.clip_gradients_norm = self._clip_norm
         strategy.clip_gradients_value = self._clip_value
-        return wrapped, optimizer
+        return (*ready, *stepping)
 
     def _not_set_up(self) -> PrecisionError:
         return PrecisionError(
@@ -147,6 +148,18 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
 
     def _clip_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self.clip_value_(optimizer, float(clip_val))
+
+
+def _fabrics(
+    fabric: Fabric, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> tuple[list[Any], list[Any]]:
+    """Fabric's wrappers of the models and of the optimizers."""
+    if len(models) == 1:
+        found: Any = fabric.setup(models[0], *optimizers)
+        return ([found[0]], [*found[1:]]) if optimizers else ([found], [])
+    ready: Any = [fabric.setup_module(model) for model in models]
+    stepping: Any = fabric.setup_optimizers(*optimizers) if optimizers else ()
+    return ready, [stepping] if len(optimizers) == 1 else [*stepping]
 
 
 class ScaledPrecision(MixedPrecision):

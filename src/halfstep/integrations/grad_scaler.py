@@ -12,15 +12,17 @@ optimizers that are not fused have paid in ``step`` already) and stops where no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.parameter_names import Names
-from halfstep.integrations.recording_scaler import RecordingScaler
+from halfstep.integrations.agreeing_scaler import AgreeingScaler
+from halfstep.integrations.parameter_names import Names, refuse_pure
 from halfstep.integrations.scale_guard import (
     EXTRA_KEY,
     STRICT_CEILING,
@@ -33,24 +35,34 @@ from halfstep.integrations.scale_guard import (
 from halfstep.integrations.step_record import SkipCount, total
 from halfstep.precision.calibrate import largest_finite_scale
 from halfstep.precision.checks import some
+from halfstep.precision.ranks import Ranks
 from halfstep.precision.result import Reason
 
 
-class GradScaler(RecordingScaler):
+class GradScaler(AgreeingScaler):
     """Dynamic loss scaling with torch's interface and an account of every step.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them step or none does, and
+    their scales stay equal: the flag is the MAX over ranks, one small collective an optimizer and
+    step. All must then call ``unscale_``, ``step`` and ``update`` together.
 
     Args:
         device: As torch's, and so are ``growth_factor``, ``backoff_factor``, ``growth_interval``
             and ``enabled``.
         init_scale: The first scale, or ``"auto"``: the first call of :meth:`scale`, with a scalar
             loss, looks for the largest scale whose gradients are finite.
-        strict: Floor 1 and ceiling 2^24, unless given.
+        strict: Floor 1 and ceiling 2^24, unless given; and trainable 16-bit weights of which
+            nothing keeps the small updates are refused at the first step, as :meth:`check` does
+            before training.
         min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
         max_scale: The ceiling; 2^126 if any other option is on.
         hysteresis: Overflows that are needed for a back-off; refilled by a growth only.
         max_consecutive_skips: Rounds in a row with a skipped step at which ``update`` raises; not
             before the first applied step, while the scale is finding its level.
         names: For messages: ``model.named_parameters()``, or a dict of it. Changes nothing else.
+        allow_pure: Train 16-bit weights as they are, under any optimizer.
+        ranks: Who must agree on a skip; None: all of ``torch.distributed``'s default group where it
+            is initialised. ``OneRank()`` where each process trains a model of its own.
 
     Raises:
         PrecisionError: If an option cannot be honoured.
@@ -68,6 +80,7 @@ class GradScaler(RecordingScaler):
     """
 
     _always_saves_counts: ClassVar[bool] = False  # torch's own state dict where no option is on
+    _always_refuses_pure: ClassVar[bool] = False  # torch trains them
 
     def __init__(
         self,
@@ -84,11 +97,15 @@ class GradScaler(RecordingScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
         names: Names | None = None,
+        ranks: Ranks | None = None,
+        allow_pure: bool = False,
     ) -> None:
         auto = isinstance(init_scale, str) and init_scale == "auto"
         start: Any = 2.0**16 if auto else init_scale
         factors = (growth_factor, backoff_factor)
-        super().__init__(device, start, *factors, growth_interval, enabled, names)
+        super().__init__(device, start, *factors, growth_interval, enabled, names, ranks=ranks)
+        self._allow_pure = allow_pure
+        self._refuses_pure = (strict or self._always_refuses_pure) and not allow_pure
         self._options: dict[str, Any] = {
             "strict": strict,
             "min_scale": min_scale,
@@ -133,6 +150,24 @@ class GradScaler(RecordingScaler):
         return super().scale(outputs)
 
     def _calibrate(self, loss: Tensor | None) -> None:
+        """Find the scale; of several ranks', the smallest."""
+        device = torch.device(self._device) if loss is None else loss.device
+        ranks = self._agreeing(device)
+        usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
+        if usable and ranks.worst([0])[0]:
+            raise PrecisionError(
+                "init_scale='auto' cannot calibrate: another rank's first loss is not a finite "
+                "scalar with a gradient; its own message says more"
+            )
+        if not usable:
+            ranks.worst([1])
+        own = self._largest_scale(loss)
+        self._init_scale = 2.0 ** -ranks.worst([round(-math.log2(own))])[0]
+        self._calibrate_next = False
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
+
+    def _largest_scale(self, loss: Tensor | None) -> float:
         assert self._guard is not None
         if loss is None:
             raise PrecisionError(
@@ -140,14 +175,18 @@ class GradScaler(RecordingScaler):
                 "tensor; scale one scalar loss first, or give init_scale as a number"
             )
         low, high = self._options["min_scale"], self._options["max_scale"]
-        self._init_scale = largest_finite_scale(
+        return largest_finite_scale(
             loss,
             minimum=min(STRICT_FLOOR, self._guard.ceiling) if low is None else self._guard.floor,
             maximum=max(STRICT_CEILING, self._guard.floor) if high is None else self._guard.ceiling,
         )
-        self._calibrate_next = False
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if self._refuses_pure:
+            refuse_pure(optimizer, self._names)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's.
@@ -194,7 +233,9 @@ class GradScaler(RecordingScaler):
         self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
     ) -> None:
         what = "NaN" if reason == "nan_gradients" else "overflow (inf)"
-        whose = some(names) or "parameters that are not known, their gradients are gone"
+        whose = some(names) or (
+            "parameters that are not known here: they are another rank's, or their gradients gone"
+        )
         where = f"{what} in the gradients of {whose}"
         same = "the weights of the skipped optimizer are unchanged"
         if at_floor:
@@ -224,7 +265,8 @@ class GradScaler(RecordingScaler):
             device, start, growth, backoff, interval = self._made_with
             child = type(self)(
                 device, start, growth, backoff, interval, self._enabled,
-                names=self._names, **self._options,
+                names=self._names, ranks=self._ranks,
+                allow_pure=self._allow_pure, **self._options,
             )  # fmt: skip
             if name in self._saved_losses:
                 child.load_state_dict(self._saved_losses.pop(name))

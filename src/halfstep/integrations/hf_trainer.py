@@ -22,13 +22,19 @@ from torch import Tensor, nn
 
 from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.accelerate import ScaleOptions, attach as attach_scaler, refuse_engine
+from halfstep.integrations.accelerate import (
+    ScaleOptions,
+    attach as attach_scaler,
+    bare,
+    refuse_engine,
+)
 from halfstep.integrations.loop_scaler import LoopScaler
+from halfstep.integrations.parameter_names import refuse_pure, refuse_pure_weights
 from halfstep.integrations.stopped_step import stopped
 from halfstep.precision.ranks import Ranks, ranks_of_this_process
 
 try:  # an optional dependency, the extra "hf"
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ConfigError(
         "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
@@ -58,7 +64,8 @@ def attach(
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         stop_on_nonfinite: Raise before a step whose loss is not finite, or whose gradients are
             not where there is no scaler to skip it. False: they are shown, and training goes on.
-        options: The scaler's: :class:`halfstep.integrations.accelerate.ScaleOptions`.
+        options: The scaler's: :class:`halfstep.integrations.accelerate.ScaleOptions`; of them
+            ``allow_pure``, ``names`` and ``ranks`` without a scaler too.
 
     Returns:
         The callback that was added; ``callback.scaler`` is the scaler, or None.
@@ -66,27 +73,49 @@ def attach(
     Raises:
         ConfigError: If it is no Trainer, or attached or trained already; or if options of a scaler
             come without one.
-        PrecisionError: If its precision or its engine leaves no room for a loss scaler.
+        PrecisionError: If its precision or its engine leaves no room for a loss scaler; or if it
+            trains 16-bit weights of which nothing keeps the small updates, unless
+            ``allow_pure=True``. Where its class makes an optimizer of its own, ``train`` raises it.
     """
     _check(trainer)
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
-    if options and not wanted:
+    scales = {*options} - {"allow_pure", "names", "ranks"}
+    if scales and not wanted:
         raise ConfigError(
-            f"attach() got {', '.join(sorted(options))}, but this Trainer has no loss scaler: it "
+            f"attach() got {', '.join(sorted(scales))}, but this Trainer has no loss scaler: it "
             f"trains with mixed_precision={trainer.accelerator.mixed_precision!r}. Leave them out, "
             "or say scaler=True with an fp16 autocast of your own"
         )
-    ranks = options.get("ranks")
-    used = attach_scaler(trainer.accelerator, **options) if wanted else None
-    callback = NumericsCallback(trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite)
+    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
+    if not allow_pure:
+        _check_weights(trainer)
+    used = None
+    if wanted:  # the callback has a meter of its own
+        used = attach_scaler(trainer.accelerator, scaler=True, lost_updates_every=0, **options)
+    callback = NumericsCallback(
+        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
+    )
     trainer.log = callback.with_numbers(trainer.log)
     trainer.training_step = callback.keeping_loss(trainer.training_step)
-    trainer.accelerator.clip_grad_norm_ = callback.keeping_norm(trainer.accelerator.clip_grad_norm_)
+    trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
         trainer.args.logging_nan_inf_filter = False
         _LOG.warning("args.logging_nan_inf_filter is now False: a NaN loss is logged as NaN")
     return callback
+
+
+class _KeptNorm:
+    """Accelerate's ``clip_grad_norm_``, with the norm it gives kept for the step."""
+
+    def __init__(self, clip: Callable[..., Any]) -> None:
+        self._clip = clip
+        self.norm: Tensor | float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip."""
+        self.norm = self._clip(*args, **kwargs)
+        return self.norm
 
 
 class NumericsCallback(TrainerCallback):
@@ -105,6 +134,7 @@ class NumericsCallback(TrainerCallback):
         ranks: Ranks | None,
         *,
         stop: bool,
+        allow_pure: bool,
     ) -> None:
         self.scaler = scaler
         self.meter: LostUpdateMeter | None = None
@@ -113,9 +143,10 @@ class NumericsCallback(TrainerCallback):
         self._every = every
         self._ranks = ranks
         self._stop = stop
+        self._allow_pure = allow_pure
         self._scaled = trainer.accelerator.scaler is not None  # then it skips broken gradients
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
-        self._norm: Tensor | float | None = None
+        self.kept_norm = _KeptNorm(trainer.accelerator.clip_grad_norm_)
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
 
@@ -128,15 +159,6 @@ class NumericsCallback(TrainerCallback):
             return loss
 
         return step
-
-    def keeping_norm(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """Accelerate's ``clip_grad_norm_``, with the norm it gives kept for the step."""
-
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            self._norm = clip(*args, **kwargs)
-            return self._norm
-
-        return clip_grad_norm_
 
     def with_numbers(self, log: Callable[..., None]) -> Callable[..., None]:
         """The Trainer's ``log``, with our numbers in what is logged of training."""
@@ -178,6 +200,7 @@ class NumericsCallback(TrainerCallback):
 
         Raises:
             ConfigError: If the Trainer has made another Accelerator since :func:`attach`.
+            PrecisionError: If nothing keeps the small updates of 16-bit weights.
         """
         if self._trainer.accelerator is not self._accelerator:
             raise ConfigError(
@@ -187,9 +210,9 @@ class NumericsCallback(TrainerCallback):
         self._forget()
         if self.meter is not None:
             self.meter.close()
-        optimizer = kwargs["optimizer"]
-        while hasattr(optimizer, "step_was_skipped"):  # Accelerate's wrapper
-            optimizer = optimizer.optimizer
+        optimizer = bare(kwargs["optimizer"])
+        if not self._allow_pure:
+            refuse_pure(optimizer, _names(self._trainer.model))
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
@@ -201,27 +224,27 @@ class NumericsCallback(TrainerCallback):
             NonFiniteError: Of cause ``"forward"`` for the loss, ``"gradients"`` for gradients.
             PrecisionError: If gradients were clipped before they were unscaled.
         """
-        if self.scaler is not None and self._norm is None and args.max_grad_norm:
+        if self.scaler is not None and self.kept_norm.norm is None and args.max_grad_norm:
             raise PrecisionError(
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
         if not self._stop or not self._micro:
-            self._micro, self._norm = [], None
+            self._micro, self.kept_norm.norm = [], None
             return
         losses = [loss for loss, _ in self._micro]
-        norm = 0.0 if self._scaled or self._norm is None else self._norm
+        norm = 0.0 if self._scaled or self.kept_norm.norm is None else self.kept_norm.norm
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
         broken = self._agreeing(device).worst([loss_broken, not math.isfinite(values[-1])])
         if any(broken):
-            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": _number(self._norm)})
+            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": _number(self.kept_norm.norm)})
             micro, step = self._micro, state.global_step + 1
             self._forget()
             raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-        self._micro, self._norm = [], None
+        self._micro, self.kept_norm.norm = [], None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the reason, if the scaler has skipped this step."""
@@ -238,9 +261,29 @@ class NumericsCallback(TrainerCallback):
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def _forget(self) -> None:
-        self._micro, self._norm = [], None
+        self._micro, self.kept_norm.norm = [], None
         if self.scaler is not None:
             self.scaler.abandon()
+
+
+def _check_weights(trainer: Any) -> None:
+    """Refuse 16-bit weights before training, where the optimizer is known already."""
+    names = _names(trainer.model)
+    if trainer.optimizer is not None:
+        refuse_pure(bare(trainer.optimizer), names)
+        return
+    if getattr(trainer.accelerator.distributed_type, "name", "") == "FSDP":
+        return  # widens the weights when it shards them
+    given = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    if given is not None:
+        if not getattr(given[0], "accepts_low_precision_gradients", False):
+            refuse_pure_weights(given[0].__name__, names)
+    elif type(trainer).create_optimizer is Trainer.create_optimizer:
+        refuse_pure_weights(f"{type(trainer).__name__}'s optimizer", names)
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _number(norm: Any) -> float:

@@ -13,13 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.held_scheduler import hold_on_skip
-from halfstep.integrations.lightning_parts import PolicyPlugin, check_strategy
+from halfstep.integrations.lightning_parts import (
+    PolicyPlugin,
+    check_strategy,
+    loss_with_backward,
+)
 from halfstep.integrations.parameter_names import name_table
 from halfstep.integrations.scaler_settling import own_scaler, settle
 from halfstep.precision.result import StepResult
@@ -49,6 +54,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     """
 
     _watched = False
+    _plain = False  # no optimizer, or one that needs no Precision: fp32 weights without a scale
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -64,8 +70,14 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if trainer.state.fn != TrainerFn.FITTING:  # a strategy keeps an earlier fit's optimizers
             self.evaluate_(module)
             return model, optimizers, lr_schedulers
-        self._check(trainer, module, optimizers)
-        self.train_(module, optimizers[0], model)
+        self._check(trainer, module)
+        used = [o for o in optimizers if o.param_groups]  # configure_optimizers may give None
+        closures = len(used) == 1 and isinstance(used[0], LBFGS) and self._takes_closures()
+        self._plain = not used or closures
+        if self._plain:
+            self.evaluate_(module)
+        else:
+            self.train_(module, used, model)
         self._watched = any(
             is_overridden(_HOOK, callback, Callback) for callback in trainer.callbacks
         ) or any(is_overridden(hook, module) for hook in (_HOOK, _CLIPPING))
@@ -73,18 +85,12 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             lr_schedulers = hold_on_skip(lr_schedulers, self.applied)
         return model, optimizers, lr_schedulers
 
-    def _check(self, trainer: Any, module: Any, optimizers: list[Optimizer]) -> None:
-        if len(optimizers) > 1:
-            raise PrecisionError(
-                f"configure_optimizers of {type(module).__name__} gives {len(optimizers)} "
-                "optimizers, and HalfstepPrecision takes a step of all parameters at once; give "
-                "one optimizer with parameter groups, or use ScaledPrecision"
-            )
-        if is_overridden("backward", module):
-            raise PrecisionError(
-                f"{type(module).__name__} overrides backward(), which HalfstepPrecision replaces "
-                "by its own; change the loss in training_step, or use ScaledPrecision"
-            )
+    def _takes_closures(self) -> bool:
+        """Whether a step that calls the loss several times needs nothing of ours: LBFGS."""
+        low = self.policy.param_dtype != torch.float32
+        return not low and self.policy.loss_scale.kind == "none"
+
+    def _check(self, trainer: Any, module: Any) -> None:
         if self.policy.keeps_more_than_weights:
             for callback in trainer.callbacks:
                 if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
@@ -97,8 +103,15 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     def backward(
         self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Scale the loss and back-propagate."""
-        self.backward_(tensor, args, kwargs)
+        """Scale the loss and back-propagate, through the module's own ``backward`` hook."""
+        if self._plain:
+            model.backward(tensor, *args, **kwargs)
+            return
+
+        def backward(loss: Tensor, **options: Any) -> None:
+            self.backward_(loss, (), options)
+
+        model.backward(loss_with_backward(tensor, backward), *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
@@ -111,14 +124,18 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
 
         Raises:
             NonFiniteError: If going on cannot help; its ``cause`` tells.
+            PrecisionError: If gradients came past the policy's backward.
         """
+        if self._plain:
+            return self._plain_step(optimizer, model, closure, kwargs)
         if kwargs:
             raise PrecisionError(
                 f"optimizer.step({', '.join(kwargs)}=...): allowed is step(closure=...) alone"
             )
         output = closure()
-        if model.automatic_optimization and not self._backwards:
+        if model.automatic_optimization and not self.has_backward():
             self._applied = False
+            self._after_closure(model, optimizer)
             return output
         if self._watched:
             with self.unscaled(optimizer):
@@ -128,6 +145,25 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         self.step_(optimizer)
         return output
 
+    def _plain_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], options: dict[str, Any]
+    ) -> Any:
+        """A step of no optimizer, or of one that calls the loss several times."""
+
+        def checked() -> Any:
+            output = self._wrap_closure(model, optimizer, closure)
+            if isinstance(output, Tensor) and not bool(output.isfinite()):
+                raise NonFiniteError(
+                    f"the loss is {output.item()} within a step of {type(optimizer).__name__}: the "
+                    "forward pass, the data or the step so far made it; the weights are somewhere "
+                    "on its way",
+                    cause="forward",
+                )
+            return output
+
+        self.attempts += 1
+        return optimizer.step(closure=checked, **options)
+
     def clip_gradients(
         self,
         optimizer: Optimizer,
@@ -135,6 +171,9 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip the unscaled gradients: by value at once, by norm within the step."""
+        if self._plain:
+            LightningPrecision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+            return
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:

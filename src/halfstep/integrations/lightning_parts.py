@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +21,10 @@ from halfstep.precision.cast import (
     remove_regions_,
 )
 from halfstep.precision.checks import one_device
-from halfstep.precision.gradients import find_nonfinite, multiply_
+from halfstep.precision.gradients import find_nonfinite
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.ranks import OneRank, ranks_of_this_process
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.precision.wrappers import check_wrappers
@@ -68,26 +70,38 @@ class PolicyPlugin:
         self._model: nn.Module | None = None
         self._border: ModuleBorder | None = None
         self._undo: Callable[[], None] | None = None
+        self._optimizers: list[Optimizer] = []
+        self._shared: SharedSteps | None = None
+        self._said = False
         self._backwards = 0
-        self._forwards = 0
+        self._forwards = self._inside = 0
         self._max_norm: float | None = None
-        self._viewing = False
+        self._viewing: list[Optimizer] = []  # whose gradients are shown without their scale
         self._applied = True
 
-    def train_(self, model: nn.Module, optimizer: Optimizer, wrapped: nn.Module) -> None:
-        """Put a model and its optimizer under the policy; ``wrapped`` is what calls the model.
+    def train_(
+        self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], wrapped: nn.Module
+    ) -> None:
+        """Put a model and its optimizers under the policy; ``wrapped`` is what calls the model.
 
         Raises:
             PrecisionError: As :class:`Precision`; nothing has been changed then.
         """
-        if isinstance(optimizer, LBFGS):
+        every = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+        if any(isinstance(optimizer, LBFGS) for optimizer in every):
             raise PrecisionError(
                 "LBFGS calls the loss several times within a step, so that no step can be skipped "
-                "as a whole; use halfstep.optim's, or any optimizer that takes one gradient a step"
+                "as a whole; use halfstep.optim's, or any optimizer that takes one gradient a "
+                "step. Lightning's Trainer runs LBFGS under fp32 and bf16-mixed, by itself"
             )
         self.give_back_()
         check_wrappers(self.policy, wrapped)
-        self.engine = Precision(self.policy, model, optimizer, **self._options)
+        shared = self.policy.param_dtype == torch.float32 and _share_parameters(every)
+        self._shared = SharedSteps(every) if shared else None
+        if self.engine is not None and self.policy.param_dtype == torch.float32:
+            self.engine.close()  # weights say all, and another fit goes on from them
+        self.engine = Precision(self.policy, model, self._shared or every, **self._options)
+        self._optimizers = every
         self.last_step, self._applied, self._max_norm = None, True, None
         self._backwards = self._forwards = 0
         self._take(model)
@@ -137,8 +151,12 @@ class PolicyPlugin:
         if self._model is None or self._border is None:
             raise self._not_set_up()
         self._forwards += 1
-        with around_model(self.policy, self._model, one_device(self._model)), self._border.on():
-            yield
+        self._inside += 1
+        try:
+            with around_model(self.policy, self._model, _device(self._model)), self._border.on():
+                yield
+        finally:
+            self._inside -= 1
 
     def _not_set_up(self) -> PrecisionError:
         return PrecisionError("halfstep's precision plugin has no model yet")
@@ -146,40 +164,78 @@ class PolicyPlugin:
     def _ready(self, optimizer: Optimizer | None = None) -> Precision:
         """The engine, which must be there, and be that of this optimizer."""
         if self.engine is None or (
-            optimizer is not None and optimizer is not self.engine.optimizers[0]
+            optimizer is not None and all(optimizer is not o for o in self._optimizers)
         ):
             raise self._not_set_up()
         return self.engine
 
     def backward_(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Scale the loss and back-propagate.
+        """Scale the loss and back-propagate; with the options of ``torch.Tensor.backward``.
 
         Raises:
-            PrecisionError: For options of ``backward``, or if no forward ran in the policy.
+            PrecisionError: For a ``gradient`` of the loss, or if no forward ran in the policy.
         """
         engine = self._ready()
-        if args or kwargs:
-            named = ", ".join([*map(repr, args), *kwargs])
+        named = zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)
+        options = dict(named) | kwargs
+        if options.pop("gradient", None) is not None:
             raise PrecisionError(
-                f"backward(loss, {named}): allowed is backward(loss) alone; add up several losses "
-                "of one graph before it"
+                "backward(loss, gradient=...): the loss scale is the gradient of the loss; "
+                "multiply the loss instead"
             )
-        if not self._forwards:
+        if not self._forwards and not self._inside:
             raise PrecisionError(
                 f"backward() of a loss whose forward did not run in policy {self.policy}: call the "
                 "model that setup() returned, or its other methods under fabric.autocast()"
             )
-        engine.backward(loss)
+        engine.backward(loss, **options)
         self._backwards += 1
 
+    def has_backward(self) -> bool:
+        """Whether there is something to step with.
+
+        Raises:
+            PrecisionError: If gradients came past :meth:`backward_`, without a scale.
+        """
+        if self._backwards:
+            return True
+        if _held(self._optimizers):
+            raise _no_backward()
+        return False
+
     def step_(self, optimizer: Optimizer) -> None:
-        """Check, clip and apply the gradients, or skip the step."""
+        """Check, clip and apply this optimizer's gradients, or skip the step; others' wait."""
         max_norm, self._max_norm = self._max_norm, None
-        self._backwards = self._forwards = 0
-        self.attempts += 1
         self._applied = False
-        self.last_step = self._ready(optimizer).step(max_norm=max_norm)
+        engine = self._ready(optimizer)
+        if isinstance(ranks_of_this_process(engine.device), OneRank):  # else they agree in it
+            if not self._backwards:
+                raise _no_backward()
+            if self._nothing_to_do(engine, optimizer):
+                return
+        self.attempts += 1
+        if self._shared is not None:
+            self._shared.active = optimizer
+        with _waiting(engine, optimizer, self._optimizers) as others:
+            self._backwards = self._forwards = min(1, len(others))  # they were backward's, too
+            self.last_step = engine.step(max_norm=max_norm)
         self._applied = self.last_step.applied
+        torch.clear_autocast_cache()  # a forward after it, in the same context, has new weights
+
+    def _nothing_to_do(self, engine: Precision, optimizer: Optimizer) -> bool:
+        """Whether no gradient came to this optimizer; torch's steps change nothing then."""
+        if _held([optimizer]):
+            return False
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"a step of {type(optimizer).__name__} changed nothing: none of its parameters has "
+                "a gradient. Said once",
+                stacklevel=4,
+            )
+        if not _held(self._optimizers):
+            self._backwards, engine._loss = 0, None
+        return True
 
     def applied(self) -> bool:
         """Whether the latest optimizer step updated the weights; True before the first."""
@@ -198,37 +254,23 @@ class PolicyPlugin:
 
     @contextmanager
     def unscaled(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
-        """The step's gradients without their loss scale, to be read and changed in place.
+        """The step's gradients, to be read and changed in place, or replaced.
 
-        The scale is a power of two, so both ways are exact down to 2^-126. 16-bit gradients are
-        fp32 meanwhile, as fp16 without the scale would be 0 below 2^-25; so a hook changes them in
-        place, or puts one of the parameter's own dtype in their stead. A gradient that is not
-        finite stays so whatever is done to it, so that no clipping hides an overflow.
+        A gradient that is not finite stays so whatever is done to it, so that no clipping hides an
+        overflow.
         """
-        engine = self._ready(optimizer)
-        if self._viewing:
-            yield _gradients(engine)
+        self._ready(optimizer)
+        before = list(_held([optimizer]).values())
+        if optimizer in self._viewing:
+            yield before
             return
-        before = _gradients(engine)
         found = find_nonfinite((str(i), gradient) for i, gradient in enumerate(before))
-        scale = engine.loss_scale.value
-        narrow = [g for g in before if g.dtype != torch.float32 and scale != 1]
-        places = [gradient.data for gradient in narrow]
-        for gradient in narrow:
-            gradient.data = gradient.data.float()
-        multiply_(before, 1 / scale)
-        self._viewing = True
+        self._viewing.append(optimizer)
         try:
             yield before
         finally:
-            self._viewing = False
-            after = _gradients(engine)
-            given = [g for g in after if g.dtype != torch.float32 and scale != 1]
-            multiply_([g for g in after if g.dtype == torch.float32], scale)
-            for gradient in given:  # by a hook; a scale such as 65536 is no fp16 number
-                gradient.copy_(gradient.float() * scale)
-            for gradient, place in zip(narrow, places, strict=True):
-                gradient.data = place.copy_(gradient.data)  # what was not changed, bit for bit
+            self._viewing.remove(optimizer)
+            after = list(_held([optimizer]).values())
             if len(after) == len(before):
                 for names, value in ((found.inf, float("inf")), (found.nan, float("nan"))):
                     for name in names:
@@ -246,9 +288,92 @@ class PolicyPlugin:
             self.engine.load_state_dict(state_dict)
 
 
-def _gradients(engine: Precision) -> list[Tensor]:
-    owned = [p for o in engine.optimizers for group in o.param_groups for p in group["params"]]
-    return list(engine.masters.gradients(owned).values())
+class SharedSteps(Optimizer):
+    """Optimizers with parameters in common, as one that :class:`Precision` holds.
+
+    A step of it is a step of the active one. For fp32 weights, where an optimizer's parameters are
+    the model's; a 16-bit weight has one optimizer that keeps what stands behind it.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        super().__init__(list(dict.fromkeys(owned)), {})
+        self.active = optimizers[0]
+
+    def step(self, closure: Any = None) -> Any:
+        """The active one's."""
+        return self.active.step()
+
+
+def _share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return len(set(owned)) < len(owned)
+
+
+def _no_backward() -> PrecisionError:
+    return PrecisionError(
+        "step() without backward(): call self.manual_backward(loss), in Fabric "
+        "fabric.backward(loss), instead of loss.backward(), so that the loss is scaled and checked"
+    )
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Of the model's parameters; a model without any runs where it is called, as on a CPU."""
+    return one_device(model) if any(True for _ in model.parameters()) else torch.device("cpu")
+
+
+def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
+    """Parameter to gradient, for all of some optimizers' that have one."""
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return {p: p.grad for p in owned if p.grad is not None}
+
+
+@contextmanager
+def _waiting(
+    engine: Precision, optimizer: Optimizer, every: Sequence[Optimizer]
+) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Lay the gradients of the other optimizers aside for one step, and the step's loss for theirs.
+
+    What they share with this one stays for them, as in torch, until somebody clears it.
+    """
+    mine, loss = _held([optimizer]), engine._loss
+    others = _held([o for o in every if o is not optimizer])
+    others = {p: gradient.clone() if p in mine else gradient for p, gradient in others.items()}
+    if not others:
+        yield others
+        return
+    for parameter in others:
+        if parameter not in mine:
+            parameter.grad = None
+    try:
+        yield others
+    finally:
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
+        engine._loss = loss
+
+
+def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
+    """The loss, as a tensor whose ``backward`` is another function of it and the options.
+
+    What is computed from it has that ``backward`` as well, so that a module's own ``backward``
+    hook may do with the loss what it likes before it calls ``loss.backward()``.
+    """
+
+    class Loss(Tensor):
+        def backward(
+            self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+            inputs: Any = None,
+        ) -> None:  # fmt: skip
+            """As torch's."""
+            options = {
+                "gradient": gradient, "retain_graph": retain_graph, "inputs": inputs,
+                "create_graph": create_graph or None,
+            }  # fmt: skip
+            given = {key: value for key, value in options.items() if value is not None}
+            backward(self.as_subclass(Tensor), **given)
+
+    return loss.as_subclass(Loss)
 
 
 def lightning_word(policy: PrecisionPolicy) -> str:

@@ -16,7 +16,6 @@ they were clipped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -25,11 +24,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.parameter_names import name_table
 from halfstep.integrations.step_record import stored_gradients, total
-from halfstep.precision.ranks import Ranks, ranks_of_this_process
+from halfstep.precision.ranks import Ranks
 
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -39,18 +39,22 @@ class LoopScaler(GradScaler):
     """:class:`halfstep.GradScaler` that says by not calling the optimizer that a step is skipped.
 
     Reading the flag makes the host wait once a step, for fused optimizers too: a loop that holds
-    its learning rate on skipped steps has to know. Where ``torch.distributed`` is initialised the
-    flag is the MAX over ranks, one small collective a step: everyone steps or nobody does. Names
-    of parameters are those that this rank found.
+    its learning rate on skipped steps has to know. Names of parameters are those that this rank
+    found.
+
+    Attributes:
+        meter: The :class:`halfstep.LostUpdateMeter` of the loop's optimizers, or None.
     """
 
     _always_saves_counts: ClassVar[bool] = True
+    _always_refuses_pure: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.meter: LostUpdateMeter | None = None
         self._optimizers: Optimizers | None = None
         self._find_names: Named | None = None
-        self._ranks: Ranks | None = None
+        self._found_names: Named | None = None  # where they came from, once they are known
         self._pending = False  # update() was called and waits for optimizers
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._checked: int | None = None  # id of the optimizer whose flags are this step's
@@ -61,9 +65,11 @@ class LoopScaler(GradScaler):
         Args:
             optimizers: Gives the optimizers that step in it, unwrapped.
             named: Gives names and parameters, where none were given; asked once, when training.
-            ranks: Who must agree; None: the default group, if there is one.
+            ranks: Who must agree; None: as the scaler was made.
         """
-        self._optimizers, self._ranks = optimizers, ranks
+        self._optimizers = optimizers
+        if ranks is not None:
+            self._ranks = ranks
         self._find_names = None if self._names else named
 
     @property
@@ -78,6 +84,22 @@ class LoopScaler(GradScaler):
         self._per_optimizer_states.clear()
         self._round, self._marks = [], {}
 
+    def release(self) -> None:
+        """Keep nothing of the optimizers and parameters alive, between two trainings."""
+        self.abandon()
+        if self._found_names is not None:
+            self._names, self._find_names = {}, self._found_names
+            self._found_names = None
+        if self.meter is not None:
+            self.meter.close()
+            self.meter = None
+
+    def _know_names(self) -> None:
+        """Ask for the parameters' names, once."""
+        if self._find_names is not None:
+            self._names = name_table(self._find_names())
+            self._find_names, self._found_names = None, self._find_names
+
     def scale(self, outputs: Any) -> Any:
         """Multiply by the scale, as torch's; adapts it first where ``update`` was waiting."""
         if self._enabled:
@@ -90,24 +112,6 @@ class LoopScaler(GradScaler):
             }
         return super().scale(outputs)
 
-    def _calibrate(self, loss: Tensor | None) -> None:
-        """As one process alone would; then the smallest of all ranks' scales."""
-        device = torch.device(self._device) if loss is None else loss.device
-        ranks = self._agreeing(device)
-        usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
-        if usable and ranks.worst([0])[0]:
-            raise PrecisionError(
-                "init_scale='auto' cannot calibrate: another rank's first loss is not a finite "
-                "scalar with a gradient; its own message says more"
-            )
-        if not usable:
-            ranks.worst([1])
-        super()._calibrate(loss)
-        exponent = ranks.worst([round(-math.log2(self._init_scale))])[0]
-        self._init_scale = 2.0**-exponent
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once a step; as torch's.
 
@@ -115,8 +119,7 @@ class LoopScaler(GradScaler):
             PrecisionError: For fp16 gradients; or if a backward has added scaled gradients to
                 unscaled ones.
         """
-        if self._find_names is not None:
-            self._names, self._find_names = name_table(self._find_names()), None
+        self._know_names()
         self._refuse_mixed(optimizer)
         super().unscale_(optimizer)
 
@@ -124,7 +127,7 @@ class LoopScaler(GradScaler):
         """Unscale the gradients of all optimizers that have some and wait for their step."""
         for optimizer in self._bound():
             self._refuse_mixed(optimizer)
-            if self._stage(optimizer) is OptState.READY and _has_gradients(optimizer):
+            if self._stage(optimizer) is OptState.READY and has_gradients(optimizer):
                 self.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -146,20 +149,12 @@ class LoopScaler(GradScaler):
         assert self._scale is not None
         flags = self._flags(optimizer)
         found = float(total(flags.values(), self._scale.device)) if flags else 0.0
-        anywhere, unable = self._agreeing(self._scale.device).worst([found > 0, not flags])
-        if unable and flags:
-            raise PrecisionError(
-                "another rank's optimizer has no gradient in this step, so none steps; every rank "
-                "must use the model in each step"
-            )
-        if not anywhere or not flags:  # without flags torch says that there was no gradient
+        if not found:  # without flags torch says that there was no gradient
             self._checked = id(optimizer)
             try:
                 return super().step(optimizer, *args, **kwargs)
             finally:
                 self._checked = None
-        for flag in flags.values():
-            flag.clamp_(min=1.0)
         self._host_flag = 1.0
         self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         self._remember(optimizer)
@@ -171,8 +166,7 @@ class LoopScaler(GradScaler):
             self._stepping = True
             try:
                 if getattr(optimizer, "_step_supports_amp_scaling", False):
-                    if self._find_names is not None:
-                        self._names, self._find_names = name_table(self._find_names()), None
+                    self._know_names()
                     self._check_inf_per_device(optimizer)
                 else:
                     self.unscale_(optimizer)
@@ -233,16 +227,13 @@ class LoopScaler(GradScaler):
         return [
             optimizer
             for optimizer in self._bound()
-            if self._stage(optimizer) is not OptState.STEPPED and _has_gradients(optimizer)
+            if self._stage(optimizer) is not OptState.STEPPED and has_gradients(optimizer)
         ]
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         state = self._per_optimizer_states.get(id(optimizer))
         stage: OptState = OptState.READY if state is None else state["stage"]
         return stage
-
-    def _agreeing(self, device: torch.device) -> Ranks:
-        return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._mixed and self._stage(optimizer) is OptState.UNSCALED:
@@ -257,11 +248,13 @@ class LoopScaler(GradScaler):
         unbound: dict[str, Any] = {
             "_optimizers": None,
             "_find_names": None,
-            "_ranks": None,
+            "_found_names": None,
+            "meter": None,
             "_mixed": set(),
         }
         return super().__getstate__() | unbound
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether any of its parameters has one."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -8,14 +8,13 @@ border is around the outermost call of a submodule.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.precision.cast import Region, cast_floating
-from halfstep.precision.losses import LossesInFp32
 from halfstep.precision.policy import PrecisionPolicy
 
 
@@ -53,10 +52,8 @@ class ModuleBorder:
         """Cast within this context."""
         before = self._on, self._depth
         self._on, self._depth = True, 0
-        low = self._policy.param_dtype != torch.float32
         try:
-            with LossesInFp32() if low else nullcontext():
-                yield
+            yield
         finally:
             self._on, self._depth = before
 

@@ -90,6 +90,41 @@ def half_trainable(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in owned if p.requires_grad and p.dtype == torch.float16]
 
 
+def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
+    """Raise for trainable 16-bit weights of which nothing keeps the small updates.
+
+    halfstep's optimizers keep them, or were told ``update="nearest"``; those that say
+    ``accepts_low_precision_gradients = True`` answer for themselves.
+
+    Raises:
+        PrecisionError: Naming the parameters, the ways out and their bytes.
+    """
+    if not accepts_low_precision(optimizer):
+        names = parameter_names(optimizer, known)
+        refuse_pure_weights(type(optimizer).__name__, names)
+
+
+def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
+    """As :func:`refuse_pure`, for an optimizer that is still to be made: its class's name.
+
+    Raises:
+        PrecisionError: Naming the parameters, the ways out and their bytes.
+    """
+    low = [p for p in names if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if not low:
+        return
+    count = sum(parameter.numel() for parameter in low)
+    held = some(tuple(names[parameter] for parameter in low))
+    dtypes = " and ".join(sorted({dtype_name(p.dtype) for p in low}))
+    raise PrecisionError(
+        f"{len(low)} of {len(names)} tensors of {kind} are trained in {dtypes} with nothing behind "
+        f"them, so updates below half the gap between two such numbers are lost: {held}. Keep them "
+        f"in fp32 with model.float() before the optimizer is made ({2 * count} bytes more, and as "
+        f"much for the gradients and for each moment), use halfstep.optim.AdamW(..., "
+        f"update='split') with bf16 weights ({2 * count} bytes more), or say allow_pure=True"
+    )
+
+
 def upcast_trainable_(optimizer: Optimizer, known: Mapping[Tensor, str]) -> int:
     """Make the trainable 16-bit parameters fp32 in place; see the scaler's method."""
     owned = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from halfstep.integrations.parameter_names import (
     half_trainable,
     name_table,
     refuse_half,
+    refuse_pure,
     upcast_trainable_,
 )
 from halfstep.integrations.step_record import (
@@ -41,6 +43,7 @@ class RecordingScaler(torch.amp.GradScaler):
     """Torch's loss scaler with an account of every step; see :class:`halfstep.GradScaler`."""
 
     _scale: Tensor | None
+    _allow_pure = False  # whether 16-bit weights are trained with nothing behind them
 
     def __init__(
         self,
@@ -96,16 +99,20 @@ class RecordingScaler(torch.amp.GradScaler):
         return not self._count.any_applied and not any(not step.skipped for step in self._round)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse, before training, what unscaling would refuse at the end of the first backward.
+        """Refuse, before training, what would fail at the first step or lose updates in silence.
 
         Raises:
-            PrecisionError: If the optimizer has trainable fp16 parameters, unless it has
-                ``accepts_low_precision_gradients = True`` or the scaler is disabled. Fused
-                optimizers of torch are refused here although their step would take them.
+            PrecisionError: If the optimizer has trainable fp16 parameters, whose gradients cannot
+                be unscaled, or bf16 ones, whose small updates are lost; unless it has
+                ``accepts_low_precision_gradients = True``. Fused optimizers of torch are refused
+                here although their step would take fp16. With ``allow_pure=True``, or if the scaler
+                is disabled, bf16 passes.
         """
         if self._enabled and not accepts_low_precision(optimizer):
             what = "The loss scaler needs fp32 gradients"
             refuse_half(optimizer, half_trainable(optimizer), self._names, what)
+        if self._enabled and not self._allow_pure:
+            refuse_pure(optimizer, self._names)
 
     def upcast_trainable_(self, optimizer: Optimizer) -> int:
         """Make the optimizer's trainable fp16 and bf16 parameters, and their gradients, fp32.
@@ -128,7 +135,12 @@ class RecordingScaler(torch.amp.GradScaler):
         if not allowed:
             what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
             refuse_half(optimizer, half_gradients(optimizer), self._names, what)
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allowed)
+        source = self._gradients_of(optimizer)
+        return super()._unscale_grads_(source, inv_scale, found_inf, allowed)
+
+    def _gradients_of(self, optimizer: Optimizer) -> Any:
+        """Where torch finds the gradients that it checks and unscales."""
+        return optimizer
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once a step; as torch's.
@@ -167,7 +179,8 @@ class RecordingScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
         try:
-            value = super().step(optimizer, *args, **kwargs)
+            with self._around_step(optimizer):
+                value = super().step(optimizer, *args, **kwargs)
         except AssertionError as error:
             if not str(error).startswith(_NOT_CHECKED):
                 raise
@@ -176,6 +189,10 @@ class RecordingScaler(torch.amp.GradScaler):
             self._stepping = False
         self._remember(optimizer)
         return value
+
+    def _around_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within it torch checks, unscales and steps."""
+        return nullcontext()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.integrations.parameter_names import parameter_names
+from halfstep.precision.local import local_part
 from halfstep.precision.result import Reason, StepResult
 
 Held = Tensor | float
@@ -39,10 +40,12 @@ def total(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def stored_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Parameter and the stored values of its gradient, for all that have one."""
+    """Parameter and what this rank stores of its gradient, for all that have one."""
     owned = (p for group in optimizer.param_groups for p in group["params"])
     return [
-        (p, p.grad._values() if p.grad.is_sparse else p.grad) for p in owned if p.grad is not None
+        (p, p.grad._values() if p.grad.is_sparse else local_part(p.grad))
+        for p in owned
+        if p.grad is not None
     ]
 
 
@@ -61,7 +64,7 @@ class Marks:
         names = parameter_names(optimizer, known)
         with torch.no_grad():
             found = [(p, v.detach()) for p, v in stored_gradients(optimizer) if v.numel()]
-            # Tensors of other types (DTensor) cannot be mixed with plain ones in one call.
+            # Tensors of other types cannot be mixed with plain ones in one call.
             found = [(p, v) for p, v in found if type(v) in (Tensor, torch.nn.Parameter)]
             values = [value for _, value in found]
             self._names = [names[parameter] for parameter, _ in found]

@@ -28,7 +28,9 @@ from halfstep.models.encoder_layers import (
     NgramBag,
     pool,
 )
+from halfstep.models.hf_files import read_tensors
 from halfstep.models.layers import Embedding, LayerNorm
+from halfstep.models.skeleton import own_skeleton, refuse_more_layers, require_plain_files
 
 __all__ = ["Encoder", "EncoderConfig", "load_encoder"]
 
@@ -224,8 +226,11 @@ def load_encoder(folder: Path) -> Encoder:
     Raises:
         CheckpointError: A file is missing or damaged, of another model, or a tensor does not fit.
     """
-    with torch.device("meta"):
-        model = Encoder(read_encoder_config(folder))
+    require_plain_files(folder)
+    config = read_encoder_config(folder)
+    stored = {name: tensor for name, (tensor, _) in read_tensors(folder).items()}
+    refuse_more_layers(folder / "config.json", {"n_layer": config.n_layer}, len(stored))
+    model = own_skeleton(folder, stored, lambda: Encoder(config))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     model.load_state_dict(read_encoder_weights(folder, shapes), strict=True, assign=True)
     return model

@@ -28,7 +28,7 @@ def is_encoder_folder(folder: Path) -> bool:
     """Whether the folder's ``config.json`` says that it is an encoder of ours."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("model_type") == MODEL_TYPE
 
@@ -46,7 +46,7 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
         raise CheckpointError(
             f"{file} does not exist: an encoder's folder has {CONFIG} and {WEIGHTS}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(found).__name__}")

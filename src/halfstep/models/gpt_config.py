@@ -65,6 +65,17 @@ class GPTConfig:
                 f"model.layer_norm_eps must be in (0, 1), got {self.layer_norm_eps!r}"
             )
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, without building them; what ``vocab_size`` is 0 for is left out.
+
+        Of the width C: the tables of tokens and positions, the last norm's 2 C, and in each block
+        12 C^2 + 13 C: attention's 4 C^2 + 4 C, the MLP's 8 C^2 + 5 C and two norms' 4 C.
+        """
+        width = self.n_embd
+        block = 12 * width * width + 13 * width
+        return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block
+
 
 def _is_number(value: object) -> bool:
     """True for int and float but not bool."""

@@ -22,6 +22,7 @@ from halfstep.models.gpt import GPT
 from halfstep.models.hf_config import read_config, write_config
 from halfstep.models.hf_files import WEIGHTS, read_tensors
 from halfstep.models.hf_layout import IGNORED, from_hf, hf_name, hf_shape, to_hf
+from halfstep.models.skeleton import own_skeleton, refuse_more_layers, require_plain_files
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,6 +49,7 @@ def load_gpt2(
             dtype (file and tensor are named).
     """
     folder = Path(folder)
+    require_plain_files(folder)
     config = read_config(
         folder / "config.json", dropout=dropout, activation_checkpointing=activation_checkpointing
     )
@@ -57,8 +59,9 @@ def load_gpt2(
             "weights first (peft: merge_and_unload)"
         )
     found = read_tensors(folder)
-    with torch.device("meta"):
-        model = GPT(config)
+    stored = {name: tensor for name, (tensor, _) in found.items()}
+    refuse_more_layers(folder / "config.json", {"n_layer": config.n_layer}, len(stored))
+    model = own_skeleton(folder, stored, lambda: GPT(config))
     state = {}
     for name, parameter in model.named_parameters():
         theirs = hf_name(name)

@@ -70,7 +70,7 @@ def read_config(
         raise CheckpointError(
             f"{file} does not exist: a GPT-2 folder has config.json and model.safetensors"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(found).__name__}")

@@ -13,10 +13,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types
+def has_autocast(device_type: str) -> bool:
+    """Whether torch has an autocast for ``device_type``: not for "meta".
+
+    A constant to ``torch.compile``, which in torch 2.11 cannot trace the question.
+    """
+    return torch.amp.is_autocast_available(device_type)
+
+
 def autocast_is_on(device_type: str) -> bool:
     """True if autocast is active now for ``device_type``; False where torch has none ("meta")."""
     # is_autocast_enabled raises on device types without autocast, so availability comes first.
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:

@@ -1,9 +1,11 @@
 """Hugging Face model folders, opened without trusting them.
 
-Nothing of a folder runs and no pickle is opened: JSON is read and checked here, weights come from
-safetensors files that lie inside the folder, and ``transformers`` is handed the tensors, never the
-folder, so that none of its other ways to find weights (pickles, sharded training checkpoints,
-adapters, file names out of ``config.json``) is open.
+Nothing of a folder runs, no pickle is opened and nothing that a file names is fetched: JSON is read
+and checked here (:mod:`halfstep.models.foreign_config`), weights come from safetensors files that
+lie inside the folder, and ``transformers`` is handed the checked settings and the tensors, never
+the folder, so that none of its other ways to find weights (pickles, sharded training checkpoints,
+adapters, file names out of ``config.json``) is open. Python of the folder runs only where its user
+says that it is trusted.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +26,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.models.foreign_config import (
+    dictionaries,
+    refuse_code,
+    refuse_quantized,
+    reset_implementations,
+    without_code,
+)
 from halfstep.models.hf_files import INDEX, WEIGHTS
 from halfstep.models.pretrained_hub import require, resolve_source
+from halfstep.models.skeleton import refuse_more_layers, require_plain_files
 
 ADAPTER = "adapter_config.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -113,40 +124,40 @@ def open_folder(
             f"{folder} holds an adapter, not a model: open it with its base (open_adapted_lm), or "
             "merge it first"
         )
+    require_plain_files(folder)
     found = read_json(folder / "config.json", f"a model folder has config.json and {WEIGHTS}")
     if not isinstance(found.get("model_type"), str):
         raise CheckpointError(f"{folder / 'config.json'}: model_type is missing or no string")
     refuse_code(folder / "config.json", found, trust_remote_code)
-    if found.get("quantization_config") is not None:
-        raise ConfigError(
-            f"{folder / 'config.json'}: quantized weights (quantization_config) cannot be trained; "
-            "take the model's unquantized folder"
-        )
+    refuse_quantized(folder / "config.json", found)
     files = tuple(_weight_files(folder))
+    tensors = sum(map(_count, files))
+    for level in dictionaries(found):
+        refuse_more_layers(folder / "config.json", level, tensors)
+    auto_map = (found.get("auto_map") or {}) if trust_remote_code else {}
+    config = _config(folder, found, trusted=bool(auto_map))
+    own_name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)
+    return PretrainedFolder(own_name, folder, config, auto_map, files)
+
+
+def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
+    """The config object of a folder: of what was checked, or of the folder's own trusted code."""
     transformers = require("transformers")
-    with quiet():
+    with quiet(), tempfile.TemporaryDirectory(prefix="halfstep-") as checked:
+        file = Path(checked) / "config.json"
+        file.write_text(json.dumps(without_code(found)), encoding="utf-8")
         try:
             config = transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
+                folder if trusted else checked, local_files_only=True, trust_remote_code=trusted
             )
         except Exception as error:  # transformers raises many kinds for a bad config
             raise CheckpointError(
                 f"{folder / 'config.json'} is not one that transformers {transformers.__version__} "
                 f"knows: {first_line(error)}"
             ) from error
-    auto_map = found.get("auto_map") or {}
-    own_name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)
-    return PretrainedFolder(own_name, folder, config, auto_map if trust_remote_code else {}, files)
-
-
-def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> None:
-    """Raises ConfigError where a JSON file asks for Python of its own that is not trusted."""
-    if found.get("auto_map") and not trust_remote_code:
-        raise ConfigError(
-            f"{file}: auto_map asks to run Python code that comes with the model. Nothing of it "
-            "was run. If you have read and trust it, pass trust_remote_code (--trust-remote-code); "
-            "or remove auto_map to use transformers' own class of this model_type"
-        )
+    config.name_or_path = str(folder)
+    reset_implementations(config)
+    return config
 
 
 def read_json(file: Path, hint: str) -> dict[str, Any]:
@@ -260,6 +271,12 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{file}: tensor {lost[0]!r} is missing, though {INDEX} places it here"
             )
     return files
+
+
+def _count(file: Path) -> int:
+    """How many tensors a file holds."""
+    with safe_open(file, framework="pt", device="cpu") as content:
+        return len(content.keys())
 
 
 def _placed_by_index(folder: Path) -> dict[str, Path]:

@@ -86,8 +86,8 @@ def open_classifier(
         config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     if dropout is not None:
         set_dropout(config, dropout)
-    head = head_names(model_class, config)
     tensors = folder.tensors()
+    head = head_names(folder, model_class, config, tensors)
     if not same:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in head}
     loaded = load_weights(folder, model_class, config, tensors, torch.float32, seed)

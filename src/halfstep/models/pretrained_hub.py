@@ -177,13 +177,14 @@ def require(module: str) -> Any:
         module: ``"transformers"``, ``"huggingface_hub"`` or ``"peft"``.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: It is not installed, or too old to be safe.
     """
     # Optional dependencies, the extra "hf".
     try:
         if module == "transformers":
             import transformers
 
+            _require_gate(transformers.__version__)
             return transformers
         if module == "peft":
             import peft
@@ -197,6 +198,19 @@ def require(module: str) -> Any:
         raise ConfigError(
             f"pretrained models need {module}, which is missing: pip install 'halfstep[hf]'"
         ) from error
+
+
+def _require_gate(version: str) -> None:
+    """Raises ConfigError for a ``transformers`` that runs kernels which a model folder names.
+
+    **Source:** CVE-2026-4372; 5.3.0 is the first whose ``get_kernel`` refuses strangers.
+    """
+    numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+    if numbers < [5, 3]:
+        raise ConfigError(
+            f"transformers {version} is installed, which can run code that a model folder names; "
+            "5.3 or newer is needed: pip install 'halfstep[hf]'"
+        )
 
 
 @contextmanager

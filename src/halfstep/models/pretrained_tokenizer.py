@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.models.pretrained import first_line, quiet, read_json, refuse_code
+from halfstep.models.foreign_config import refuse_code
+from halfstep.models.pretrained import first_line, quiet, read_json
 from halfstep.models.pretrained_hub import require, resolve_source
+from halfstep.models.skeleton import require_plain_files
 
 _NO_LIMIT = 10**9
 """What ``transformers`` writes for "no limit" is larger (1e30)."""
@@ -45,6 +47,7 @@ def open_tokenizer(
     nested = folder / "0_Transformer"  # older folders of sentence-transformers
     if not (folder / "tokenizer_config.json").exists() and nested.is_dir():
         folder = nested
+    require_plain_files(folder)
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists():
             refuse_code(folder / name, read_json(folder / name, ""), trust_remote_code)
@@ -72,19 +75,34 @@ def open_tokenizer(
             )
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
-    own = int(tokenizer.model_max_length)
+    own = tokenizer.model_max_length
+    if not isinstance(own, int | float) or not own >= 0:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length={own!r:.80} is not a length"
+        )
+    own = int(min(own, _NO_LIMIT))
     limits = [n for n in (max_length, model_limit, own) if n is not None and n < _NO_LIMIT]
     if not limits:
         raise ConfigError(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
+    try:
+        return _within(tokenizer, min(limits))
+    except ConfigError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, at the first text
+        raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
+
+
+def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
+    """The tokenizer, if the special tokens of a text leave room for another one."""
     specials = tokenizer.num_special_tokens_to_add()
-    if min(limits) <= specials:
+    if max_length <= specials:
         raise ConfigError(
-            f"max_length is {min(limits)}, but a text has {specials} special tokens and needs room "
+            f"max_length is {max_length}, but a text has {specials} special tokens and needs room "
             "for one more"
         )
-    return PretrainedTokenizer(tokenizer, min(limits))
+    return PretrainedTokenizer(tokenizer, max_length)
 
 
 class PretrainedTokenizer:

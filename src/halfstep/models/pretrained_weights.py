@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync, sync_folder
+from halfstep.models.foreign_config import without_methods
 from halfstep.models.pretrained import (
     PretrainedFolder,
     first_line,
@@ -27,6 +28,7 @@ from halfstep.models.pretrained import (
     require_finite,
 )
 from halfstep.models.pretrained_hub import require
+from halfstep.models.skeleton import skeleton
 
 _GENERATION = "generation_config.json"
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
@@ -61,6 +63,7 @@ def load_weights(
         CheckpointError: A tensor has another shape than its parameter, or holds NaN or inf.
         ConfigError: The model cannot be built.
     """
+    _skeleton(folder, model_class, config, tensors)
     build = partial(_build, model_class, config, tensors, dtype, seed)
     try:
         try:
@@ -70,9 +73,7 @@ def load_weights(
                 raise
             model, info = build("eager")
     except Exception as error:  # transformers raises many kinds
-        raise ConfigError(
-            f"{folder.folder}: {model_class.__name__} cannot be built: {first_line(error)}"
-        ) from error
+        raise _unbuilt(folder, model_class, error) from error
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise CheckpointError(
             f"{folder.folder}: tensor {name!r} has shape {tuple(stored)}, config.json means "
@@ -114,20 +115,46 @@ def _build(
 
 def _generation_config(folder: Path) -> Any:
     """How the model's author means it to generate."""
-    found = read_json(folder / _GENERATION, "")
+    settings = require("transformers").GenerationConfig
+    found = without_methods(read_json(folder / _GENERATION, ""), settings)
     with quiet():
         try:
-            return require("transformers").GenerationConfig.from_dict(found)
+            return settings.from_dict(found)
         except Exception as error:  # transformers raises many kinds
             raise CheckpointError(f"{folder / _GENERATION}: {first_line(error)}") from error
 
 
-def head_names(model_class: Any, config: Any) -> set[str]:
-    """The names of tensors that are not the base model's: those of its head."""
-    with quiet(), torch.device("meta"):
-        skeleton = model_class(config)
-    prefix = f"{skeleton.base_model_prefix}."
-    return {name for name in skeleton.state_dict() if not name.startswith(prefix)}
+def head_names(
+    folder: PretrainedFolder, model_class: Any, config: Any, tensors: Mapping[str, Tensor]
+) -> set[str]:
+    """The names of tensors that are not the base model's: those of its head.
+
+    Raises:
+        ConfigError: The model cannot be built.
+        CheckpointError: The configuration means far more weights than the folder holds.
+    """
+    found = _skeleton(folder, model_class, config, tensors)
+    prefix = f"{found.base_model_prefix}."
+    return {name for name in found.state_dict() if not name.startswith(prefix)}
+
+
+def _skeleton(
+    folder: PretrainedFolder, model_class: Any, config: Any, tensors: Mapping[str, Tensor]
+) -> Any:
+    """The model without memory, or an error of ours."""
+    with quiet():
+        try:
+            return skeleton(folder.folder, model_class, config, tensors)
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers raises many kinds
+            raise _unbuilt(folder, model_class, error) from error
+
+
+def _unbuilt(folder: PretrainedFolder, model_class: Any, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{folder.folder}: {model_class.__name__} cannot be built: {first_line(error)}"
+    )
 
 
 def set_dropout(config: Any, dropout: float) -> None:
@@ -200,15 +227,15 @@ def save_model(
     kinds = {tensor.dtype for tensor in out.values() if tensor.is_floating_point()}
     written = kinds.pop() if len(kinds) == 1 else torch.float32
     with quiet(), torch.device("meta"):
-        skeleton = model_class(model.config)  # without wrappers, hooks and adapters
+        bare = model_class(model.config)  # without wrappers, hooks and adapters
     with new_folder(folder) as temporary:
         with quiet():
             if getattr(model, "generation_config", None) is not None and model.can_generate():
                 # One that contradicts itself is read by transformers, but not written.
                 with suppress(ValueError):
                     model.generation_config.validate(strict=True)
-                    skeleton.generation_config = model.generation_config
-            skeleton.save_pretrained(temporary, state_dict=out)
+                    bare.generation_config = model.generation_config
+            bare.save_pretrained(temporary, state_dict=out)
         file = temporary / "config.json"
         config = json.loads(file.read_text(encoding="utf-8"))
         config["dtype"] = str(written).removeprefix("torch.")

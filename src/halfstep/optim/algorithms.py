@@ -53,7 +53,7 @@ def _adamw_constants(group: dict[str, Any], step: int) -> tuple[float, ...]:
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> Moved:
     beta1, rest1, beta2, rest2, decay, size, correction, eps = c
     m = m * beta1 + g * rest1
-    v = v * beta2 + (g * g) * rest2
+    v = v * beta2 + (g * rest2) * g  # torch's order: g * g would overflow above 1.8e19
     root = v.double().sqrt().float()  # correctly rounded; torch's own fp32 root is not on CPUs
     return w * decay - (m / (root * correction + eps)) * size, m, v
 

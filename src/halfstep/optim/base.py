@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -13,14 +14,27 @@ from halfstep.errors import PrecisionError
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.checks import check_gradient, check_group, check_updates
 from halfstep.optim.dispatch import norm, run
-from halfstep.optim.kernel import Plan, Task, flat
+from halfstep.optim.fallback import elements_below, is_due, must_fall_back, wide_moments
+from halfstep.optim.kernel import Plan, Task, dense, flat
 from halfstep.optim.moments import Moments
-from halfstep.optim.state import REMAINDER, Form, convert, tops_of, zero_moment
-from halfstep.optim.weights import REMAINDER_DTYPES, master, store_
+from halfstep.optim.state import (
+    FELL_BACK,
+    REMAINDER,
+    Form,
+    convert,
+    new_step,
+    stored_moment,
+    zero_moment,
+)
+from halfstep.optim.weights import (
+    REMAINDER_DTYPES,
+    read_master,
+    write_master_,
+)
 from halfstep.precision.policy import Update
-from halfstep.precision.rounding import random_bits
 
-_OWN = ("update", "moments", "seed")
+# Options of a group that a loaded state does not change: they say how this optimizer works.
+_OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -41,6 +55,10 @@ class LowPrecisionOptimizer(Optimizer):
     accepts_low_precision_gradients = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
+    """Set where ranks hold parts of one tensor: given which of the stepped tensors this rank would
+    let fall back to bf16 moments, it returns one answer on all ranks, such as whether any would.
+    It is called on all ranks after the same steps."""
 
     def __init__(
         self,
@@ -59,9 +77,16 @@ class LowPrecisionOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group, type(self).__name__)
-        except PrecisionError:
+        except (PrecisionError, RuntimeError):
             self.param_groups.pop()
             raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a pickled or loaded state; options that older versions had not get their default."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse the ways of a policy that this optimizer cannot take.
@@ -133,8 +158,12 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             multiplier = multiplier / scale.item()
-        for plan, tasks in self._plans(gradients, multiplier):
-            run(tasks, plan)
+        for plan, members in self._plans(gradients, multiplier):
+            run([task for _, task in members], plan)
+            for parameter, task in members:
+                _write_back(parameter, task.weight)
+            if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
+                self._fall_back(plan, members)
         return loss
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -143,49 +172,106 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
-    ) -> list[tuple[Plan, list[Task]]]:
-        """Tasks that one kernel call can do together: same group, step and dtypes."""
+    ) -> list[tuple[Plan, list[tuple[nn.Parameter, Task]]]]:
+        """Tasks that one kernel call can do together: same group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
         self.check_step(gradients)
-        stream = -1
-        found: dict[tuple[Any, ...], tuple[Plan, list[Task]]] = {}
-        work = []
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                stream += 1
-                gradient = gradients.get(parameter)
-                if gradient is not None:
-                    work.append((number, group, parameter, gradient, stream))
-        for number, group, parameter, gradient, stream in work:
+        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, Task]]]] = {}
+        for stream, (number, group, parameter) in enumerate(self._members()):
+            gradient = gradients.get(parameter)
+            if gradient is None:
+                continue
             state = self._state(group, parameter)
             state["step"] += 1
             step = int(state["step"])
-            update = _update(group, parameter)
-            key = (number, step, update, parameter.dtype, gradient.dtype, parameter.device)
+            update, moments = _update(group, parameter), kept_moments(group, state)
+            key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
-                constants = self.algorithm.constants(group, step)
                 plan = Plan(
                     self.algorithm,
-                    constants,
+                    self.algorithm.constants(plain_options(group), step),
                     update,
-                    _moments(group),
-                    multiplier,
+                    moments,
+                    -multiplier if group.get("maximize") else multiplier,
                     group["seed"],
                     step,
                 )
                 found[key] = (plan, [])
-            found[key][1].append(self._task(parameter, gradient, state, stream))
+            found[key][1].append((parameter, self._task(parameter, gradient, state, stream)))
         return list(found.values())
+
+    def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
+        """Number of the group, group and parameter, in the order of the random streams."""
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                yield number, group, parameter
+
+    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, Task]]) -> None:
+        """Keep the moments in bf16 from now on where 8 bits do not hold their spread; say so."""
+        tasks = [task for _, task in members]
+        counts = elements_below(tasks)
+        falls = [must_fall_back(b, t.weight.numel()) for b, t in zip(counts, tasks, strict=True)]
+        if self.agree_on_fallback is not None:
+            falls = self.agree_on_fallback(falls)
+        fallen = []
+        for (parameter, task), below, fall in zip(members, counts, falls, strict=True):
+            if not fall:
+                continue
+            group, _ = self._find(parameter)
+            beta2 = plain_options(group)["betas"][1]
+            values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
+            entry = dict(zip(self.algorithm.moments, values, strict=True))
+            layout = dense(parameter)
+            shaped = {
+                name: value.as_strided(parameter.shape, layout.stride())
+                for name, value in entry.items()
+            }
+            state = self.state[parameter]
+            held = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
+            fell_back = {FELL_BACK: new_step(plan.step)}
+            self.state[parameter] = {"step": state["step"], **shaped, **held, **fell_back}
+            fallen.append(f"{self._name(parameter)} ({below} of {task.weight.numel()} elements)")
+        if fallen:
+            some = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" * (len(fallen) > 3))
+            warnings.warn(
+                f"the second moments of {some} spread over more than 8 bits hold; their moments "
+                f"are bf16 from step {plan.step} on (2 bytes more per parameter)",
+                stacklevel=4,
+            )
+
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """The parameters whose 8-bit moments have gone over to bf16, by name or by shape.
+
+        8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
+        elements below that is found by itself, told once in a warning, and kept in bf16 for good,
+        through checkpoints too. ``DeviceScaler``, which never waits for the device, does not look.
+        """
+        return tuple(
+            self._name(parameter)
+            for _, _, parameter in self._members()
+            if FELL_BACK in self.state.get(parameter, {})
+        )
+
+    def _name(self, parameter: Tensor) -> str:
+        """The parameter's name, where the optimizer was made with names, or number and shape."""
+        shape = tuple(parameter.shape)
+        for stream, (_, group, candidate) in enumerate(self._members()):
+            if candidate is parameter:
+                names = group.get("param_names")
+                at = [p is parameter for p in group["params"]].index(True)
+                return str(names[at]) if names else f"parameter {stream} of shape {shape}"
+        raise AssertionError("only members are named")
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The parameter's state, made where there is none."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.zeros(())
+            state["step"] = new_step(0)
         for name in self.algorithm.moments:
-            if name not in state:
+            if stored_moment(state, name)[0] is None:
                 state |= zero_moment(name, parameter, _moments(group))
         dtype = REMAINDER_DTYPES[_update(group, parameter)]
         if dtype is not None and REMAINDER not in state:
@@ -195,15 +281,15 @@ class LowPrecisionOptimizer(Optimizer):
     def _task(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
     ) -> Task:
-        names = self.algorithm.moments
         none = torch.empty(0, dtype=torch.uint8)
+        stored = [stored_moment(state, name) for name in self.algorithm.moments]
         remainder = state.get(REMAINDER)
-        data = parameter.detach()
+        data = dense(parameter)
         return Task(
             weight=flat(data, data),
             remainder=None if remainder is None else flat(remainder, data),
-            moments=tuple(flat(state[name], data) for name in names),
-            tops=tuple(state.get(tops_of(name), none) for name in names),
+            moments=tuple(flat(values, data) for values, _ in stored if values is not None),
+            tops=tuple(none if tops is None else tops for _, tops in stored),
             gradient=flat(gradient.detach(), data),
             stream=stream,
         )
@@ -212,37 +298,43 @@ class LowPrecisionOptimizer(Optimizer):
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 number that each element of the parameter stands for; a new tensor."""
         group, _ = self._find(parameter)
-        data = parameter.detach()
+        data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        value = master(flat(data, data), held, _update(group, parameter))
-        if data.dtype == torch.float32:
-            value = value.clone()
+        value = read_master(flat(data, data), held, _update(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
     @torch.no_grad()
     def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set the parameter, and its remainder where it has one, to fp32 values of its shape."""
+        """Set the parameter, and its remainder where it has one, to values of its shape.
+
+        A rounding mode that draws random bits takes those of step 0 and of the parameter's own
+        stream. Temporaries are a few MB, whatever the parameter's size.
+        """
         group, stream = self._find(parameter)
         update = _update(group, parameter)
-        data = parameter.detach()
+        data = dense(parameter)
         dtype = REMAINDER_DTYPES[update]
         held = None
         if dtype is not None:
             held = torch.zeros_like(data, dtype=dtype)
             self.state[parameter][REMAINDER] = held
             held = flat(held, data)
-        bits = random_bits(group["seed"], 0, data.numel(), stream=2 * stream, device=data.device)
-        store_(flat(data, data), held, update, flat(value.detach().float(), data), bits)
+        write_master_(
+            flat(data, data),
+            held,
+            update,
+            flat(value.detach(), data),
+            seed=group["seed"],
+            stream=2 * stream,
+        )
+        _write_back(parameter, data)
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group and its number over all groups."""
-        number = 0
-        for group in self.param_groups:
-            for candidate in group["params"]:
-                if candidate is parameter:
-                    return group, number
-                number += 1
+        for stream, (_, group, candidate) in enumerate(self._members()):
+            if candidate is parameter:
+                return group, stream
         raise PrecisionError("the parameter is not this optimizer's")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -254,29 +346,51 @@ class LowPrecisionOptimizer(Optimizer):
         Raises:
             PrecisionError: If a moment is missing or of another shape; nothing is changed then.
         """
-        saved = state_dict["state"]
-        for option in ("amsgrad", "maximize"):
-            if any(group.get(option) for group in state_dict["param_groups"]):
+        fresh: dict[Tensor, dict[str, Any]] = {}
+
+        # As the last hook before, this sees what all others have made of the state; torch then
+        # loads the groups; as the first hook after, the other sets the state before any asks.
+        def before(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            fresh.update(self._converted(given))
+            return {**given, "state": {}}
+
+        def after(_: Optimizer) -> None:
+            self.state.clear()
+            self.state.update(fresh)
+            for group, options in zip(self.param_groups, own, strict=True):
+                group.update(options)
+
+        own = [{key: group[key] for key in _OWN if key in group} for group in self.param_groups]
+        handles = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _converted(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+        """The states of a whole ``state_dict``, in this optimizer's formats, by parameter."""
+        groups = state_dict["param_groups"]
+        if any(group.get("amsgrad") for group in groups):
+            raise PrecisionError(
+                "the saved state is of an optimizer with amsgrad=True, which "
+                f"{type(self).__name__} has not"
+            )
+        parameters = [parameter for _, _, parameter in self._members()]
+        numbers = [number for group in groups for number in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=False))
+        fresh: dict[Tensor, dict[str, Any]] = {}
+        for number, entry in state_dict["state"].items():
+            if number not in by_number:
                 raise PrecisionError(
-                    f"the saved state is of an optimizer with {option}=True, which "
-                    f"{type(self).__name__} has not"
+                    f"the saved state is of more than {len(by_number)} parameters, this optimizer "
+                    f"has {len(parameters)}"
                 )
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        fresh = {}
-        for number, entry in saved.items():
-            if not 0 <= number < len(parameters):
-                raise PrecisionError(
-                    f"the saved state is of {number + 1} or more parameters, this optimizer has "
-                    f"{len(parameters)}"
-                )
-            fresh[number] = self.convert(parameters[number], entry)
-        own = [{key: group[key] for key in _OWN} for group in self.param_groups]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, options in zip(self.param_groups, own, strict=True):
-            group.update(options)
-        self.state.clear()
-        for number, state in fresh.items():
-            self.state[parameters[number]] = state
+            fresh[by_number[number]] = self.convert(by_number[number], entry)
+        return fresh
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's saved state, of this optimizer or another, in this one's formats.
@@ -286,7 +400,14 @@ class LowPrecisionOptimizer(Optimizer):
         """
         group, stream = self._find(parameter)
         form = Form(_update(group, parameter), _moments(group), group["seed"], stream)
-        return convert(self.algorithm.moments, form, parameter.detach(), entry)
+        return convert(self.algorithm.moments, form, dense(parameter), entry)
+
+
+def _write_back(parameter: Tensor, data: Tensor) -> None:
+    """Copy stepped weights to where they came from, if they were stepped as a dense copy."""
+    if data.data_ptr() != parameter.data_ptr():
+        layout = dense(parameter)
+        parameter.copy_(data.as_strided(layout.shape, layout.stride()))
 
 
 def _update(group: dict[str, Any], parameter: Tensor) -> Update:
@@ -295,6 +416,21 @@ def _update(group: dict[str, Any], parameter: Tensor) -> Update:
     return chosen if parameter.dtype == torch.bfloat16 else "nearest"
 
 
-def _moments(group: dict[str, Any]) -> Moments:
+def _moments(group: Mapping[str, Any]) -> Moments:
     chosen: Moments = group["moments"] or "fp32"
     return chosen
+
+
+def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
+    """How a parameter's moments are kept: as its group says, unless they have fallen back."""
+    chosen = _moments(group)
+    return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with numbers instead of tensors; a learning rate may be a tensor."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }

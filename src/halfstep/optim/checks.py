@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernel import is_dense
 from halfstep.optim.moments import Moments
 from halfstep.precision.policy import Update
 
@@ -30,20 +29,72 @@ def check_group(group: dict[str, Any], owner: str) -> None:
     for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
         if group[key] is not None and group[key] not in allowed:
             raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
+    _check_options(group, owner)
     for parameter in group["params"]:
         shape = tuple(parameter.shape)
         if parameter.dtype not in _WEIGHTS:
             raise PrecisionError(
                 f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
-                "weights. Call model.float() before you make it; halfstep.Precision with policy "
-                "fp16-master then casts the model and gives it fp32 masters"
+                f"weights. {_way_out(parameter.dtype, owner)}"
             )
-        if not is_dense(parameter):
+        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
             raise PrecisionError(
-                f"a parameter of shape {shape} and strides {parameter.stride()} is part of a "
-                "larger tensor; give it memory of its own "
-                "(parameter.data = parameter.data.clone())"
+                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
+                "share memory; give each its own (parameter.data = parameter.data.clone())"
             )
+
+
+def _way_out(dtype: torch.dtype, owner: str) -> str:
+    """What to do with a parameter of a dtype that is not kept."""
+    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
+    if dtype.is_complex:
+        return (
+            "Its rules are written for real numbers: make the parameter "
+            f"torch.view_as_real(value), or keep it complex with {theirs}"
+        )
+    if dtype == torch.float64:
+        return (
+            "Its steps are computed in fp32 and would cut fp64 weights: keep them with "
+            f"{theirs}, or call model.float() first"
+        )
+    return (
+        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
+        "casts the model and gives it fp32 masters"
+    )
+
+
+def _check_options(group: dict[str, Any], owner: str) -> None:
+    """Refuse those of ``torch.optim``'s options that no kernel honours.
+
+    Raises:
+        PrecisionError: With the reason and what to do instead.
+        RuntimeError: For ``foreach`` and ``fused`` both True, in torch's words.
+    """
+    if group.get("fused") and group.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if group.get("fused") and group.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        raise PrecisionError(
+            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
+            "number or a CPU tensor"
+        )
+    if group.get("amsgrad"):
+        raise PrecisionError(
+            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
+            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
+        )
+    if group.get("capturable"):
+        raise PrecisionError(
+            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
+            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
+        )
+    if group.get("differentiable"):
+        raise PrecisionError(
+            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
+            "one of torch.optim for a step to differentiate through"
+        )
 
 
 def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernel import Plan, Task
+from halfstep.optim.kernel import Plan, Task, mark_written
 from halfstep.optim.moments import BLOCK
 
 TILE = 8 * BLOCK
@@ -249,3 +249,4 @@ def run(tasks: Sequence[Task], plan: Plan) -> None:
             table = _tables(device).get(tuple(content))
             launch = make_launch(found, plan, 0)
             launch_update(kernels, launch, table, aligned=aligned, numbers=numbers, step=plan.step)
+    mark_written(tasks)

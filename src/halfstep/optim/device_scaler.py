@@ -173,6 +173,7 @@ class DeviceScaler:
                     state=self._buffer,
                     at_row=Head.SIZE + i * Row.SIZE,
                 )
+            bundle.mark_written()
 
     def write_options(self) -> None:
         """Send changed group options (learning rates) to the device, without waiting.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import halfstep.optim.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.base import LowPrecisionOptimizer, kept_moments
 from halfstep.optim.checks import check_gradient, check_updates
-from halfstep.optim.kernel import Plan, Task
+from halfstep.optim.kernel import Plan, Task, is_dense, mark_written
 from halfstep.precision.policy import Update
 
 
@@ -108,18 +108,28 @@ class Bundle:
         found: dict[tuple[Any, ...], list[tuple[nn.Parameter, int]]] = {}
         self._steps = {}
         for number, group, parameter, gradient, stream in work:
-            step = optimizer._state(group, parameter)["step"]
+            if group.get("maximize"):
+                raise PrecisionError(
+                    "DeviceScaler steps against gradients, and a group has maximize=True; negate "
+                    "the loss instead"
+                )
+            if not is_dense(parameter):
+                raise PrecisionError(
+                    f"a parameter of shape {tuple(parameter.shape)} and strides "
+                    f"{parameter.stride()} is part of a larger tensor, which DeviceScaler cannot "
+                    "step; give it memory of its own (parameter.data = parameter.data.clone())"
+                )
+            state = optimizer._state(group, parameter)
+            step, moments = state["step"], kept_moments(group, state)
             self._steps[parameter] = step, float(step)
-            key = (number, int(step), parameter.dtype, gradient.dtype)
+            key = (number, int(step), moments, parameter.dtype, gradient.dtype)
             found.setdefault(key, []).append((parameter, stream))
         self.bounds, first, row, names = [], 0, 0, []
-        for (number, step, *_), members in found.items():
+        for (number, step, moments, *_), members in found.items():
             group = optimizer.param_groups[number]
             # fp32 weights need no way of their own, which the launch sees by their dtype
             update: Update = group["update"] or "nearest"
-            plan = Plan(
-                optimizer.algorithm, (), update, group["moments"] or "fp32", 1.0, group["seed"], 0
-            )
+            plan = Plan(optimizer.algorithm, (), update, moments, 1.0, group["seed"], 0)
             tasks = self._tasks_of(members)
             bound = Bound(group, plan, step, members, cuda.make_launch(tasks, plan, row), first)
             self.bounds.append(bound)
@@ -190,6 +200,10 @@ class Bundle:
                 if state.get("step") is held and float(held) == value:
                     held.fill_(step)
                     self._steps[parameter] = held, step
+
+    def mark_written(self) -> None:
+        """Tell autograd that the step has written weights and moments; see ``kernel``."""
+        mark_written(self._tasks)
 
     def launch_statistics(self, kernels: ModuleType, bound: Bound, flags: Tensor) -> None:
         """Read a launch's gradients into ``partials`` and ``flags``."""

@@ -11,11 +11,12 @@ The torch operations below are the definition; compiled kernels give the same bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.optim.algorithms import Algorithm
 from halfstep.optim.moments import BLOCK, Moments, decode, encode
@@ -71,6 +72,17 @@ class Plan:
     step: int
 
 
+def mark_written(tasks: Iterable[Task]) -> None:
+    """Tell autograd that a kernel has written these tasks' tensors behind torch's back.
+
+    Without it a step between a forward and its backward would give a silently wrong gradient where
+    torch's own optimizers raise "modified by an inplace operation".
+    """
+    for task in tasks:
+        held = () if task.remainder is None else (task.remainder,)
+        increment_version((task.weight, *held, *task.moments, *task.tops))
+
+
 def run_torch(tasks: Sequence[Task], plan: Plan) -> None:
     """Take the step in torch operations, chunk by chunk; on any device."""
     for task in tasks:
@@ -115,6 +127,12 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def dense(parameter: Tensor) -> Tensor:
+    """The parameter's data, or a copy without holes where it is part of a larger tensor."""
+    data = parameter.detach()
+    return data if data.is_contiguous() or is_dense(data) else data.clone()
 
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:

@@ -109,15 +109,24 @@ def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
     if codes.dtype != torch.uint8:
         return codes.float()
     assert tops is not None
-    base = _per_element((tops.to(torch.int32) + 1) * 8 - (127 if signed else 255), codes.numel())
+    return decode_elements(codes, _per_element(tops, codes.numel()), signed=signed)
+
+
+def decode_elements(codes: Tensor, tops: Tensor, *, signed: bool) -> Tensor:
+    """The fp32 numbers of 8-bit codes that need not be neighbours.
+
+    Args:
+        codes: uint8, any shape.
+        tops: uint8, same shape: the top of each element's block.
+        signed: As given to :func:`encode`.
+    """
+    base = (tops.to(torch.int32) + 1) * 8 - (127 if signed else 255)
     code = codes.to(torch.int32)
     magnitude = code & 0x7F if signed else code
     bits = torch.where(magnitude > 0, (magnitude + base) << _DROPPED, 0)
     if signed:
         bits = bits | (code & 0x80) << 24
-    return torch.where(
-        _per_element(tops == BROKEN, codes.numel()), math.nan, bits.view(torch.float32)
-    )
+    return torch.where(tops == BROKEN, math.nan, bits.view(torch.float32))
 
 
 def _per_element(blocks: Tensor, count: int) -> Tensor:

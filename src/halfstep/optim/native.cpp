@@ -47,6 +47,17 @@ inline bool infinite(uint16_t h) { return (h & 0x7F80u) == 0x7F80u; }
 
 inline float bf16_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 
+inline float kahan_sum(uint16_t weight, uint16_t residual) {  // -0 and +0 make -0
+  const float sum = bf16_float(weight) + bf16_float(residual);
+  return (residual & 0x7FFFu) ? sum : bf16_float(weight);
+}
+
+// Beside a zero a negative remainder is that of an older weight, which somebody has written.
+inline float joined(uint16_t weight, int32_t low) {
+  const int32_t own = (weight & 0x7FFFu) ? low : std::max(low, 0);
+  return float_of((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(own));
+}
+
 inline float fp16_float(uint16_t h) {  // 2^112 moves the exponent; subnormals come out right
   uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
   float scaled = float_of(magnitude) * 5.192296858534828e33f;
@@ -121,17 +132,16 @@ void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n
   const uint16_t* h = static_cast<const uint16_t*>(t.weight) + at;
   if (p.update == kSplit) {
     const int16_t* r = static_cast<const int16_t*>(t.remainder) + at;
-    for (int i = 0; i < n; ++i)
-      w[i] = float_of((static_cast<uint32_t>(h[i]) << 16) +
-                      static_cast<uint32_t>(static_cast<int32_t>(r[i])));
+    for (int i = 0; i < n; ++i) w[i] = joined(h[i], r[i]);
   } else if (p.update == kSplit24) {
     const int8_t* r = static_cast<const int8_t*>(t.remainder) + at;
-    for (int i = 0; i < n; ++i)
-      w[i] = float_of((static_cast<uint32_t>(h[i]) << 16) +
-                      (static_cast<uint32_t>(static_cast<int32_t>(r[i])) << 8));
+    for (int i = 0; i < n; ++i) w[i] = joined(h[i], static_cast<int32_t>(r[i]) * 256);
   } else if (p.update == kKahan) {
     const uint16_t* r = static_cast<const uint16_t*>(t.remainder) + at;
-    for (int i = 0; i < n; ++i) w[i] = bf16_float(h[i]) + bf16_float(r[i]);
+    for (int i = 0; i < n; ++i) {  // a sum of another weight: somebody has written this one
+      const float sum = kahan_sum(h[i], r[i]);
+      w[i] = bf16_float(bf16_nearest(sum)) == bf16_float(h[i]) ? sum : bf16_float(h[i]);
+    }
   } else {
     for (int i = 0; i < n; ++i) w[i] = bf16_float(h[i]);
   }
@@ -165,7 +175,7 @@ void write_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int 
     for (int i = 0; i < n; ++i) {
       const uint16_t first = bf16_nearest(w[i]);
       const uint16_t lost = infinite(first) ? 0 : bf16_nearest(w[i] - bf16_float(first));
-      const float held = bf16_float(first) + bf16_float(lost);
+      const float held = kahan_sum(first, lost);
       const uint16_t high = bf16_nearest(held);
       h[i] = high;
       r[i] = infinite(high) ? 0 : bf16_nearest(held - bf16_float(high));
@@ -264,7 +274,7 @@ void move(const HalfstepPlan& p, int n, float* __restrict w, float* __restrict g
     const float decay = c[4], size = c[5], correction = c[6], eps = c[7];
     for (int i = 0; i < n; ++i) {
       m[i] = m[i] * beta1 + g[i] * rest1;
-      v[i] = v[i] * beta2 + (g[i] * g[i]) * rest2;
+      v[i] = v[i] * beta2 + (g[i] * rest2) * g[i];
       w[i] = w[i] * decay - (m[i] / (std::sqrt(v[i]) * correction + eps)) * size;
     }
   } else if (p.rule == kSgd) {

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.optim.kernel import Plan, Task
+from halfstep.optim.kernel import Plan, Task, mark_written
 from halfstep.precision.rounding import random_key
 
 _FLAGS = (
@@ -112,6 +112,7 @@ class NativeKernel:
             (ctypes.c_float * 8)(*plan.constants),
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
+        mark_written(tasks)
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
 from halfstep.optim.algorithms import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.moments import Moments
@@ -30,26 +33,61 @@ class AdamW(LowPrecisionOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer; the first five arguments as ``torch.optim.AdamW``.
+        """Make the optimizer; all but the last three arguments are those of ``torch.optim.AdamW``.
+
+        Args:
+            params: Parameters, groups of them, or ``model.named_parameters()``.
+            lr: A number, or a CPU tensor of one element, which is read at every step.
+            betas: Decay of the first and second moment, numbers or CPU tensors of one element.
+            eps: Added to the root of the second moment.
+            weight_decay: Decoupled from the gradient, times ``lr``.
+            amsgrad: Refused if True: only two moments are kept.
+            maximize: Step along the gradient instead of against it.
+            foreach: Accepted; ours is always one pass over memory, with the same meaning.
+            capturable: Refused if True; :class:`halfstep.optim.DeviceScaler` can be captured.
+            differentiable: Refused if True: no kernel is differentiable.
+            fused: As ``foreach``.
+            update: How an update reaches a bf16 weight.
+            moments: How moments are kept.
+            seed: Of stochastic rounding.
 
         Raises:
             ValueError: For a number outside its range.
-            PrecisionError: For an unknown ``update`` or ``moments``, or fp16 parameters.
+            PrecisionError: For an unknown ``update`` or ``moments``, an option or a parameter's
+                dtype that is not kept.
+            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _require(lr >= 0, "lr", lr, ">= 0")
-        _require(all(0 <= beta < 1 for beta in betas), "betas", betas, "0 <= beta < 1")
-        _require(eps > 0, "eps", eps, "> 0")
-        _require(weight_decay >= 0, "weight_decay", weight_decay, ">= 0")
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_rate(lr, foreach, capturable)
+        betas = _betas(betas, foreach, capturable)
+        _require(eps > 0, "epsilon value", eps, "eps > 0; with 0, elements at rest become NaN")
+        _require(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
 
 
@@ -61,37 +99,48 @@ class SGD(LowPrecisionOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
-        weight_decay: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
         nesterov: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
         """Make the optimizer; the moment is kept even where ``momentum`` is 0.
 
+        All but the last three arguments are those of ``torch.optim.SGD``; for ``foreach``,
+        ``fused`` and ``differentiable`` see :class:`AdamW`.
+
         Raises:
             ValueError: For a number outside its range, or nesterov without momentum.
-            PrecisionError: For an unknown ``update`` or ``moments``, or fp16 parameters.
+            PrecisionError: As :class:`AdamW`.
+            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _require(lr >= 0, "lr", lr, ">= 0")
-        _require(momentum >= 0, "momentum", momentum, ">= 0")
-        _require(weight_decay >= 0, "weight_decay", weight_decay, ">= 0")
-        _require(
-            not nesterov or (momentum > 0 and dampening == 0),
-            "nesterov",
-            nesterov,
-            "with momentum > 0 and dampening 0",
-        )
+        _check_rate(lr)
+        _require(momentum >= 0, "momentum value", momentum, ">= 0")
+        _require(bool(weight_decay >= 0), "weight_decay value", weight_decay, ">= 0")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                "Nesterov momentum requires a momentum and zero dampening: nesterov=True is "
+                "allowed with momentum > 0 and dampening 0"
+            )
         options = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
 
@@ -104,27 +153,83 @@ class Lion(LowPrecisionOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer.
+        """Make the optimizer; for the options that ``torch.optim`` has as well see :class:`AdamW`.
 
         Raises:
             ValueError: For a number outside its range.
-            PrecisionError: For an unknown ``update`` or ``moments``, or fp16 parameters.
+            PrecisionError: As :class:`AdamW`.
+            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _require(lr >= 0, "lr", lr, ">= 0")
-        _require(all(0 <= beta < 1 for beta in betas), "betas", betas, "0 <= beta < 1")
-        _require(weight_decay >= 0, "weight_decay", weight_decay, ">= 0")
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        _check_rate(lr, foreach, capturable)
+        betas = _betas(betas, foreach, capturable)
+        _require(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
 
 
+def _check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: bool = False) -> None:
+    """Refuse what ``torch.optim`` refuses of a learning rate, in its words."""
+    if isinstance(lr, Tensor):
+        if foreach and not capturable:
+            raise ValueError(
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave "
+                "foreach out"
+            )
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}")
+    _require(bool(lr >= 0), "learning rate", lr, "lr >= 0")
+
+
+def _betas(
+    betas: tuple[float | Tensor, float | Tensor], foreach: bool | None, capturable: bool
+) -> tuple[float, float]:
+    """The betas as numbers, as ``torch.optim`` keeps them; what it refuses is refused."""
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element")
+        _require(
+            bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
+        )
+    tensors = [isinstance(beta, Tensor) for beta in betas]
+    if any(tensors) and not all(tensors):
+        raise ValueError("betas must be either both floats or both Tensors")
+    if any(tensors) and foreach and not capturable:
+        raise ValueError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave "
+            "foreach out"
+        )
+    for beta in betas:
+        if isinstance(beta, Tensor) and beta.device.type != "cpu":
+            raise PrecisionError(
+                f"betas are tensors on {beta.device}, which would have to be waited for; give "
+                "numbers or CPU tensors"
+            )
+    return float(betas[0]), float(betas[1])
+
+
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """``torch.optim``'s words first, so that programs and tests that look for them find them."""
     if not holds:
-        raise ValueError(f"{name}={value}; allowed: {allowed}")
+        raise ValueError(f"Invalid {name}: {value}; allowed: {allowed}")

@@ -17,13 +17,39 @@ from halfstep.precision.policy import Update
 from halfstep.precision.rounding import random_bits
 
 REMAINDER = "remainder"
+CODES = "_codes"
 TOPS = "_tops"
+FELL_BACK = "moments_fell_back"
+"""The key of the step at which a parameter's 8-bit moments went over to bf16; see fallback.py."""
 _SIGNED = ("exp_avg", "momentum_buffer")
+
+
+def codes_of(moment: str) -> str:
+    """The key of an 8-bit moment's codes.
+
+    Not the moment's own name: ``torch.optim`` would take the codes for the moment's values.
+    """
+    return moment + CODES
 
 
 def tops_of(moment: str) -> str:
     """The key of an 8-bit moment's block tops."""
     return moment + TOPS
+
+
+def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, Tensor | None]:
+    """A moment as it is stored: values or 8-bit codes, or None; and the codes' block tops.
+
+    Codes under the moment's own name, as older versions and checkpoint files have them, are found
+    as well.
+    """
+    values = state.get(codes_of(name))
+    return (state.get(name) if values is None else values), state.get(tops_of(name))
+
+
+def new_step(count: float) -> Tensor:
+    """A step counter, a tensor as ``torch.optim`` has it, but fp64: fp32 stops at 2^24 steps."""
+    return torch.tensor(count, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +72,11 @@ class Form:
 def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
     """A moment of zeros, with its block tops where it has some."""
     values, tops = zeros(parameter, moments)
-    return {name: values, tops_of(name): tops} if moments == "8bit" else {name: values}
+    return _entries(name, values, tops if moments == "8bit" else None)
+
+
+def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor]:
+    return {name: values} if tops is None else {codes_of(name): values, tops_of(name): tops}
 
 
 @torch.no_grad()
@@ -65,17 +95,22 @@ def convert(
         PrecisionError: If a moment is missing or of another shape.
     """
     state: dict[str, Any] = {}
-    if any(name in entry for name in names):
+    moments = form.moments
+    if entry.get(FELL_BACK) is not None and moments == "8bit":
+        moments = "bf16"  # 8 bits do not hold this tensor's spread, and still do not
+        state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
+    if any(stored_moment(entry, name)[0] is not None for name in names):
         # torch.optim.SGD saves no step; its momentum is under way all the same.
-        state["step"] = torch.tensor(float(entry.get("step", 1)))
+        state["step"] = new_step(float(entry.get("step", 1)))
         for i, name in enumerate(names):
-            values = entry.get(name)
+            values, tops = stored_moment(entry, name)
             if values is None or values.shape != data.shape:
                 raise PrecisionError(
                     f"the saved state of parameter {form.stream} has no {name} of shape "
                     f"{tuple(data.shape)}: it is of another optimizer or model"
                 )
-            state |= _moment(name, form, data, entry, int(state["step"]), signed=i == 0)
+            codes = values.to(data.device), tops
+            state |= _moment(name, form, moments, data, codes, int(state["step"]), signed=i == 0)
     held = entry.get(REMAINDER)
     if held is not None and held.dtype == REMAINDER_DTYPES[form.update]:
         if held.shape != data.shape:
@@ -88,9 +123,16 @@ def convert(
 
 
 def _moment(
-    name: str, form: Form, data: Tensor, entry: Mapping[str, Any], step: int, *, signed: bool
+    name: str,
+    form: Form,
+    moments: Moments,
+    data: Tensor,
+    stored: tuple[Tensor, Tensor | None],
+    step: int,
+    *,
+    signed: bool,
 ) -> dict[str, Tensor]:
-    codes, tops = entry[name].to(data.device), entry.get(tops_of(name))
+    codes, tops = stored
     blocks = -(-data.numel() // BLOCK)
     if (codes.dtype == torch.uint8) != (tops is not None) or (
         tops is not None and tops.shape != (blocks,)
@@ -100,21 +142,16 @@ def _moment(
             f"{None if tops is None else tuple(tops.shape)}; 8-bit moments have {blocks}, others "
             "none: the state is damaged"
         )
-    kept = codes.dtype == moment_dtype(form.moments)
-    if kept and (tops is None or codes.stride() == data.stride()):
-        stored, tops = flat(codes, data), tops
-    else:
-        values = decode(flat(codes, codes), tops, signed=signed).as_strided(
-            codes.shape, codes.stride()
-        )
-        bits = random_bits(
-            form.seed, step, data.numel(), stream=2 * form.stream + 1, device=data.device
-        )
-        stored, tops = encode(flat(values, data), form.moments, bits, signed=signed)
-    moment = {name: _like(stored, data)}
-    if tops is not None:
-        moment[tops_of(name)] = tops.to(data.device, copy=True)
-    return moment
+    if codes.dtype == moment_dtype(moments) and (tops is None or codes.stride() == data.stride()):
+        kept = _like(flat(codes, data), data)
+        return _entries(name, kept, None if tops is None else tops.to(data.device, copy=True))
+    values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())
+    bits = None
+    if moments != "fp32":
+        stream = 2 * form.stream + 1
+        bits = random_bits(form.seed, step, data.numel(), stream=stream, device=data.device)
+    encoded, fresh = encode(flat(values, data), moments, bits, signed=signed)
+    return _entries(name, _like(encoded, data), fresh)
 
 
 def _like(values: Tensor, data: Tensor) -> Tensor:
@@ -127,12 +164,13 @@ def _like(values: Tensor, data: Tensor) -> Tensor:
 def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """A saved state with its moments in a floating dtype, as ``torch.optim`` keeps them."""
     state = {}
-    for name, value in entry.items():
-        if name.endswith(TOPS):
+    for key, value in entry.items():
+        if key.endswith(TOPS) or key == FELL_BACK:
             continue
-        if name == "step":
-            state[name] = value
+        if key == "step":
+            state[key] = value.to(torch.float32)
         else:
+            name = key.removesuffix(CODES)
             values = decode(flat(value, value), entry.get(tops_of(name)), signed=name in _SIGNED)
             state[name] = values.as_strided(value.shape, value.stride()).to(dtype)
     return state

@@ -22,6 +22,7 @@ from halfstep.optim.triton_numbers import (
     encode,
     floating,
     kahan,
+    kahan_sum,
     master,
     mix,
     nearest,
@@ -137,7 +138,7 @@ def _tile(  # noqa: ANN202
 
     if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
         m = m * c0 + g * c1
-        v = v * c2 + (g * g) * c3
+        v = v * c2 + (g * c3) * g
         w = w * c4 - tl.math.div_rn(m, tl.math.sqrt_rn(v) * c6 + c7) * c5
     elif rule == "sgd":  # c: momentum, fresh, decay, lr, direct, through
         g = g + w * c2
@@ -163,7 +164,7 @@ def _tile(  # noqa: ANN202
         _store(weight_at, at, count, b.to(tl.uint16), masked)
     elif update == "kahan":
         high, lost = kahan(w)
-        high, lost = kahan(floating(high << 16) + floating(lost << 16))
+        high, lost = kahan(kahan_sum(high, lost))
         _store(weight_at, at, count, high.to(tl.uint16), masked)
         _store(remainder_at, at, count, lost.to(tl.uint16), masked)
     else:

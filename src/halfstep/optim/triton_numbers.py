@@ -63,6 +63,13 @@ def nearest(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def kahan_sum(high: tl.tensor, lost: tl.tensor) -> tl.tensor:
+    """fp32 of a bf16 weight and its residual, 16 bits each in uint32; -0 and +0 make -0."""
+    weight = floating(high << 16)
+    return tl.where((lost & 0x7FFF) == 0, weight, weight + floating(lost << 16))
+
+
+@triton.jit
 def kahan(x: tl.tensor):  # noqa: ANN201
     """bf16 and what it loses, once; ``kahan_split`` does it twice. 16 bits each, in uint32."""
     high = nearest(x)
@@ -76,12 +83,17 @@ def master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.
     if update == "fp32":
         return weight
     high = weight.to(tl.uint32) << 16
-    if update == "split":
-        return floating(high + remainder.to(tl.int32).to(tl.uint32, bitcast=True))
-    if update == "split24":
-        return floating(high + (remainder.to(tl.int32).to(tl.uint32, bitcast=True) << 8))
+    if update == "split" or update == "split24":
+        low = remainder.to(tl.int32)
+        if update == "split24":
+            low = low * 256
+        # beside a zero a negative remainder is that of an older weight, which somebody has written
+        low = tl.where((high & _ABS) == 0, tl.maximum(low, 0), low)
+        return floating(high + low.to(tl.uint32, bitcast=True))
     if update == "kahan":
-        return floating(high) + floating(remainder.to(tl.uint32) << 16)
+        total = kahan_sum(weight.to(tl.uint32), remainder.to(tl.uint32))
+        fits = floating(nearest(total) << 16) == floating(high)
+        return tl.where(fits, total, floating(high))  # else somebody has written the weight
     return floating(high)
 
 

@@ -51,6 +51,18 @@ class AfterStep:
         self._on_skip = on_skip
         self._ema = ema
 
+    def require_own_weights(self) -> None:
+        """Refuse to read or train weights while the averages stand in their places.
+
+        Raises:
+            PrecisionError: Inside of ``ema.applied_to(model)``.
+        """
+        if self._ema is not None and self._ema.applied:
+            raise PrecisionError(
+                "inside ema.applied_to(model) the model has averages for weights, which a step or "
+                "a checkpoint would take for the trained ones. Leave the block first"
+            )
+
     def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Move what moves.
 

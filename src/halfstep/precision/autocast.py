@@ -1,4 +1,4 @@
-"""Whether a device can honour a policy, and the context under which the forward runs.
+"""Whether a device can honour a policy, and the contexts of its forward and its backward.
 
 ``torch.autocast`` warns and disables itself for a combination it does not support; here such a
 combination is refused before anything runs, with the nearest policy that works.
@@ -9,19 +9,30 @@ from __future__ import annotations
 import contextlib
 import platform
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
+from torch import nn
+from torch._functorch import config as functorch_config
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_device
+from halfstep.precision.fp32_pins import Pins, pins
+from halfstep.precision.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.rules import root_is_fp32
 from halfstep.precision.simulate import SimulatedProducts
 
 Status = Literal["native", "simulated", "refused"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +52,20 @@ class Support:
     nearest: str = ""
 
 
-def support(policy: PrecisionPolicy, device: torch.device) -> Support:
-    """Tell how ``device`` runs ``policy``; needs no GPU memory and changes nothing.
+def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
+    """Tell how a device runs a policy; needs no GPU memory and changes nothing.
+
+    Args:
+        policy: A policy, its name, field string or ``.toml`` file.
+        device: A device or its name.
+
+    Raises:
+        PrecisionError: If one of them is neither.
 
     **Source:** compute capability 7.0 (Volta) brought fp16 tensor cores, 8.0 (Ampere) bf16 and
     tf32: CUDA C++ Programming Guide, section "Compute Capabilities".
     """
+    policy, device = parse_policy(policy), as_device(device)
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
@@ -119,63 +138,125 @@ def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
 def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
     """Pin how fp32 products round their operands, whatever the process has set globally.
 
-    torch lets fp32 products round to tf32 or bf16 by global switches (and cuDNN convolutions use
-    tf32 by default), so that "fp32" alone does not say what runs. Restored on exit.
+    For a call that runs as a whole, such as a backward; see :mod:`halfstep.precision.fp32_pins`.
     """
-    backends: list[Any]  # torch's stubs do not know all of them
-    if device.type == "cuda":
-        cudnn: Any = torch.backends.cudnn
-        backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-    else:
-        mkldnn: Any = torch.backends.mkldnn
-        backends = [mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
-    wanted = "tf32" if tf32 else "ieee"
-    before = [_own_setting(backend) for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = wanted
+    with pins(tf32, device) or contextlib.nullcontext():
         yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
-
-
-def _own_setting(backend: Any) -> str:
-    """What a backend was set to itself: ``"none"`` where it follows the setting above it.
-
-    The setting is cleared on the way: there is no other way to see what lies above it.
-    """
-    found: str = backend.fp32_precision
-    backend.fp32_precision = "none"
-    return "none" if found == backend.fp32_precision else found
 
 
 @contextlib.contextmanager
 def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
-    """The context that both forward and backward need, whatever is on around them.
+    """The context that a backward needs, whatever is on around it.
 
-    fp32 products are pinned, formats that a CPU has no instructions for are simulated, and an outer
-    ``torch.autocast``, which would change the precision that was asked for, is off.
+    fp32 products are pinned, formats that a CPU has no instructions for are simulated, an outer
+    ``torch.autocast``, which would change the precision that was asked for, is off, and what
+    activation checkpointing computes again gets the casts of its first time.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(float32_matmul(policy.tf32, device))
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if _is_simulated(policy, device):
-            stack.enter_context(SimulatedProducts(policy.compute_dtype))
+        _enter_casts(stack, policy, device, None)
+        if device.type == "cuda" and policy.param_dtype != torch.float32:
+            # else autograd runs in a thread of its own, where no mode is entered
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
 
 
-@contextlib.contextmanager
-def autocast(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
-    """The context for the forward: :func:`arithmetic`, and operation-wise casts for ``*-mixed``.
+def _enter_casts(
+    stack: contextlib.ExitStack, policy: PrecisionPolicy, device: torch.device, held: Pins | None
+) -> None:
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if _is_simulated(policy, device):
+        stack.enter_context(SimulatedProducts(policy.compute_dtype))
+    if policy.param_dtype != torch.float32:
+        stack.enter_context(StoredCasts(policy.compute_dtype, held))
+    elif device.type == "cpu" and policy.casts_per_op:
+        stack.enter_context(AutocastCasts(held))
+    elif held is not None or inside_casts():  # which must not act on what this policy computes
+        stack.enter_context(OpCasts(held))
+
+
+class Autocast:
+    """The context for a forward and its loss, under one policy.
+
+    Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
+    used as a decorator. Under ``*-mixed`` operations are cast one by one by CUDA's lists, on every
+    device; under 16-bit weights operands of two formats are promoted. Nothing of the process is
+    changed, but for the time of single products where torch's switches contradict the policy.
+
+    Args:
+        policy: What to compute in.
+        model: Whose forward it is for, where the policy's rules speak of the model itself.
+        device: Where it runs; must not refuse the policy.
+        on_enter: Called at every entry, before anything is entered.
 
     Raises:
         PrecisionError: If the device cannot honour the policy. torch.autocast would warn and run
             in another precision.
     """
-    require_support(policy, device)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(arithmetic(policy, device))
-        if policy.casts_per_op:
-            stack.enter_context(torch.autocast(device.type, dtype=policy.compute_dtype))
-        yield
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        model: nn.Module | None,
+        device: torch.device,
+        on_enter: Callable[[], None] | None = None,
+    ) -> None:
+        require_support(policy, device)
+        self.policy = policy
+        self.device = device
+        self.on_enter = on_enter
+        self._casts_per_op = policy.casts_per_op and not (
+            model is not None and root_is_fp32(policy, model)
+        )
+
+    def __enter__(self) -> None:
+        if self.on_enter is not None:
+            self.on_enter()
+        with contextlib.ExitStack() as stack:
+            if self.policy.rules and self.policy.casts_per_op:
+                # torch.compile else traces the backward under the autocast around the whole graph,
+                # and rounds in the backward of fp32 modules. The patch is this thread's alone.
+                stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+            _enter_casts(stack, self.policy, self.device, pins(self.policy.tf32, self.device))
+            if self._casts_per_op:
+                low = self.policy.compute_dtype
+                stack.enter_context(torch.autocast(self.device.type, dtype=low))
+            _active().append((self, stack.pop_all()))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entries = _active()
+        # a generator that is resumed late may leave before what was entered after it
+        last = max(i for i, (context, _) in enumerate(entries) if context is self)
+        _, stack = entries.pop(last)
+        stack.__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Decorate a function: every call of it runs inside."""
+
+        @wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+
+_entered = threading.local()
+
+
+def _active() -> list[tuple[Autocast, contextlib.ExitStack]]:
+    found: list[tuple[Autocast, contextlib.ExitStack]] | None = getattr(_entered, "stack", None)
+    if found is None:
+        found = _entered.stack = []
+    return found
+
+
+def active_autocast() -> Autocast | None:
+    """The innermost :class:`Autocast` that this thread is inside of."""
+    entries = _active()
+    return entries[-1][0] if entries else None

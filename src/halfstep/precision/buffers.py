@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype
 from halfstep.precision.cast import add_regions_
-from halfstep.precision.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import parameter_dtypes
 
 Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
-LOW = (torch.bfloat16, torch.float16)
 _SENSITIVE: tuple[Kind, ...] = ("rope", "positions", "running statistics")
 _POSITIONS = 4096
 """For how many positions the damage to a rotary table is measured."""
@@ -121,7 +121,7 @@ def check_buffers(model: nn.Module) -> None:
 @torch.no_grad()
 def cast_module_(
     model: nn.Module,
-    dtype: torch.dtype,
+    dtype: str | torch.dtype,
     *,
     keep_fp32: Sequence[str] = (),
     buffers: Sequence[str] = (),
@@ -130,7 +130,7 @@ def cast_module_(
 
     Args:
         model: Changed in place; its Parameter objects stay the same.
-        dtype: torch.bfloat16, torch.float16 or torch.float32.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, or a name such as ``"bf16"``.
         keep_fp32: Modules whose parameters are fp32 afterwards and that compute in fp32: patterns
             as in a policy's rules.
         buffers: Globs over the qualified names of the buffers to cast as well.
@@ -143,6 +143,7 @@ def cast_module_(
             whole numbers of which one would change; or a pattern matches nothing. Nothing is
             changed then.
     """
+    dtype = as_dtype(dtype)
     if dtype not in DTYPES.values():
         raise PrecisionError(f"cast to {dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
     rules = tuple((pattern, "fp32") for pattern in keep_fp32)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.precision.autocast import arithmetic, autocast
-from halfstep.precision.losses import LossesInFp32
-from halfstep.precision.policy import PrecisionPolicy
+from halfstep.errors import PrecisionError
+from halfstep.precision.autocast import Autocast
+from halfstep.precision.border import as_device
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import Placement, needs_region, parameter_dtypes, place, root_is_fp32
+from halfstep.precision.wrappers import check_wrappers
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -109,6 +111,8 @@ def upcast_(parameters: Iterable[Tensor]) -> int:
 class CastInputs:
     """A forward pre-hook: floating inputs of a module with 16-bit weights to the compute dtype."""
 
+    __name__ = "CastInputs"  # torch.export asks every hook for one
+
     def __init__(self, policy: PrecisionPolicy, dtype: torch.dtype) -> None:
         self.policy = policy
         self.dtype = dtype
@@ -121,6 +125,8 @@ class CastInputs:
 class CastOutputs:
     """A forward hook: floating outputs to the output dtype, fp32, so that the loss is an island."""
 
+    __name__ = "CastOutputs"
+
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
 
@@ -129,22 +135,38 @@ class CastOutputs:
         return cast_floating(output, self.policy.output_dtype)
 
 
+class CastRecurrentInputs:
+    """A forward pre-hook of LSTM, GRU and RNN: floating inputs to the format of the weights."""
+
+    __name__ = "CastRecurrentInputs"
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the arguments to call the layer with."""
+        dtype = next(layer.parameters()).dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
 def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
     """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
 
     Modules that the policy's rules place otherwise than what calls them get a
-    :class:`FormatRegion`, and a module with 16-bit weights a :class:`LossRegion`.
+    :class:`FormatRegion`. Recurrent layers of 16 bits get their inputs in their own format, which
+    torch asks for before any operation runs.
 
     Returns:
-        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`.
+        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`, all
+        of it with :func:`give_back_`.
     """
     handles = []
     add_regions_(module, policy)
     if policy.param_dtype != torch.float32:
-        module.forward = LossRegion(module)
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):
+                hook = CastRecurrentInputs()
+                handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
         dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
-        hook = CastInputs(policy, dtype)
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        inputs = CastInputs(policy, dtype)
+        handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
     if policy.compute_dtype != torch.float32:
         handles.append(module.register_forward_hook(CastOutputs(policy)))
     return handles
@@ -174,24 +196,14 @@ class Region:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class LossRegion(Region):
-    """The forward of a model whose own losses are computed in fp32."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        with LossesInFp32():
-            return self.inside(args, kwargs)
-
-
 class FormatRegion(Region):
     """The forward of a module that rules place in another format than what is around it.
 
     In fp32: floating inputs are cast to fp32, autocast is off, and floating outputs are cast to
-    what the surroundings compute in. Under a 16-bit policy that is the compute dtype, as its
-    operations take no two dtypes. Under ``*-mixed`` outputs stay fp32: autocast casts operands of
-    products itself, and sums, as of a residual stream, keep their bits; CUDA's autocast does the
-    same after an operation of its fp32 list. Nothing here asks which operation or device it is, so
-    dtypes are the same on CPU and CUDA.
+    what the surroundings compute in. Under a 16-bit policy that is the compute dtype. Under
+    ``*-mixed`` outputs stay fp32: autocast casts operands of products itself, and sums, as of a
+    residual stream, keep their bits; CUDA's autocast does the same after an operation of its fp32
+    list. Nothing here asks which operation or device it is, so dtypes are the same on CPU and CUDA.
 
     Back in the policy's own format, inside of an fp32 module: inputs are cast to the compute dtype
     or autocast is on again, and outputs are cast to fp32.
@@ -214,7 +226,7 @@ class FormatRegion(Region):
         return output if self.outputs is None else cast_floating(output, self.outputs)
 
     def _context(self, device_type: str) -> AbstractContextManager[object]:
-        if not torch.amp.is_autocast_available(device_type):
+        if not _has_autocast(device_type):
             return nullcontext()
         if self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast)
@@ -223,20 +235,81 @@ class FormatRegion(Region):
         return nullcontext()
 
 
-@contextmanager
-def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The context for a model's forward and loss: :func:`autocast`, as the rules change it.
+def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Autocast:
+    """The context for a model's forward and loss; what its rules ask of modules is in its regions.
 
     Where a rule keeps the model itself in fp32, operation-wise casts are off outside of its
-    submodules too. And ``torch.compile`` must trace the backward without autocast: it would
-    take the one around the whole graph, and round in the backward of fp32 modules.
+    submodules too.
+
+    Raises:
+        PrecisionError: If the device cannot honour the policy.
     """
-    with ExitStack() as stack:
-        if policy.rules and policy.casts_per_op:
-            stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-        outermost = arithmetic if root_is_fp32(policy, model) else autocast
-        stack.enter_context(outermost(policy, device))
-        yield
+    return Autocast(policy, model, device)
+
+
+def autocast(
+    policy: str | PrecisionPolicy, device: str | torch.device, model: nn.Module | None = None
+) -> Autocast:
+    """The context for a forward under a policy, without an optimizer.
+
+    In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
+
+    Args:
+        policy: A policy, its name, field string or ``.toml`` file.
+        device: Where the forward runs, such as ``"cpu"``.
+        model: Needed where a policy says how weights are stored or has rules for modules. It must
+            be as the policy says already; nothing of it is changed.
+
+    Raises:
+        PrecisionError: If the device cannot honour the policy, or a context alone cannot.
+
+    Example:
+        >>> with autocast("bf16-mixed", "cpu"):
+        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
+    """
+    value = parse_policy(policy)
+    where = as_device(device)
+    context = Autocast(value, model, where)
+    low = value.param_dtype != torch.float32
+    if model is not None:
+        check_wrappers(value, model)
+        _require_prepared(value, model)
+    elif value.rules or low or value.casts == "module":
+        what = "has rules for modules" if value.rules else "says how weights are stored"
+        raise PrecisionError(
+            f"policy {value} {what}, so that autocast needs the model: autocast(policy, device, "
+            "model) with one that halfstep.Precision has prepared; in training use "
+            "precision.autocast()"
+        )
+    return context
+
+
+def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
+    """Refuse a model whose weights or modules are not as the policy says."""
+    cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
+    if policy.param_dtype != torch.float32:
+        wanted = parameter_dtypes(policy, model)
+        for name, parameter in model.named_parameters():
+            if name in wanted and parameter.dtype != wanted[name]:
+                raise PrecisionError(
+                    f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
+                    f"stores it in {dtype_name(wanted[name])}; {cure}"
+                )
+    if policy.rules and policy.compute_dtype != torch.float32:
+        for placement in place(policy, model):
+            own = placement.module.__dict__.get("forward")
+            if needs_region(placement) and not isinstance(own, Region):
+                raise PrecisionError(
+                    f"rule {placement.rule!r} of policy {policy} is not applied to "
+                    f"{placement.name or 'the model'}; {cure}"
+                )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types
+def _has_autocast(device_type: str) -> bool:
+    """A constant to ``torch.compile``, which in torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -284,3 +357,20 @@ def remove_regions_(model: nn.Module) -> None:
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is keep_fused_paths_off:
                     del module._forward_pre_hooks[key]
+
+
+def is_cast(value: object) -> bool:
+    """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
+    kinds = CastInputs | CastOutputs | CastRecurrentInputs | Region
+    return isinstance(value, kinds) or value is keep_fused_paths_off
+
+
+def give_back_(model: nn.Module) -> None:
+    """Take everything off a model that :func:`cast_at_border` has put on it, regions included."""
+    remove_regions_(model)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, CastInputs | CastOutputs | CastRecurrentInputs):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,37 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype
 from halfstep.precision.buffers import check_buffers
 from halfstep.precision.cast import CastInputs, upcast_
 from halfstep.precision.local import is_sharded, local_part
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
 
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
     """The first names and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def check_arguments(model: object, optimizers: object) -> None:
+    """Refuse what is no model and no optimizers, before anything is asked of them."""
+    if isinstance(model, Optimizer) and isinstance(optimizers, nn.Module):
+        raise PrecisionError(
+            "model and optimizer are swapped; allowed: Precision(policy, model, optimizer)"
+        )
+    if not isinstance(model, nn.Module):
+        raise PrecisionError(f"the model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    wrong = [type(one).__name__ for one in several if not isinstance(one, Optimizer)]
+    if wrong or not several:
+        raise PrecisionError(
+            f"the optimizer is {wrong[0] if wrong else 'an empty list'}; allowed: a "
+            "torch.optim.Optimizer over the model's parameters, or a list of them"
+        )
 
 
 def one_device(model: nn.Module) -> torch.device:
@@ -60,6 +80,9 @@ def check_parameters(
             "model is on its device"
         )
     check_buffers(model)
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
+            raise _other_numbers(policy, name, parameter)
     kept = kept_parameters(policy, model)
     if policy.param_dtype != torch.float32 and any(o.state for o in optimizers):
         raise PrecisionError(
@@ -111,7 +134,20 @@ def check_parameters(
                 )
 
 
-def lift_eps_(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[int, float, float]]:
+def _other_numbers(policy: PrecisionPolicy, name: str, parameter: Tensor) -> PrecisionError:
+    if parameter.is_complex():
+        return PrecisionError(
+            f"{name} is {dtype_name(parameter.dtype)}, and policies are about real numbers. Keep "
+            "it as a real parameter (torch.view_as_real) and use torch.view_as_complex in forward"
+        )
+    return PrecisionError(
+        f"{name} is fp64, which policy {policy} would cut to "
+        f"{dtype_name(policy.master_dtype)}. If that is meant, convert it with model.float() "
+        "before the optimizer is made"
+    )
+
+
+def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int, float, float]]:
     """Raise each group's ``eps`` to the smallest that is safe in a dtype, if it is below.
 
     That is the smallest normal number, 2^-14 in fp16. Where Adam's second moment has underflowed
@@ -127,7 +163,7 @@ def lift_eps_(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[int, float
     Returns:
         For each group that was changed its number, the old ``eps`` and the new one.
     """
-    safe = torch.finfo(dtype).tiny
+    safe = torch.finfo(as_dtype(dtype)).tiny
     lifted = []
     for number, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
@@ -149,6 +185,11 @@ def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
 
 def check_loss(loss: Tensor) -> None:
     """Refuse a loss that cannot be back-propagated."""
+    if not isinstance(loss, Tensor):
+        raise PrecisionError(
+            f"backward() got a {type(loss).__name__}; allowed: the loss as a scalar tensor, with "
+            "its graph (not loss.item())"
+        )
     if loss.numel() != 1 or not loss.requires_grad:
         raise PrecisionError(
             f"backward() got a loss of shape {tuple(loss.shape)} that "
@@ -157,24 +198,24 @@ def check_loss(loss: Tensor) -> None:
         )
 
 
-class WeightsLoaded:
-    """A hook that remembers that weights were loaded into the model, past what is trained."""
-
-    def __init__(self) -> None:
-        self.weights = False
-
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Note it."""
-        self.weights = True
-
-
-def stale_masters() -> PrecisionError:
-    """The error for weights that were loaded without what is trained behind them."""
-    return PrecisionError(
-        "the model's weights were loaded after Precision was made, and what is trained behind them "
-        "is still the old: load the saved precision state after them "
-        "(precision.load_state_dict), or take them as they are (precision.take_weights_())"
+def as_closure(value: object) -> Callable[[], Any]:
+    """A closure for a step, or an error for what is neither that nor a loss."""
+    if callable(value):
+        return value
+    raise PrecisionError(
+        f"step() got a {type(value).__name__}; allowed: the loss as a scalar tensor (not "
+        "loss.item()), a closure that calls precision.backward, or nothing"
     )
+
+
+def require_one(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+    """Refuse a closure where several optimizers would evaluate it, each for itself."""
+    if len(optimizers) != 1:
+        raise PrecisionError(
+            f"step(closure) with {len(optimizers)} optimizers: each would evaluate the loss of "
+            "all; make one Precision for each optimizer, or step without a closure"
+        )
+    return optimizers
 
 
 def no_backward() -> PrecisionError:
@@ -185,13 +226,8 @@ def no_backward() -> PrecisionError:
     )
 
 
-def no_gradients(late: tuple[str, ...]) -> PrecisionError:
-    """The error for a step without gradients, or with parameters that came too late (names)."""
-    if late:
-        return PrecisionError(
-            f"{some(late)} came to the optimizer or became trainable after Precision was made, and "
-            "has no fp32 master there; make Precision after that"
-        )
+def no_gradients() -> PrecisionError:
+    """The error for a step without gradients."""
     return PrecisionError(
         "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the "
         "loss, or were replaced after the optimizer was made"

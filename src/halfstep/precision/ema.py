@@ -13,6 +13,8 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.local import local_part, reshard_
 from halfstep.precision.rounding import random_bits, round_stochastic
 
+_STREAMS = 2**31  # the first of an average's streams of random bits
+
 
 class EMA:
     """average <- decay * average + (1 - decay) * weight, after every applied step.
@@ -57,6 +59,8 @@ class EMA:
         self.decay = decay
         self.seed = seed
         self.updates = 0
+        self.applied = False
+        """Whether a model has the averages in the place of its weights: :meth:`applied_to`."""
         self.averages = {
             name: local_part(parameter).detach().to(dtype, copy=True)
             for name, parameter in model.named_parameters()
@@ -79,8 +83,10 @@ class EMA:
                 continue
             value = average.float().lerp_(weight.detach().float(), 1 - self.decay)
             if average.dtype == torch.bfloat16:
+                # streams of its own: optimizers with the same seed draw from 0 on
+                stream = _STREAMS + seen
                 bits = random_bits(
-                    self.seed, self.updates, value.shape, stream=seen, device=value.device
+                    self.seed, self.updates, value.shape, stream=stream, device=value.device
                 )
                 value = round_stochastic(value.contiguous(), bits)
             average.copy_(value)
@@ -114,12 +120,14 @@ class EMA:
         self.require(named)
         with torch.no_grad():
             own = {name: parameter.detach().clone() for name, parameter in named.items()}
+        self.applied = True
         try:
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(self.averages[name])
             yield
         finally:
+            self.applied = False
             reshard_(model)  # gathered averages go
             with torch.no_grad():
                 for name, parameter in named.items():

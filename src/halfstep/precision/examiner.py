@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.checks import no_gradients
 from halfstep.precision.gradients import NonFinite, exact_global_norm, find_nonfinite
-from halfstep.precision.local import parts_of
 from halfstep.precision.master_weights import MasterWeights
 from halfstep.precision.optimizer_masters import common_norm
 from halfstep.precision.ranks import Ranks
@@ -19,6 +20,26 @@ from halfstep.precision.ranks import Ranks
 # Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
 _SQUARES_FIT = 1e-15
 _STRANGER = "a tensor that is not the model's"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a step's gradients and loss turned out to be, the same on every rank.
+
+    Attributes:
+        loss: Of the whole step.
+        norm: The global 2-norm of its gradients, in fp64 where squares leave the range of fp32.
+        found: What is not finite in them; None if the loss itself is not.
+    """
+
+    loss: float
+    norm: float
+    found: NonFinite | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the step must not be applied."""
+        return self.found is None or bool(self.found.names)
 
 
 class Examiner:
@@ -35,44 +56,37 @@ class Examiner:
         self._masters = masters
         self._optimizers = optimizers
         self._ranks = ranks
-        sharded = {name: parts_of(weight) for name, weight in model.named_parameters()}
-        self._parts = {p: sharded[name] for name, p in masters.named_parameters().items()}
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Parameter to gradient, for all that the optimizer is about to update.
+        """What the optimizers are about to update, and the gradient of each.
 
         Raises:
-            PrecisionError: If there is none, or a parameter came too late to have a master.
+            PrecisionError: If there is none, or a parameter was converted since it was taken in.
         """
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        owned = [p for group in groups for p in group["params"]]
-        late = [p for p in owned if p.requires_grad and not self._masters.covers(p)]
-        gradients = self._masters.gradients(owned)
-        if late or not gradients:
+        try:
+            gradients = self._masters.gradients()
+            if not gradients:
+                raise no_gradients()
+        except PrecisionError:
             self._ranks.cannot()
-            raise no_gradients(self._names(late))
+            raise
         return gradients
 
-    def judge(
-        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]
-    ) -> tuple[float, float, NonFinite | None]:
-        """Measure a step, the same on every rank, with one host synchronisation.
+    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
+        """Measure a step, with one host synchronisation.
 
         Args:
             loss: This rank's, fp32 scalar.
             gradients: From :meth:`gradients`.
-
-        Returns:
-            The step's loss, the global norm of its gradients (in fp64 where squares leave the range
-            of fp32), and what is not finite in them: None if the loss itself is not.
         """
         by_parts: dict[int, list[Tensor]] = {}
-        for parameter, gradient in gradients.items():
-            by_parts.setdefault(self._parts.get(parameter, 1), []).append(gradient)
+        for target, gradient in gradients.items():
+            parts = self._ranks.parts_of(self._masters.parameter_of(target))
+            by_parts.setdefault(parts, []).append(gradient)
         norm_of = partial(common_norm, self._optimizers)
         value, norm = self._ranks.measure(loss, by_parts, norm_of)
         if not math.isfinite(value):
-            return value, norm, None
+            return Judged(value, norm, None)
         found = NonFinite((), ())
         if not math.isfinite(norm):
             named = zip(self._names(gradients), gradients.values(), strict=True)
@@ -80,7 +94,7 @@ class Examiner:
             found = self._ranks.union(find_nonfinite(named), every)
         if not found.names and not _SQUARES_FIT < norm < math.inf:
             _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
-        return value, norm, found
+        return Judged(value, norm, found)
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]

@@ -7,6 +7,7 @@ from torch import nn
 
 from halfstep.formats import FORMATS
 from halfstep.precision.autocast import support
+from halfstep.precision.border import as_device
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
@@ -41,7 +42,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
         master   fp32     what the optimizer updates
     """
     value = parse_policy(policy)
-    where = torch.device(device)
+    where = as_device(device)
     found = support(value, where)
     reason = found.reason + (f"; nearest: {found.nearest}" if found.nearest else "")
     rows = [("policy", "", str(value)), *explain_policy(value), (where.type, found.status, reason)]
@@ -176,7 +177,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
             "tf32" if policy.tf32 else dtype_name(c),
             f"matrix products: {matmul}" + (", fp32 accumulation" if low else ""),
         ),
-        ("output", dtype_name(policy.output_dtype), "logits, softmax and loss are fp32 islands"),
+        ("output", dtype_name(policy.output_dtype), _islands(policy)),
         (
             "grad",
             dtype_name(policy.grad_dtype),
@@ -199,6 +200,20 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ),
         *(("rule", form, f"modules {pattern}") for pattern, form in policy.rules),
     ]
+
+
+def _islands(policy: PrecisionPolicy) -> str:
+    """What is computed in fp32 although products are not."""
+    if policy.param_dtype != torch.float32:
+        return (
+            "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "
+            "sums inside, fp32 where operands are mixed"
+        )
+    if policy.casts == "module":
+        return "of the model and the loss; softmax and norms take and give 16 bits"
+    if policy.casts_per_op:
+        return "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
+    return "of the model; everything else is fp32 too"
 
 
 def _range(policy: PrecisionPolicy) -> str:

@@ -13,12 +13,10 @@ than the rest of halfstep.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -76,27 +74,17 @@ def reshard_(model: nn.Module) -> None:
         modules[name].reshard()
 
 
-def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parts of the model's sharded parameters, by the parameters' names; {} on one device."""
-    return {
-        name: nn.Parameter(local_part(parameter), requires_grad=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-        if is_sharded(parameter)
-    }
-
-
-@torch.no_grad()
-def hand_over_(
-    optimizers: Sequence[Optimizer], model: nn.Module, parts: Mapping[str, nn.Parameter]
-) -> None:
-    """Put the parts, with what the optimizers keep for them, in the sharded parameters' places."""
-    named = dict(model.named_parameters())
-    new: dict[Tensor, nn.Parameter] = {named[name]: part for name, part in parts.items()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new.get(p, p) for p in group["params"]]
-        for old in [p for p in optimizer.state if p in new]:
-            kept = optimizer.state.pop(old)
-            optimizer.state[new[old]] = {
-                key: local_part(v) if isinstance(v, Tensor) else v for key, v in kept.items()
-            }
+def place_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that is placed as a parameter is; a plain one is itself."""
+    if not is_sharded(parameter):
+        return local
+    dtensor: Any = parameter
+    whole: Tensor = type(dtensor).from_local(
+        local,
+        dtensor.device_mesh,
+        dtensor.placements,
+        run_check=False,
+        shape=dtensor.shape,
+        stride=dtensor.stride(),
+    )
+    return whole

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype
 from halfstep.precision.policy import dtype_name
 
 # The smallest number that libraries write for "masked" in an added mask.
@@ -19,7 +20,7 @@ _MASKED = -1e4
 _SHOWN = 3
 
 
-def mask_value(dtype: torch.dtype) -> float:
+def mask_value(dtype: str | torch.dtype) -> float:
     """The number to add to a score that shall not be attended to: ``finfo(dtype).min / 4``.
 
     It is the most negative number m that can be added twice to any score s of half the format's
@@ -29,7 +30,7 @@ def mask_value(dtype: torch.dtype) -> float:
     -8000 and 8000 in fp16, and any in bf16 and fp32 that training ever sees.
 
     Args:
-        dtype: A floating dtype: of the scores that the mask is added to.
+        dtype: A floating dtype, or its name: of the scores that the mask is added to.
 
     Raises:
         PrecisionError: If it is not floating.
@@ -38,6 +39,7 @@ def mask_value(dtype: torch.dtype) -> float:
         >>> mask_value(torch.float16)
         -16376.0
     """
+    dtype = as_dtype(dtype)
     _require_floating(dtype)
     return torch.finfo(dtype).min / 4
 

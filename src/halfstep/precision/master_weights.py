@@ -1,257 +1,447 @@
-"""Who owns the weights that the optimizer updates.
+"""Who owns the weights that the optimizer updates, and where their gradients are.
 
 With 16-bit weights an update smaller than half the gap between neighbouring numbers rounds to
 nothing: at 1.0 the bf16 gap is 2^-7, so 100 updates of 1e-3 leave 1.0. Either an fp32 copy, the
-master weights, takes the updates, and the 16-bit weights are rounded from it after every step; or
-one of halfstep's optimizers keeps beside the weight what it cannot hold.
+master, takes the updates, and the 16-bit weight is rounded from it after every step; or one of
+halfstep's optimizers keeps beside the weight what it cannot hold.
 
-Gradients move out of the 16-bit parameter as soon as autograd has finished each of them, so
-micro-batches add up in fp32.
+What a user can see stays the truth all the while:
+
+* Gradients are in ``p.grad`` of the model's own parameters (:mod:`halfstep.precision.arrivals`).
+* The optimizers' groups and states hold the model's own parameters. Masters, and this rank's parts
+  of sharded parameters, stand in their places only while an optimizer steps (:meth:`installed`).
+* A weight that was written in place is the weight: its master takes the value over before it is
+  used (:meth:`take_written_`).
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from halfstep.errors import PrecisionError
+from halfstep.precision.arrivals import Arrivals
 from halfstep.precision.cast import cast_parameters_
-from halfstep.precision.local import hand_over_, local_gradient, local_parameters
-from halfstep.precision.optimizer_masters import (
-    Gradients,
-    KeepsMasters,
-    OptimizerMasters,
-    Parts,
-    step_optimizers,
-)
-from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.gradients import multiply_
+from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
+from halfstep.precision.optimizer_masters import Gradients, KeepsMasters, step_optimizers
+from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import parameter_dtypes
 
+# Elements that are compared at a time: a rounded copy of them stays in the caches.
+_CHUNK = 2**15
 
-class MasterWeights(Protocol):
-    """The optimizer's view of the weights; :class:`NoMasters` is the null object."""
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One trainable parameter.
+
+    Attributes:
+        name: Its name in the model.
+        parameter: The model's own, which holds the gradient.
+        target: What the optimizer updates: the parameter itself, this rank's part of it in the
+            same memory, or an fp32 master.
+        dtype: Of the parameter.
+        copied: Whether the target is an fp32 master, to be rounded into the parameter.
+        held: Whether an optimizer has it.
+        keeper: The optimizer that keeps what 16 bits cannot hold, or None.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    target: nn.Parameter
+    dtype: torch.dtype
+    copied: bool
+    held: bool
+    keeper: KeepsMasters | None
+
+    @property
+    def visible(self) -> Tensor:
+        """What the model computes with on this rank."""
+        return local_part(self.parameter).detach()
+
+
+class MasterWeights:
+    """All that is trained, by the model's names, and its way from the gradient to the weight."""
+
+    def __init__(
+        self, policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Cast the model in place to the policy's weights, and keep what the cast loses.
+
+        Args:
+            policy: Says whether there are masters, and the format of the weights.
+            model: Its Parameter objects stay the same objects; only their storage changes.
+            optimizers: Those of halfstep take the policy's rounding and format of moments.
+
+        Raises:
+            PrecisionError: If an optimizer was made for other formats than the policy's; nothing
+                is changed then.
+        """
+        own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+        for optimizer in own:
+            optimizer.check_precision(policy.update, policy.moment_format)
+        for optimizer in own:
+            optimizer.set_precision(policy.update, policy.moment_format)
+        self.arrivals = Arrivals(policy, model)
+        self._policy = policy
+        self._model = model
+        self._optimizers = optimizers
+        self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
+        self._settled: set[int] = set()  # ids of held parameters that have nothing more to wait for
+        self._to_target: dict[Tensor, nn.Parameter] = {}
+        self._to_parameter: dict[Tensor, nn.Parameter] = {}
+        self._installed = False
+        self.handles: list[RemovableHandle] = []
+        """Hooks of the optimizers, to be removed with this."""
+        for optimizer in optimizers:
+            self.handles += _load_into_targets(optimizer, weakref.ref(self))
+        self._loaded = Loaded()
+        hook = model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+        self.handles.append(hook)
+        self._adopt_all()
+        if policy.param_dtype != torch.float32:  # what is frozen, or no optimizer's
+            cast_parameters_(model, parameter_dtypes(policy, model))
+
+    # What is trained
+
+    def adopt(self) -> None:
+        """Take in parameters that have become trainable or have come to an optimizer.
+
+        Those that are 16 bit by then start from their 16-bit values; others are cast.
+
+        Raises:
+            PrecisionError: If an optimizer was given a tensor that is not the model's.
+        """
+        self._install(False)  # in case that a load of a state has raised half-way
+        settled = self._settled
+        held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
+        if all(id(p) in settled or not p.requires_grad for p in held):
+            return
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, KeepsMasters):
+                self._take_in(optimizer)
+        self._adopt_all()
+        strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
+        if strangers:
+            raise PrecisionError(
+                f"the optimizer was given a tensor of shape {tuple(strangers[0].shape)} that is no "
+                "parameter of the model; add it to the model first, or give it to another optimizer"
+            )
+
+    @torch.no_grad()
+    def _adopt_all(self) -> None:
+        held = self._held()
+        dtypes: dict[str, torch.dtype] = {}
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            known = self._weights.get(parameter)
+            if known is None or (parameter in held and not known.held):
+                dtypes = dtypes or parameter_dtypes(self._policy, self._model)
+                dtype = dtypes.get(name, parameter.dtype)
+                self._weights[parameter] = self._adopt(name, parameter, dtype, held)
+            if parameter in held:
+                self._settled.add(id(parameter))
+
+    def _adopt(
+        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
+    ) -> Weight:
+        exact = local_part(parameter).detach()  # before the cast
+        low = dtype in LOW
+        if parameter.dtype != dtype:
+            parameter.grad = None
+            parameter.data = parameter.data.to(dtype)
+        target = parameter
+        copied = low and self._policy.has_masters and parameter in held
+        keeper = held.get(parameter) if low and self._policy.update != "nearest" else None
+        if copied:
+            target = nn.Parameter(exact.to(torch.float32, copy=True))
+        elif is_sharded(parameter):
+            target = nn.Parameter(local_part(parameter))
+        if target is not parameter:
+            self._to_target[parameter], self._to_parameter[target] = target, parameter
+        if parameter not in self._weights:
+            self.arrivals.watch(parameter)
+        if keeper is not None:
+            with self.installed():
+                keeper.write_master_(target, exact.float())
+        return Weight(name, parameter, target, dtype, copied, parameter in held, keeper)
+
+    def _held(self) -> dict[Tensor, KeepsMasters | None]:
+        """The optimizers' parameters, as the model has them, and whether one keeps masters."""
+        found: dict[Tensor, KeepsMasters | None] = {}
+        for optimizer in self._optimizers:
+            keeper = optimizer if isinstance(optimizer, KeepsMasters) else None
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found[self._to_parameter.get(parameter, parameter)] = keeper
+        return found
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable tensors that the optimizer updates, under the model's names."""
+        """What the optimizers update, by the model's names: masters, parts or parameters."""
+        return {weight.name: weight.target for weight in self._weights.values()}
 
-    def covers(self, parameter: nn.Parameter) -> bool:
-        """Whether an update of ``parameter`` by the optimizer reaches the model in full."""
+    def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
+        """The model's own parameter that a target stands for."""
+        return self._to_parameter.get(target, target)
 
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The finished gradients of those that have one."""
+    def _take_in(self, optimizer: Any) -> None:
+        """Let groups that came to one of halfstep's optimizers be kept as the policy says."""
+        for group in optimizer.param_groups:
+            if group["update"] is None:
+                group["update"] = self._policy.update
+            if group["moments"] is None:
+                group["moments"] = self._policy.moment_format
+
+    # Between the model and the optimizers
+
+    @contextmanager
+    def installed(self, yes: bool = True) -> Iterator[None]:
+        """Inside, the optimizers' groups and states hold targets in the parameters' places.
+
+        Args:
+            yes: False gives the parameters back meanwhile, for code of the user's.
+        """
+        before = self._installed
+        self._install(yes)
+        try:
+            yield
+        finally:
+            self._install(before)
+
+    def _install(self, yes: bool) -> None:
+        if yes == self._installed:
+            return
+        self._installed = yes
+        table = self._to_target if yes else self._to_parameter
+        if not table:
+            return
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                # in place: some optimizers hold on to the list itself
+                group["params"][:] = [table.get(p, p) for p in group["params"]]
+            states = [(table.get(p, p), state) for p, state in optimizer.state.items()]
+            optimizer.state.clear()
+            for parameter, state in states:
+                optimizer.state[parameter] = _local_state(state) if yes else state
+
+    def gradients(
+        self, targets: Sequence[nn.Parameter] | None = None
+    ) -> dict[nn.Parameter, Tensor]:
+        """Target to finished gradient on this rank, of those that have one.
+
+        Args:
+            targets: These alone; None: all that the optimizers hold, in their order.
+
+        Raises:
+            PrecisionError: If a parameter was converted or moved since it was taken in.
+        """
+        if targets is None:
+            parameters = [*self._held()]
+        else:
+            parameters = [self._to_parameter.get(target, target) for target in targets]
+        found = {}
+        for parameter in parameters:
+            weight = self._weights.get(parameter)
+            if weight is None:  # frozen
+                continue
+            if parameter.dtype != weight.dtype or parameter.device != weight.target.device:
+                raise _converted(weight)
+            gradient = local_gradient(parameter)
+            if gradient is not None:
+                found[weight.target] = gradient
+        return found
 
     def replace(self, gradients: Gradients) -> None:
-        """Set finished gradients: the sums over all ranks; other parameters keep theirs."""
+        """Set finished gradients by target: the sums over all ranks; others keep theirs."""
+        for target, gradient in gradients.items():
+            parameter = self._to_parameter.get(target, target)
+            if parameter.grad_dtype is not None:
+                gradient = gradient.to(parameter.grad_dtype)
+            parameter.grad = place_like(gradient, parameter)
+
+    def note(self) -> None:
+        """Remember how a backward has left the gradients: see :meth:`Arrivals.cleared`."""
+        self.arrivals.note(weight.parameter for weight in self._weights.values() if weight.held)
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all that the optimizers hold."""
+        for parameter in self._held():
+            parameter.grad = None
+            target = self._to_target.get(parameter)
+            if target is not None:
+                target.grad = None
 
-    def update_(self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
+    @torch.no_grad()
+    def take_written_(self) -> None:
+        """Let masters take over what was written into the model's weights.
+
+        Where the weight is not its rounded master, it was written by somebody else. Beside a
+        remainder no comparison is needed: see :func:`halfstep.precision.rounding.join`. After
+        ``model.load_state_dict`` every weight is taken as it is, remainders dropped.
+        """
+        if self._loaded.weights:
+            self.load_({weight.name: weight.visible for weight in self._weights.values()})
+        for weight in self._weights.values():
+            if not weight.copied:
+                continue
+            visible, master = weight.visible, weight.target.detach()
+            if visible.stride() != master.stride() or not visible.is_contiguous():
+                _take_written_(master, visible)
+                continue
+            pairs = zip(
+                torch.split(master.view(-1), _CHUNK),
+                torch.split(visible.view(-1), _CHUNK),
+                strict=True,
+            )
+            for piece, seen in pairs:
+                _take_written_(piece, seen)
+
+    def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
+        with self.installed():
+            others = [o for o in self._optimizers if not isinstance(o, KeepsMasters)]
+            self.hand_over(others, gradients, factor)
+            step_optimizers(self._optimizers, gradients, factor)
+        self.push_(gradients)
+
+    def hand_over(
+        self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
+    ) -> None:
+        """Let ``target.grad`` be the gradient times ``factor``, in a format the optimizer takes.
+
+        What has to be widened is widened one by one, and the 16-bit gradient freed.
+        """
+        given: list[Tensor] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for target in group["params"]:
+                    if target not in gradients:
+                        continue
+                    if isinstance(optimizer, KeepsMasters):
+                        target.grad_dtype = None
+                        target.grad = gradients[target]
+                    else:
+                        target.grad = gradients[target].to(target.dtype)
+                    given.append(target.grad)
+                    if target in self._to_parameter:
+                        self._to_parameter[target].grad = None
+        multiply_(given, factor)
+
+    @torch.no_grad()
+    def push_(self, targets: Mapping[nn.Parameter, Any] | None = None) -> None:
+        """Round masters to nearest into their weights; those that did not step are left alone."""
+        copies = [
+            weight
+            for weight in self._weights.values()
+            if weight.copied and (targets is None or weight.target in targets)
+        ]
+        if copies:
+            torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
+
+    # Exact values
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Name and what the weight stands for, exact, one after the other."""
+        for weight in self._weights.values():
+            if weight.keeper is None:
+                value = weight.target.detach()
+                # what no optimizer holds has no master, and is saved beside them in their format
+                alone = value.dtype in LOW and self._policy.keeps_more_than_weights
+                yield weight.name, value.float() if alone else value
+            else:
+                with self.installed():
+                    value = weight.keeper.read_master(weight.target)
+                yield weight.name, value
 
+    @torch.no_grad()
+    def exact(self, parameter: Tensor) -> Tensor:
+        """The fp32 values that a parameter stands for, in memory of their own."""
+        weight = self._weights.get(parameter)
+        if weight is None or (weight.keeper is None and not weight.copied):
+            return parameter.detach().to(torch.float32, copy=True)
+        self.take_written_()
+        if weight.keeper is None:
+            return weight.target.detach().clone()
+        with self.installed():
+            return weight.keeper.read_master(weight.target)
+
+    @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
         """Set every weight from :meth:`items`, of this policy or of another."""
-
-
-class NoMasters:
-    """The model's parameters are the masters; of sharded ones, this rank's parts."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], parts: Parts) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self._parts = parts
-        for name, weight in model.named_parameters():
-            if name in parts and weight.requires_grad:
-                weight.grad = None
-                weight.register_post_accumulate_grad_hook(_ToMaster(parts[name]))  # type: ignore[no-untyped-call]
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's own trainable parameters, or their parts."""
-        named = self._model.named_parameters()
-        return {n: self._parts.get(n, p) for n, p in named if p.requires_grad}
-
-    def covers(self, parameter: nn.Parameter) -> bool:
-        """Always."""
-        return True
-
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Each parameter's own ``grad``."""
-        return {p: p.grad for p in parameters if p.grad is not None}
-
-    def replace(self, gradients: Gradients) -> None:
-        """Set ``grad``, in the parameter's dtype."""
-        _replace(gradients)
-
-    def clear(self) -> None:
-        """Set every ``grad`` to None."""
-        _clear(self._optimizers)
-
-    def update_(self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
-        """Step; only halfstep's optimizers need not change the gradients for it."""
-        step_optimizers(optimizers, gradients, factor)
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights."""
-        return ((name, p.detach()) for name, p in self.named_parameters().items())
-
-    @torch.no_grad()
-    def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Copy the values into the weights."""
-        for name, parameter in self.named_parameters().items():
-            parameter.copy_(values[name])
-
-
-class Fp32Masters:
-    """An fp32 copy of every trainable parameter, and 16-bit weights in the model."""
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: nn.Module,
-        param_dtype: torch.dtype | Mapping[str, torch.dtype],
-        optimizers: Sequence[Optimizer],
-        parts: Parts,
-    ) -> None:
-        """Take fp32 copies, cast the model in place, and give the optimizers the copies.
-
-        Args:
-            model: Its Parameter objects stay the same objects; only their storage changes. Masters
-                start from the values before the cast.
-            param_dtype: torch.bfloat16 or torch.float16, or one for each parameter by name; an fp32
-                one is its own master.
-            optimizers: Their groups' parameters are replaced.
-            parts: Of sharded parameters, which have the dtype already.
-        """
-        self._masters: dict[str, nn.Parameter] = {}
-        self._weights: list[Tensor] = []
-        self._copies: list[nn.Parameter] = []
-        self._optimizers = optimizers
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad or not parameter.is_floating_point():
-                continue
-            weight = parts.get(name, parameter)
-            if not isinstance(param_dtype, torch.dtype) and param_dtype[name] == torch.float32:
-                self._masters[name] = weight
+        for weight in self._weights.values():
+            if weight.keeper is None:
+                weight.target.copy_(values[weight.name])
             else:
-                self._masters[name] = nn.Parameter(weight.detach().float().clone())
-                self._weights.append(weight)
-                self._copies.append(self._masters[name])
-            if self._masters[name] is not parameter:
-                parameter.grad = None
-                parameter.register_post_accumulate_grad_hook(_ToMaster(self._masters[name]))  # type: ignore[no-untyped-call]
-        self._known = set(self._masters.values())
-        cast_parameters_(model, param_dtype)
-        replacements = dict(zip(self._weights, self._copies, strict=True))
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [replacements.get(p, p) for p in group["params"]]
+                with self.installed():
+                    weight.keeper.write_master_(weight.target, values[weight.name].float())
+        self.push_()
+        self._loaded.weights = False
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The fp32 masters under their weights' names."""
-        return dict(self._masters)
-
-    def covers(self, parameter: nn.Parameter) -> bool:
-        """Whether it is one of the masters."""
-        return parameter in self._known
-
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The masters' ``grad``, in fp32."""
-        return {p: p.grad for p in parameters if p.grad is not None}
-
-    def replace(self, gradients: Gradients) -> None:
-        """Set the masters' ``grad``, in fp32."""
-        _replace(gradients)
-
-    def clear(self) -> None:
-        """Set every master's ``grad`` to None."""
-        _clear(self._optimizers)
-
-    def update_(self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
-        """Step, then round every master to nearest into its 16-bit weight."""
-        step_optimizers(optimizers, gradients, factor)
-        self._push_()
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The masters."""
-        return ((name, master.detach()) for name, master in self._masters.items())
-
-    @torch.no_grad()
-    def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Copy the values into the masters and round them into the weights."""
-        for name, master in self._masters.items():
-            master.copy_(values[name])
-        self._push_()
-
-    @torch.no_grad()
-    def _push_(self) -> None:
-        if self._weights:
-            torch._foreach_copy_(self._weights, [*self._copies])
+    def close(self) -> None:
+        """Give the parameters back as plain ones; gradients are dropped."""
+        self.clear()
+        self.arrivals.close()
 
 
-class _ToMaster:
-    """Add a finished gradient to the master's, or the part's, in its dtype, and free it."""
+class Loaded:
+    """A hook that remembers that weights were loaded into the model."""
 
-    def __init__(self, master: nn.Parameter) -> None:
-        self._master = master
+    def __init__(self) -> None:
+        self.weights = False
 
-    def __call__(self, weight: Tensor) -> None:
-        gradient = local_gradient(weight)
-        if gradient is None:
-            return
-        if self._master.grad is None:
-            self._master.grad = gradient.to(self._master.dtype)
-        else:
-            self._master.grad.add_(gradient)
-        weight.grad = None
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        """Remember it."""
+        self.weights = True
 
 
-def _replace(gradients: Gradients) -> None:
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient.to(parameter.dtype)
+def _load_into_targets(
+    optimizer: Optimizer, masters: weakref.ref[MasterWeights]
+) -> list[RemovableHandle]:
+    """Let states be loaded beside the targets: torch casts moments to the dtype of those."""
+
+    def install(yes: bool) -> None:
+        held = masters()
+        if held is not None:
+            held._install(yes)
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(lambda *_: install(True)),
+        optimizer.register_load_state_dict_post_hook(lambda *_: install(False)),
+    ]
 
 
-def _clear(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+def _local_state(state: dict[str, Any]) -> dict[str, Any]:
+    """State that was made for sharded parameters, as this rank's parts of it."""
+    if not any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
+        return state
+    return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def make_masters(
-    policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> MasterWeights:
-    """Cast the model to the policy's weights and give the optimizers what they shall update.
+def _take_written_(master: Tensor, visible: Tensor) -> None:
+    rounded = master.to(visible.dtype)
+    if not torch.equal(rounded.view(torch.int16), visible.view(torch.int16)):
+        written = rounded.view(torch.int16) != visible.view(torch.int16)
+        master.copy_(torch.where(written, visible.float(), master))
 
-    Of sharded parameters that is this rank's part (:mod:`halfstep.precision.local`).
 
-    Args:
-        policy: Says whether there are masters, and the format of the weights.
-        model: Its floating parameters are cast in place to ``param_dtype``.
-        optimizers: With ``*-master`` their groups get the masters in the weights' places.
-
-    Raises:
-        PrecisionError: If an optimizer was made for other formats than the policy's; nothing is
-            changed then.
-    """
-    own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-    for optimizer in own:
-        optimizer.check_precision(policy.update, policy.moment_format)
-    for optimizer in own:
-        optimizer.set_precision(policy.update, policy.moment_format)
-    parts = local_parameters(model)
-    hand_over_(optimizers, model, parts)
-    if policy.has_masters:
-        return Fp32Masters(model, parameter_dtypes(policy, model), optimizers, parts)
-    if policy.update != "nearest":
-        return OptimizerMasters(model, policy, optimizers, parts)
-    if policy.is_pure:
-        cast_parameters_(model, parameter_dtypes(policy, model))
-    return NoMasters(model, optimizers, parts)
+def _converted(weight: Weight) -> PrecisionError:
+    parameter = weight.parameter
+    is_now = f"{dtype_name(parameter.dtype)} on {parameter.device}"
+    was = f"{dtype_name(weight.dtype)} on {weight.target.device}"
+    return PrecisionError(
+        f"{weight.name} is {is_now} now, and was {was} when Precision took it: the model was "
+        "converted or moved since (model.to, .half, .float, .cuda). Do that first, then make the "
+        "optimizer and Precision"
+    )

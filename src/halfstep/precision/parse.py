@@ -52,15 +52,18 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
         ...
         halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
 'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, bf16-module, fp16-mixed, bf16-master, fp16-master, \
-bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, each with fields such as \
-'bf16-split,moments=8bit', a string such as 'params=bf16,compute=bf16,master=fp32', or a .toml file
+bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, with fields such as \
+'bf16-split,moments=8bit', or a .toml file
     """
     if isinstance(spec, PrecisionPolicy):
         return spec
+    if not isinstance(spec, str):
+        raise PrecisionError(_no_policy(spec))
     name = spec.strip()
-    name = ALIASES.get(name, name)
-    if name in POLICIES:
-        return POLICIES[name]
+    lower = name.lower()
+    known = POLICIES.get(ALIASES.get(lower, lower))
+    if known is not None:
+        return known
     if name.endswith(".toml"):
         return _read_file(Path(name))
     if "=" in name:
@@ -71,20 +74,40 @@ bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, each with f
         if len(set(keys)) < len(keys):
             raise PrecisionError(f"{name!r} gives a key twice")
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
-    known = [*POLICIES, *ALIASES]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
     raise PrecisionError(
-        f"unknown precision policy {spec!r}{hint} Allowed: {', '.join(POLICIES)}, each with fields "
-        "such as 'bf16-split,moments=8bit', a string such as "
-        "'params=bf16,compute=bf16,master=fp32', or a .toml file"
+        f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
+        f"{', '.join(POLICIES)}, with fields such as 'bf16-split,moments=8bit', or a .toml file"
+    )
+
+
+def _hint(name: str) -> str:
+    """The known name that is meant; never one of another format than the name speaks of."""
+    formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
+    asked = next((short for word, short in formats.items() if word in name), "")
+    names = {**{policy: policy for policy in POLICIES}, **ALIASES}
+    known = [word for word, policy in names.items() if policy.startswith(asked)]
+    close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
+    return f", did you mean {close[0]!r}?" if close else "."
+
+
+def _no_policy(spec: object) -> str:
+    """What to write instead of something that is no text."""
+    if spec in (torch.bfloat16, torch.float16):
+        short = "bf16" if spec == torch.bfloat16 else "fp16"
+        return (
+            f"{spec} is a dtype, which does not say where it is used: write '{short}-mixed' "
+            f"(weights stay fp32), '{short}-master' or '{short}-pure'"
+        )
+    return (
+        f"the precision policy is a {type(spec).__name__}; allowed: a name such as 'bf16-mixed', "
+        "or a PrecisionPolicy"
     )
 
 
 def _read_file(path: Path) -> PrecisionPolicy:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
     base, kept, rules = (table.pop(key, None) for key in ("base", "keep_fp32", "rules"))
     if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):

@@ -16,6 +16,8 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
+"""The formats of 16 bits."""
 Casts = Literal["op", "module"]
 Update = Literal["nearest", "split", "split24", "stochastic", "kahan"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
@@ -234,14 +236,23 @@ ALIASES = {
     "32": "fp32",
     "32-true": "fp32",
     "float32": "fp32",
+    "fp32-true": "fp32",
+    "no": "fp32",
     "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "mixed_bfloat16": "bf16-mixed",
     "amp_bf16": "bf16-mixed",
     "fp16": "fp16-mixed",
+    "float16": "fp16-mixed",
+    "half": "fp16-mixed",
+    "16": "fp16-mixed",
+    "mixed_float16": "fp16-mixed",
     "16-mixed": "fp16-mixed",
     "amp": "fp16-mixed",
     "amp_fp16": "fp16-mixed",
     "bf16-true": "bf16-pure",
     "16-true": "fp16-pure",
+    "fp16-true": "fp16-pure",
 }
 POLICY_FIELDS = {
     "params": "param_dtype",

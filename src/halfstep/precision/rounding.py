@@ -26,6 +26,7 @@ CACM 8(1), 1965; the integer hash is ``lowbias32`` of Wellons' hash-prospector (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -97,7 +98,11 @@ def _int32(x: Tensor) -> Tensor:
 def _canonical_bits(master: Tensor) -> Tensor:
     """The bits of fp32 numbers in int32, with every NaN made the quiet one of its sign."""
     bits = master.view(torch.int32)
-    return torch.where((bits & _ABS) > _INF, bits & ~_ABS | _QUIET, bits)
+    # A sum is the fastest way to ask for a NaN (it may also come of infinities, which does no
+    # harm). On other devices asking would wait.
+    if bits.device.type == "cpu" and not math.isnan(float(master.sum())):
+        return bits
+    return torch.where(master.isnan(), bits & ~_ABS | _QUIET, bits)
 
 
 def _bf16_of(high: Tensor) -> Tensor:
@@ -120,14 +125,19 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
         (1.0, True)
     """
     bits = _canonical_bits(master)
-    low = bits << 16 >> 16  # the lower half with its sign
-    return _bf16_of((bits - low) >> 16), low.to(torch.int16)
+    # The lower half wraps around to its signed number; the upper one is rounded by what it lost.
+    return _bf16_of((bits + 0x8000).bitwise_right_shift_(16)), bits.to(torch.int16)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a bf16 weight and its int16 remainder; the inverse of :func:`split`."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)
-    return bits.view(torch.float32)
+    """The fp32 master of a bf16 weight and its int16 remainder; the inverse of :func:`split`.
+
+    A weight that somebody has written since stands for itself to within half a gap: whatever
+    remainder is beside it, rounding gives the weight back. Beside a zero a negative remainder,
+    which :func:`split` never makes, would make a NaN; there it counts as 0.
+    """
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + _beside(high, remainder.to(torch.int32))).view(torch.float32)
 
 
 def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,9 +161,14 @@ def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join24(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The 24-bit master, as fp32, of a bf16 weight and its int8 remainder."""
-    bits = (weight.view(torch.int16).to(torch.int32) << 16) + (remainder.to(torch.int32) << 8)
-    return bits.view(torch.float32)
+    """The 24-bit master, as fp32, of a bf16 weight and its int8 remainder; as :func:`join`."""
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    return (high + _beside(high, remainder.to(torch.int32) << 8)).view(torch.float32)
+
+
+def _beside(high: Tensor, low: Tensor) -> Tensor:
+    """Remainders as numbers, but 0 where they cannot be those of a weight of zero."""
+    return torch.where((high & _ABS) == 0, low.clamp(min=0), low)
 
 
 def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
@@ -179,19 +194,26 @@ def kahan_split(master: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         bf16 weight and bf16 residual of the same shape: 16 mantissa bits together, so updates below
-        2^-17 of the weight are still lost. A weight that is not finite has the residual 0.
-        Splitting what :func:`kahan_join` gives changes no bit.
+        2^-17 of the weight are still lost. A weight that is not finite has the residual 0, and a
+        zero keeps its sign. Splitting what :func:`kahan_join` gives changes no bit.
     """
     weight = master.to(torch.bfloat16)
     lost = torch.where(weight.isfinite(), master - weight.float(), 0.0).to(torch.bfloat16)
-    held = kahan_join(weight, lost)  # the residual may have been rounded up to the half way
+    # the residual may have been rounded up to the half way, and the sum belong to a neighbour
+    held = torch.where(lost == 0, weight.float(), weight.float() + lost.float())
     weight = held.to(torch.bfloat16)
     return weight, torch.where(weight.isfinite(), held - weight.float(), 0.0).to(torch.bfloat16)
 
 
 def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
-    """The fp32 sum of a bf16 weight and its residual."""
-    return weight.float() + residual.float()
+    """The fp32 sum of a bf16 weight and its residual.
+
+    The weight itself where the residual is 0 (-0 and +0 would make +0), and where the sum would not
+    be rounded to the weight: then somebody has written the weight since.
+    """
+    own, total = weight.float(), weight.float() + residual.float()
+    fits = (residual != 0) & (total.to(torch.bfloat16) == weight)
+    return torch.where(fits, total, own)
 
 
 def kahan_add(weight: Tensor, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:

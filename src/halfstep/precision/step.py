@@ -2,53 +2,59 @@
 
 One optimizer step, in this order (the order of Megatron-Core's mixed-precision optimizer)::
 
-    backward   loss * scale, gradients add up over micro-batches (in fp32 masters where there are)
+    backward   of loss * scale; gradients arrive in p.grad divided by the scale, and add up there
     check      one global norm in fp32; not finite: name the parameters, skip or stop
-    update     gradients * (clip factor / scale); optimizer.step(); round masters into weights
+    update     gradients * clip factor; optimizer.step() on masters; round them into weights
     adapt      the loss scale backs off, holds or grows
     report     StepResult
 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
-moments and step counters bit-identical.
+moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
+clipping, masks and writes to weights mean what they mean in torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from halfstep.errors import NonFiniteError
+from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.after_step import AfterStep, OnSkip
-from halfstep.precision.autocast import arithmetic, require_support
+from halfstep.precision.arrivals import Arrivals
+from halfstep.precision.autocast import Autocast, arithmetic, require_support
 from halfstep.precision.calibrate import calibrated
-from halfstep.precision.cast import around_model, cast_at_border
+from halfstep.precision.cast import cast_at_border, give_back_, is_cast
 from halfstep.precision.checks import (
-    WeightsLoaded,
+    as_closure,
+    check_arguments,
     check_loss,
     check_max_norm,
     check_parameters,
     no_backward,
     one_device,
-    stale_masters,
+    require_one,
     upcast_trainable_,
 )
 from halfstep.precision.ema import EMA
-from halfstep.precision.examiner import Examiner
-from halfstep.precision.gradients import NonFinite, clip_factor
-from halfstep.precision.local import local_part, reshard_
+from halfstep.precision.examiner import Examiner, Judged
+from halfstep.precision.gradients import clip_factor
+from halfstep.precision.local import is_sharded, local_part, reshard_
 from halfstep.precision.loss_scale import make_loss_scale
-from halfstep.precision.master_weights import make_masters
-from halfstep.precision.nonfinite import Guard, OnNonFinite, broken_loss, incurable
+from halfstep.precision.master_weights import Loaded, MasterWeights
+from halfstep.precision.nonfinite import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.optimizer_masters import require_own_optimizer
+from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
 from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy
-from halfstep.precision.ranks import Ranks, ranks_of_this_process
+from halfstep.precision.policy import LOW, PrecisionPolicy
+from halfstep.precision.portable import make_plain_, make_portable_
+from halfstep.precision.ranks import Ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.result import StepResult
 from halfstep.precision.saved_state import check_state, load_scale
 from halfstep.precision.wrappers import check_wrappers
@@ -91,8 +97,8 @@ class Precision:
                 outputs to fp32.
             optimizer: One, or several that step together, over the model's parameters, none
                 stepped yet. Any will do; ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low
-                ``moments`` need those of :mod:`halfstep.optim`. With a ``*-master`` policy the
-                parameter groups get the fp32 masters instead.
+                ``moments`` need those of :mod:`halfstep.optim`. Its groups keep the model's own
+                parameters; masters stand in their places while it steps.
             on_nonfinite: Where no loss scale can help: ``"stop"``, ``"skip:K"`` or ``"rollback:N"``
                 (:class:`~halfstep.precision.nonfinite.OnNonFinite`).
             schedulers: Learning-rate schedulers, stepped here.
@@ -108,6 +114,7 @@ class Precision:
                 been changed then.
         """
         self.policy = parse_policy(policy)
+        check_arguments(model, optimizer)
         self.device = one_device(model)
         self.support = require_support(self.policy, self.device)
         self.loss_scale = make_loss_scale(self.policy.loss_scale)
@@ -116,56 +123,125 @@ class Precision:
         self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else ranks
-        self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
         check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
+        check_replicas(model.named_parameters(), self._ranks)
+        self._door = StepDoor(self.optimizers, names)
         if upcast_trainable and self.policy.param_dtype == torch.float32:
             upcast_trainable_(model)
-        self.masters = make_masters(self.policy, model, self.optimizers)
-        self.masters.clear()  # what is left from before was scaled by nobody
-        cast_at_border(model, self.policy)
+        self.masters = MasterWeights(self.policy, model, self.optimizers)
+        self.masters.clear()  # what is left from before belongs to no step of this Precision
+        self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
         self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+        self._scalers = OneScaler()
+        self._watch = ForwardWatch(self.policy, self.device)
         self.model = model
-        self._loaded = WeightsLoaded()
-        model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
-        self._guard.start(0)
+        cast_at_border(model, self.policy)
+        hooks = [*self._watch.attach(model), *self.masters.handles]
+        stays = self.policy.param_dtype != torch.float32  # 16-bit weights need their casts for ever
+        low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
+        make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
+        left = None if stays else model
+        self._released = weakref.finalize(
+            self, _release, self._door, self.masters.arrivals, hooks, left
+        )
+        with self.masters.installed():
+            self._guard.start(0)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """The context for the forward and the loss, for any policy."""
-        return around_model(self.policy, self.model, self.device)
+    def autocast(self) -> Autocast:
+        """The context for the forward and the loss, for any policy; also usable as a decorator.
 
-    def backward(self, loss: Tensor) -> None:
-        """Scale the loss and back-propagate; call once per micro-batch.
+        It may be entered any number of times, and from several threads.
+        """
+        return Autocast(self.policy, self.model, self.device, on_enter=self.masters.adopt)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Back-propagate; call once per micro-batch, or for each of several losses.
+
+        ``p.grad`` of the model's parameters is the gradient then, added to what was there, whatever
+        the loss scale. Until :meth:`step` it may be read, clipped, masked, edited and cleared.
 
         Args:
             loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
+            retain_graph: As ``Tensor.backward``, and so are the other two.
+            create_graph: See there.
+            inputs: See there.
 
         Raises:
-            PrecisionError: If it is no scalar or has no gradient.
+            PrecisionError: If the loss is no scalar or has no gradient, was scaled by a GradScaler,
+                or comes from a forward outside of :meth:`autocast` where the policy needs that.
         """
+        self._require_open()
         check_loss(loss)
+        self._scalers.require(loss)
+        self.masters.adopt()
+        self._forget_cleared()
         with arithmetic(self.policy, self.device):
             if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
-            self.loss_scale.scale(loss.reshape(())).backward()  # type: ignore[no-untyped-call]
+            with self.masters.arrivals.running(self.loss_scale.value):
+                self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
+                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+                )
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
+        self.masters.note()
 
-    def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
-        """Check, unscale, clip and apply the gradients, or skip the step; then clear them all.
+    def unscale_(self) -> None:
+        """Do nothing: gradients in ``p.grad`` are unscaled from the start.
+
+        It is here for loops that call it before they clip, as ``torch.amp.GradScaler`` wants it.
+        """
+
+    def discard(self) -> None:
+        """Forget all that was back-propagated since the last step: gradients and losses.
+
+        ``zero_grad()`` of the model or of all optimizers does the same.
+        """
+        self.masters.clear()
+        self._loss = None
+
+    def close(self) -> None:
+        """Give the model and the optimizers back: no hooks, no context needed, steps by hand.
+
+        Weights stay in the policy's format; what masters hold beyond it is dropped, as gradients
+        are. The model can then be exported, or taken by another Precision.
+        """
+        self.discard()
+        self._released()
+        _give_back_(self.model)
+        self.masters.close()
+
+    def step(
+        self,
+        loss: Tensor | Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+    ) -> StepResult:
+        """Check, clip and apply the gradients, or skip the step; then clear them all.
 
         Args:
-            loss: Handed to :meth:`backward` first; leave it out after calls of ``backward``.
-            max_norm: Clip the global 2-norm of the unscaled gradients to this, or None.
+            loss: Handed to :meth:`backward` first; leave it out after calls of ``backward``. Or a
+                closure, for optimizers as ``LBFGS`` that look several times: it clears gradients,
+                computes the loss in :meth:`autocast`, calls :meth:`backward` and returns the loss.
+            max_norm: Clip the global 2-norm of the gradients to this, or None.
 
         Returns:
             What happened.
@@ -177,32 +253,80 @@ class Precision:
             PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
             ValueError: If ``max_norm`` is not above 0.
         """
+        self._require_open()
         check_max_norm(max_norm)
+        self._after.require_own_weights()
+        if loss is not None and not isinstance(loss, Tensor):
+            return self._step_with(as_closure(loss), max_norm)
         if loss is not None:
             self.backward(loss)
-        scale = self.loss_scale.value
         try:
             gradients = self._gradients()
-            assert self._loss is not None
-            loss_value, scaled_norm, found = self._examiner.judge(self._loss, gradients)
-            if found is None:
-                return self._skip(loss_value, scaled_norm, None)
-            if found.names:
-                return self._skip(loss_value, scaled_norm, found)
-            norm = scaled_norm / scale
-            self.masters.update_(self.optimizers, gradients, clip_factor(norm, max_norm) / scale)
+            judged = self._judge(gradients)
+            if judged.broken:
+                return self._skip(judged)
+            self.masters.take_written_()
+            with self._door.open():
+                self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
         finally:
+            self.discard()
+        return self._applied(judged)
+
+    def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
+        """A step of an optimizer that evaluates the loss itself, as often as it likes.
+
+        The closure sees the model's own parameters, rounded from what the optimizer has made of
+        them by then. One evaluation that is not finite takes the whole step back.
+        """
+        (optimizer,) = require_one(self.optimizers)
+        seen: list[Judged] = []
+
+        def evaluate() -> Any:
+            self.masters.push_()
+            with self.masters.installed(False), torch.enable_grad():
+                value = closure()
+                gradients = self._gradients()
+                seen.append(self._judge(gradients))
+            if seen[-1].broken:
+                raise _BrokenClosure
+            factor = clip_factor(seen[-1].norm, max_norm)
+            self.masters.hand_over(self.optimizers, gradients, factor)
             self._loss = None
-            self.masters.clear()
-        calibrating = not self._settled
+            return value
+
+        self.masters.take_written_()
+        with self.masters.installed():
+            before = Snapshot(self.model, self.optimizers, {})
+            try:
+                with self._door.open():
+                    optimizer.step(evaluate)
+            except _BrokenClosure:
+                before.restore_()
+                with self.masters.installed(False):
+                    return self._skip(seen[-1])
+            finally:
+                self.discard()
+        self.masters.push_()
+        if not seen:
+            raise no_backward()
+        return self._applied(seen[0])
+
+    def _applied(self, judged: Judged) -> StepResult:
+        """Everything that follows an applied step."""
+        scale, calibrating = self.loss_scale.value, not self._settled
         self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
         self._settled = True
         self._after(True, self.masters.items())
-        self._guard.applied()
+        with self.masters.installed():
+            self._guard.applied()
         return self._result(
-            applied=True, loss=loss_value, grad_norm=norm, loss_scale=scale, calibrating=calibrating
+            applied=True,
+            loss=judged.loss,
+            grad_norm=judged.norm,
+            loss_scale=scale,
+            calibrating=calibrating,
         )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -217,8 +341,13 @@ class Precision:
             "applied_total": self.applied_total,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "masters": dict(self.masters.items()) if self.policy.keeps_more_than_weights else {},
+            "masters": self._exact() if self.policy.keeps_more_than_weights else {},
         }
+
+    def _exact(self) -> dict[str, Tensor]:
+        self._after.require_own_weights()
+        self.masters.take_written_()
+        return dict(self.masters.items())
 
     @torch.no_grad()
     def load_state_dict(
@@ -244,47 +373,73 @@ class Precision:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if masters:
             self.masters.load_(masters)
-        self._loaded.weights = False
-        self._guard.start(self.applied_total)
+        with self.masters.installed():
+            self._guard.start(self.applied_total)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Begin at fp32 values, by name, that the weights (or parts) were rounded from."""
         self.masters.load_(values)
-        self._guard.start(self.applied_total)
+        with self.masters.installed():
+            self._guard.start(self.applied_total)
 
     def take_weights_(self) -> None:
-        """Train on from the model's weights as they are: after ``model.load_state_dict``."""
+        """Train on from the model's weights exactly as they are: what lies behind them is dropped.
+
+        Weights that are written, or loaded with ``load_state_dict``, are taken over by themselves
+        to half a gap of the weights' format; this takes them to the last bit.
+        """
         weights = self.model.state_dict()
         named = self.named_parameters()
         self.masters.load_({name: local_part(weights[name]) for name in named})
-        self._loaded.weights = False
+
+    def _require_open(self) -> None:
+        if not self._released.alive:
+            raise PrecisionError(
+                "this Precision was closed and trains nothing any more; make another one"
+            )
+
+    def _forget_cleared(self) -> None:
+        """Drop the recorded loss where its gradients have been cleared since."""
+        if self._loss is not None and self.masters.arrivals.cleared():
+            self._loss = None
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Parameter to gradient, for all that the optimizer is about to update."""
-        if self._loss is None or (self._loaded.weights and self.policy.keeps_more_than_weights):
+        if self._loss is None:
             self._ranks.cannot()
-            raise no_backward() if self._loss is None else stale_masters()
+            raise no_backward()
+        if self.masters.arrivals.cleared():  # as in torch, a step with zeros is one
+            self._loss = torch.zeros_like(self._loss)
+        self.masters.adopt()
         return self._examiner.gradients()
 
-    def _skip(self, loss: float, norm: float, found: NonFinite | None) -> StepResult:
-        """Back off, go on or go back, or stop; ``found`` is None for a loss that is not finite."""
+    def _judge(self, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
+        assert self._loss is not None, "checked with the gradients"
+        return self._examiner.judge(self._loss, gradients)
+
+    def _skip(self, judged: Judged) -> StepResult:
+        """Back off, go on or go back, or stop."""
         scale, calibrating = self.loss_scale.value, not self._settled
+        found = judged.found
         self.skipped_total += 1
         self.skipped_in_a_row += 1
         error: NonFiniteError | None
         if found is None:
-            error = broken_loss(self.policy, loss, self.model, self._ranks)
+            error = broken_loss(self.policy, judged.loss, self.model, self._ranks)
         else:
-            error = incurable(self.policy, self.loss_scale, found, loss, self.skipped_in_a_row)
-        rolled_back = error is not None and self._guard.answer(error)
+            error = incurable(
+                self.policy, self.loss_scale, found, judged.loss, self.skipped_in_a_row
+            )
+        with self.masters.installed():
+            rolled_back = error is not None and self._guard.answer(error)
         if found is not None:
             self.loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
             applied=False,
             reason="nonfinite_loss" if found is None else found.reason,
-            loss=loss,
-            grad_norm=norm / scale,
+            loss=judged.loss,
+            grad_norm=judged.norm,
             loss_scale=scale,
             calibrating=calibrating,
             rolled_back=rolled_back,
@@ -298,3 +453,32 @@ class Precision:
             skipped_in_a_row=self.skipped_in_a_row,
             **outcome,
         )
+
+
+class _BrokenClosure(Exception):
+    """An evaluation inside a step was not finite."""
+
+
+def is_ours(value: object) -> bool:
+    """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
+    return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
+
+
+def _release(
+    door: StepDoor,
+    arrivals: Arrivals,
+    hooks: Sequence[RemovableHandle],
+    model: nn.Module | None,
+) -> None:
+    """What must go with a Precision, or would refuse what comes after it."""
+    door.close()
+    arrivals.release()
+    for hook in hooks:
+        hook.remove()
+    if model is not None:
+        _give_back_(model)
+
+
+def _give_back_(model: nn.Module) -> None:
+    give_back_(model)
+    make_plain_(model)

@@ -23,10 +23,13 @@ from halfstep.models.encoder_config import VOCAB_SIZES, encoder_config
 from halfstep.models.encoder_files import is_encoder_folder
 from halfstep.models.pretrained_classifier import open_classifier
 from halfstep.models.pretrained_tokenizer import open_tokenizer, require_vocabulary
+from halfstep.precision.parse import parse_policy
 from halfstep.training.classification_report import write_report
 from halfstep.training.classifier_scores import classifier_scores, example_batches
+from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Evaluation, Judge
 from halfstep.training.finetune_config import ClassifierConfig, ClassifyConfig
+from halfstep.training.memory import Need, require_room
 from halfstep.training.model_folder import matrix_parameters, replace_folder
 from halfstep.training.pinned import pinned
 from halfstep.training.step import Batch
@@ -90,7 +93,13 @@ class ClassifyTask:
         changes: dict[str, Any] = {} if choice.dropout < 0 else dict.fromkeys(every, choice.dropout)
         shape = {"labels": data.names, "max_length": choice.max_length, **changes}
         # refuses an unknown size before a tokenizer is trained
-        encoder_config(choice.source, vocab_size=vocabulary or 1000, **shape)
+        planned = encoder_config(choice.source, vocab_size=vocabulary or 1000, **shape)
+        require_room(
+            Need(dataclasses.replace(planned.as_gpt(), vocab_size=0).parameters),
+            parse_policy(config.precision),
+            choose_device(config.run.device),
+            advice="--max-length",
+        )
         self.tokenizer = train_text_tokenizer(data.train.texts, vocabulary, choice.max_length)
         self.model = Encoder(
             encoder_config(size, vocab_size=self.tokenizer.vocab_size, **shape),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -20,8 +20,9 @@ from halfstep.data.config import DataConfig
 from halfstep.errors import ConfigError
 from halfstep.models.gpt_config import GPTConfig
 from halfstep.training.finetune_config import ClassifyConfig, LMConfig
-from halfstep.training.read_config import build, did_you_mean, insert
+from halfstep.training.read_config import build, did_you_mean, insert, shown
 from halfstep.training.run_config import BaseConfig, RunConfig
+from halfstep.training.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
     Args:
         spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
         overrides: Pairs of dotted key and value, later ones win; strings are converted to the
-            field's type.
+            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too.
 
     Raises:
         ConfigError: Naming the file, the key, what was given and what is allowed.
@@ -103,33 +104,52 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
         where = f"configuration file {spec}"
         try:
             text = Path(spec).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
             raise ConfigError(f"{where}: cannot be read: {error}") from error
     else:
         raise ConfigError(
-            f"unknown configuration {spec!r}{did_you_mean(spec, shipped)}; allowed: "
+            f"unknown configuration {shown(spec)}{did_you_mean(spec, shipped)}; allowed: "
             f"{', '.join(shipped)}, or a path to a .toml file"
         )
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # thousands of digits or of brackets, too
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     table.setdefault("name", Path(spec).stem)
     try:
         for key, value in overrides:
             insert(table, key, value)
+        _shorten_warmup(table, {key for key, _ in overrides})
         return config_from_table(table)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _shorten_warmup(table: dict[str, Any], given: Set[str]) -> None:
+    """Let a file's warm-up end with a run that the command line makes shorter than it.
+
+    A warm-up that is given beside the length of the run stays: the two contradict each other.
+    """
+    if "run.max_steps" not in given or "schedule.warmup_steps" in given:
+        return
+    run, schedule = table.get("run"), table.setdefault("schedule", {})
+    try:
+        steps = int(run["max_steps"]) if isinstance(run, Mapping) else 0
+        own = ScheduleConfig().warmup_steps if table.get("task", "") in ("", "pretrain") else 0
+        warmup = int(schedule.get("warmup_steps", own))
+    except (AttributeError, TypeError, ValueError):
+        return  # refused, with the key, when the configuration is built
+    if 1 <= steps < warmup:
+        schedule["warmup_steps"] = steps
 
 
 def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
     """A configuration from a nested mapping, as :func:`config_to_table` gives it."""
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         raise ConfigError(
-            f"key task: {task!r}{did_you_mean(str(task), TASKS)}; allowed: {', '.join(TASKS)}"
+            f"key task: {shown(task)}{did_you_mean(str(task), TASKS)}; allowed: {', '.join(TASKS)}"
         )
     config: BaseConfig = build(TASKS[task], values, "")
     return config

@@ -35,6 +35,11 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     if spec == "cpu":
         return torch.device("cpu")
     kind, _, index = spec.partition(":")
+    if kind == "mps":
+        raise ConfigError(
+            f"run.device={spec!r}: a Mac's GPU is not supported yet, in any policy; use --device "
+            "cpu"
+        )
     if kind != "cuda" or not (index == "" or index.isdecimal()):
         raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N")
     count = torch.cuda.device_count()

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.state import REMAINDER, in_dtype
+from halfstep.optim.state import CODES, REMAINDER, in_dtype
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as ``"NAME/KEY"`` to tensor, without what the weights hold already."""
+    """The optimizer's state as ``"NAME/KEY"`` to tensor, without what the weights hold already.
+
+    8-bit codes stand under the moment's own name: a checkpoint's file tells them by their dtype.
+    """
     return {
-        f"{names[parameter]}/{key}": value
+        f"{names[parameter]}/{key.removesuffix(CODES)}": value
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if key != REMAINDER

@@ -37,14 +37,15 @@ def build(cls: type[Any], table: Any, path: str) -> Any:
         ConfigError: For an unknown or missing key, or a value of another type.
     """
     if not isinstance(table, Mapping):
-        raise ConfigError(f"key {path.rstrip('.')}: {table!r} given, a section is expected")
+        raise ConfigError(f"key {path.rstrip('.')}: {shown(table)} given, a section is expected")
     hints = get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in names:
             raise ConfigError(
-                f"unknown key {path}{key}{did_you_mean(key, names)}; allowed: {', '.join(names)}"
+                f"unknown key {path}{key:.80}{did_you_mean(key, names)}; "
+                f"allowed: {', '.join(names)}"
             )
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
@@ -65,13 +66,13 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if value in get_args(hint):
             return value
         allowed = ", ".join(str(choice) or "''" for choice in get_args(hint))
-        raise ConfigError(f"key {path}: {value!r}; allowed: {allowed}")
+        raise ConfigError(f"key {path}: {shown(value)}; allowed: {allowed}")
     if origin in (Union, types.UnionType):
         raise AssertionError(f"{path}: optional fields are spelled with an empty value")
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence):
-            raise ConfigError(f"key {path}: {value!r}; allowed: a list of strings")
+            raise ConfigError(f"key {path}: {shown(value)}; allowed: a list of strings")
         return tuple(_convert(item, get_args(hint)[0], path) for item in items)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     try:
@@ -84,17 +85,30 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             if converted != converted or abs(converted) == float("inf"):
                 raise ValueError
             return converted
+        if hint is str and isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"key {path}: {shown(value)} holds a NUL character")
         if hint in (bool, str) and type(value) is hint:
             return value
+    except ConfigError:
+        raise
     except (ValueError, OverflowError):
         pass
-    raise ConfigError(f"key {path}: {value!r}; allowed: {_ALLOWED.get(hint, hint)}")
+    raise ConfigError(f"key {path}: {shown(value)}; allowed: {_ALLOWED.get(hint, hint)}")
 
 
 _ALLOWED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
+def shown(value: Any) -> str:
+    """A value for a message: at most 80 characters of it, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a nest of brackets
+        text = f"a {type(value).__name__} that is too large to print"
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
+
+
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """A hint at the known word that is meant, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word[:100], list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

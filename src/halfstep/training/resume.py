@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from halfstep.checkpoint.commit import checkpoint_path
+from halfstep.checkpoint.commit import checkpoint_path, passed_over
 from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.errors import ConfigError
 from halfstep.training.run_config import BaseConfig
 from halfstep.training.session import Session
+
+__all__ = ["passed_over", "require_resumable", "resume", "with_run_folder"]
 
 Config = TypeVar("Config", bound=BaseConfig)
 

@@ -79,6 +79,7 @@ class RunConfig:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
         if not self.rank_timeout > 0:
             raise ConfigError(f"run.rank_timeout={self.rank_timeout}; allowed: seconds > 0")
+        _require_path(self.output_dir)
         Layout.parse(self.parallel)
         OnNonFinite.parse(self.on_nonfinite)
         if not 0 <= self.seed < 2**63:
@@ -88,6 +89,16 @@ class RunConfig:
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="
                 f"{self.grad_accum} equal micro-batches"
             )
+
+
+def _require_path(text: str) -> None:
+    """Raises ConfigError for a run folder's name that no file system takes."""
+    longest = max(text.split("/"), key=len)
+    if len(longest.encode("utf-8", "surrogateescape")) > 255:
+        raise ConfigError(
+            f"run.output_dir: {longest[:30]}... has {len(longest)} characters; allowed: names of "
+            "at most 255 bytes"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

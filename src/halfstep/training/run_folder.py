@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -156,8 +156,7 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
     checkpoint = load_checkpoint(found[-1])
-    config = config_from_table(checkpoint.state["config"])
-    assert isinstance(config, TrainConfig)
+    config = _config_of(checkpoint.state.get("config"), found[-1])
     model = GPT(config.model, seed=0)
     expected = dict(model.named_parameters())
     if {n: w.shape for n, w in checkpoint.weights.items()} != {
@@ -167,6 +166,20 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
     for name, parameter in expected.items():
         parameter.data.copy_(checkpoint.weights[name])
     return model, load_tokenizer(path / "tokenizer"), config
+
+
+def _config_of(table: Any, where: Path) -> TrainConfig:
+    """The configuration in a checkpoint's state."""
+    try:
+        config = config_from_table(table) if isinstance(table, dict) else None
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: the configuration in its state: {error}") from error
+    if not isinstance(config, TrainConfig):
+        raise CheckpointError(
+            f"{where}: its state has no configuration of a run of train: it is damaged or foreign. "
+            "Remove it to take the one before"
+        )
+    return config
 
 
 def finish_run(session: Session, path: Path) -> str:
@@ -206,7 +219,13 @@ def report_best(session: Session, path: Path) -> None:
 
 
 def _lock(path: Path) -> IO[str]:
-    file = (path / "run.lock").open("a+", encoding="utf-8")
+    try:
+        file = (path / "run.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={path}: its run.lock cannot be opened ({error.strerror}); it must be "
+            "a plain file: move away what is there"
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

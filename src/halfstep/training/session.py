@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError
+from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.autocast import require_support
 from halfstep.precision.local import reshard_
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.step import Precision
+from halfstep.torch_version import MACHINES, require_torch
 from halfstep.training.config import config_to_table
 from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Evaluation, Judge
@@ -35,20 +36,10 @@ from halfstep.training.optimizer_state import (
     set_optimizer_state,
 )
 from halfstep.training.run_config import BaseConfig
+from halfstep.training.saved_progress import Best, read_progress
 from halfstep.training.shares import dropout_seed, facts, share_of
 from halfstep.training.step import Batch, LossSum
 from halfstep.training.task import Progress, Task
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best evaluation so far."""
-
-    step: int
-    score: float
-    evaluation: Evaluation
-    evaluations_since: int = 0
-    """Evaluations after it that were no better."""
 
 
 @dataclass(slots=True)
@@ -136,7 +127,8 @@ class Session:
             state["best"] = dataclasses.asdict(self.best)
         names = {parameter: name for name, parameter in named.items()}
         (used,) = self.precision.optimizers
-        optimizer = optimizer_tensors(used, names)
+        with self.precision.masters.installed():
+            optimizer = optimizer_tensors(used, names)
         weights = {n: w for n, w in self.precision.masters.items() if self.pieces[n].written}
         return Checkpoint(weights, optimizer, state, self.pieces)
 
@@ -157,10 +149,9 @@ class Session:
         Raises:
             CheckpointError: If it belongs to another run; nothing is changed then.
         """
-        state = checkpoint.state
-        made_with = _made_with(state)
+        saved = read_progress(checkpoint.state, where)
         for name, value in self.task.identity.items():
-            if made_with.get(name) != value:
+            if saved.made_with.get(name) != value:
                 raise CheckpointError(
                     f"{where}: made with another {name}, or it has changed since; resume with the "
                     "same files, from the same directory if their paths are relative, and the same "
@@ -175,17 +166,21 @@ class Session:
         # the first format kept a random state, which now follows from seed and step
         moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
         (used,) = self.precision.optimizers
-        states = convert_optimizer_tensors(used, names, moments)
-        saved = {**state["precision"], "masters": {}}
-        self.precision.load_state_dict(saved, weights=checkpoint.weights)
-        set_optimizer_state(used, states)
-        self.step = int(state["step"])
-        self.tokens = int(state["tokens"])
-        if "best" in state:
-            best = dict(state["best"])
-            found = dict(best.pop("evaluation"))
-            found["confusion"] = tuple(tuple(row) for row in found["confusion"])
-            self.best = Best(**best, evaluation=Evaluation(**found))
+        with self.precision.masters.installed():
+            states = convert_optimizer_tensors(used, names, moments)
+            try:
+                self.precision.load_state_dict(
+                    {**saved.precision, "masters": {}}, weights=checkpoint.weights
+                )
+            except HalfstepError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{where}: the precision state in it is damaged ({error!r:.80}). Remove it to "
+                    "go on from the one before"
+                ) from error
+            set_optimizer_state(used, states)
+        self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
 
 
 def open_session(
@@ -207,6 +202,7 @@ def open_session(
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
             used. No run folder exists yet.
     """
+    require_torch(*([MACHINES] if world.size > 1 else []))
     run = config.run
     device = choose_device(run.device, world.local_rank)
     if world.size > 1 and run.device.startswith("cuda:"):
@@ -227,6 +223,9 @@ def open_session(
     _require_rows(task.smallest_batch, config, layout)
     strategy.place_(model, plan_of(model))
     optimizer = make_optimizer(model, config.optimizer, policy, seed=run.seed)
+    if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
+        # Ranks may hold parts of one tensor, and a checkpoint keeps it in one format.
+        optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
     precision = Precision(
         policy, model, optimizer, on_nonfinite=run.on_nonfinite, ranks=strategy.ranks
     )
@@ -248,12 +247,3 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
             f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
             f"each; allowed: {least} or more"
         )
-
-
-def _made_with(state: Mapping[str, Any]) -> dict[str, str]:
-    """Names and hashes of what a checkpoint was made with; those of older ones have other keys."""
-    if "made_with" in state:
-        return dict(state["made_with"])
-    train, validation = state.get("data", ["", ""])
-    found = {"training data": train, "validation data": validation}
-    return {**found, "tokenizer": state.get("tokenizer", "")}

@@ -16,9 +16,13 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.gpt import GPT
+from halfstep.models.gpt_config import GPTConfig
 from halfstep.models.hf import load_gpt2
+from halfstep.precision.parse import parse_policy
 from halfstep.training.config import TrainConfig
+from halfstep.training.environment import choose_device
 from halfstep.training.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
+from halfstep.training.memory import Need, require_room
 from halfstep.training.shares import share_of
 from halfstep.training.step import Batch, count_targets
 from halfstep.training.task import Progress
@@ -37,6 +41,7 @@ class TextTask:
         Raises:
             HalfstepError: For data, a model folder or a layout that cannot be used.
         """
+        self._require_room(config, layout, config.model)  # before the data is prepared
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)
         )
@@ -47,6 +52,8 @@ class TextTask:
             "tokenizer": data.tokenizer.fingerprint,
         }
         world.require_same(self.identity)
+        named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
+        self._require_room(config, layout, named)
         self.model = _make_model(config, data.tokenizer, resuming)
         shape = self.model.config
         self.config: TrainConfig = dataclasses.replace(config, model=shape)
@@ -70,6 +77,26 @@ class TextTask:
             next(iter(self._validation(0, 1)))
         except DataError as error:
             raise DataError(f"the {part} data is too short: {error}") from error
+
+    @staticmethod
+    def _require_room(config: TrainConfig, layout: Layout, shape: GPTConfig) -> None:
+        """Refuse a model or a batch that this machine cannot hold."""
+        run = config.run
+        loaded = bool(run.init_from)  # its shape is its folder's, which has the weights
+        require_room(
+            Need(
+                0 if loaded else shape.parameters,
+                run.batch_size,
+                config.block_size,
+                0 if loaded else shape.n_embd,
+            ),
+            parse_policy(config.precision),
+            choose_device(run.device),
+            grad_accum=run.grad_accum,
+            layout=layout,
+            advice="--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
+            "--grad-accum",
+        )
 
     def summary(self) -> str:
         """Parameters and training tokens."""

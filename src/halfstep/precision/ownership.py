@@ -1,0 +1,200 @@
+"""What Precision keeps an eye on in the loop around it, to refuse what would train wrongly.
+
+Each slip here is one that a loop written for plain torch or ``torch.amp`` makes easily, and that
+would otherwise train a wrong model without a word: an ``optimizer.step()`` by hand, a second
+Precision over the same parameters, another loss scaler, a forward outside of the policy's context.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.arrivals import is_running
+from halfstep.precision.autocast import active_autocast
+from halfstep.precision.policy import PrecisionPolicy, dtype_name
+
+# The first losses that are looked at for another scaler; a loop that has one has it from the start.
+_LOOKS = 3
+_OWNERS: Any = WeakIdKeyDictionary()
+"""Parameter to a weak reference to the :class:`StepDoor` of the Precision that trains it."""
+
+
+class StepDoor:
+    """Hooks of optimizers that let nobody step but their Precision."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+        """Take the optimizers' parameters.
+
+        Args:
+            optimizers: To be stepped by one Precision from here on.
+            names: Of the model's parameters.
+
+        Raises:
+            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        """
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        for parameter in parameters:
+            other = _OWNERS.get(parameter, lambda: None)()
+            if other is not None:
+                raise PrecisionError(
+                    f"{names.get(parameter, 'a parameter')} is trained by another Precision "
+                    "already, whose masters and loss scale this one would overrule. Call close() "
+                    "on that one first; for several optimizers give one Precision a list of them"
+                )
+        own = weakref.ref(self)
+        for parameter in parameters:
+            _OWNERS[parameter] = own
+        self._parameters = parameters
+        self._open = False
+        self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, the optimizers may step."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step of Precision's own is under way."""
+        return self._open
+
+    def close(self) -> None:
+        """Let the optimizers and parameters go."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._parameters:
+            _OWNERS.pop(parameter, None)
+        self._handles, self._parameters = [], []
+
+
+class _Refuse:
+    """An optimizer's hook before its step."""
+
+    def __init__(self, door: weakref.ref[StepDoor]) -> None:
+        self._door = door
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        door = self._door()
+        if door is not None and not door.is_open:
+            raise PrecisionError(
+                f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
+                "this optimizer belongs to a Precision, which checks, clips and rounds. Call "
+                "precision.step() instead, or precision.close() to go on without it"
+            )
+
+
+class ForwardWatch:
+    """A forward hook, of the model and its children, that knows the policy's context.
+
+    The output of a forward outside of it gets a hook that refuses gradients of
+    ``Precision.backward``, so that a forward that is never trained on is free to run anywhere.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
+        self._policy = policy
+        self._device = device
+        self._needed = policy.compute_dtype != torch.float32 or policy.tf32
+
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Watch a model, and its children for methods that are not its forward."""
+        watched = {id(m): m for m in (model, *model.children())}
+        return [module.register_forward_hook(self) for module in watched.values()]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at a forward that has just run."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if is_running():  # activation checkpointing runs it again inside of a backward
+            return
+        context = active_autocast()
+        if context is not None and context.policy.compute_dtype == self._policy.compute_dtype:
+            return
+        if self._needed or torch.is_autocast_enabled(self._device.type):
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_RefuseGradient(self._policy))  # type: ignore[no-untyped-call]
+
+
+class _RefuseGradient:
+    """A hook of a tensor that Precision must not train on."""
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self._policy = policy
+
+    def __call__(self, gradient: Tensor) -> None:
+        if is_running():
+            raise _outside(self._policy)
+
+
+def _outside(policy: PrecisionPolicy) -> PrecisionError:
+    form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+    return PrecisionError(
+        f"the loss comes from a forward outside of precision.autocast(), which did not run as "
+        f"policy {policy} says ({form}). Put forward and loss inside `with precision.autocast():`"
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output, as deep as lists, tuples and mappings go."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+class OneScaler:
+    """Refuses a loss that a GradScaler has scaled before; looks at the first few losses."""
+
+    def __init__(self) -> None:
+        self._looks = _LOOKS
+
+    def require(self, loss: Tensor) -> None:
+        """Look at one loss.
+
+        Raises:
+            PrecisionError: If it is the product of a loss and a living GradScaler's scale.
+        """
+        if self._looks == 0:
+            return
+        self._looks -= 1
+        node: Any = loss.grad_fn
+        if type(node).__name__ != "MulBackward0":
+            return
+        factors = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+        for factor in factors:
+            if isinstance(factor, Tensor) and factor.numel() == 1 and _is_of_scaler(factor):
+                raise PrecisionError(
+                    f"the loss was scaled by a GradScaler (times {float(factor):g}) before "
+                    "precision.backward, which scales by itself where the policy says so. Give it "
+                    "the plain loss and leave the GradScaler out"
+                )
+
+
+def _is_of_scaler(factor: Tensor) -> bool:
+    """Whether a GradScaler holds this very tensor as its scale."""
+    for holder in gc.get_referrers(factor):
+        held: Iterable[Any] = (holder,)
+        if isinstance(holder, dict) and holder.get("_scale") is factor:
+            held = gc.get_referrers(holder)
+        if any(isinstance(one, torch.amp.GradScaler) for one in held):
+            return True
+    return False

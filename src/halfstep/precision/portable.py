@@ -1,0 +1,150 @@
+"""What a copy or a pickle of a model under Precision is: a plain model, which needs no halfstep.
+
+* ``copy.deepcopy`` of the model, of a part of it or of a parameter gives fp32 weights with the
+  exact values that are trained, and no hooks. An average over such a copy, a target network or a
+  momentum encoder then moves by steps that 16 bits would swallow.
+* ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
+
+Both are told to Python by attributes of the single objects, which :func:`make_plain_` removes.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from halfstep.errors import PrecisionError
+
+_DEPTH = 40  # frames between AveragedModel's constructor and the copy of a deep parameter
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+)
+_NUMBERED = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+Exact = weakref.WeakMethod[Callable[[Tensor], Tensor]]
+
+
+def make_portable_(
+    model: nn.Module, ours: Callable[[object], bool], low: Iterable[nn.Parameter], exact: Exact
+) -> None:
+    """Let copies and pickles of a model be plain.
+
+    Args:
+        model: With all hooks and replaced forwards in place.
+        ours: Whether a hook or a ``forward`` is halfstep's.
+        low: Parameters that were cast to 16 bits.
+        exact: Gives the fp32 values that one of them stands for, in memory of their own; once it is
+            gone they are what is stored.
+    """
+    for module in model.modules():
+        hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+        if any(map(ours, (*hooks, module.__dict__.get("forward")))):
+            module.__dict__["__reduce_ex__"] = _PlainModule(module, ours)
+    for parameter in low:
+        parameter.__dict__["__deepcopy__"] = _ExactCopy(parameter, exact)
+        parameter.__dict__["__reduce_ex__"] = _PlainParameter(parameter)
+
+
+def make_plain_(model: nn.Module) -> None:
+    """Undo :func:`make_portable_`."""
+    for module in model.modules():
+        module.__dict__.pop("__reduce_ex__", None)
+    for parameter in model.parameters():
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            parameter.__dict__.pop(name, None)
+
+
+class _PlainModule:
+    """Stands as ``__reduce_ex__`` in a module's own attributes."""
+
+    def __init__(self, module: nn.Module, ours: Callable[[object], bool]) -> None:
+        self._module = weakref.ref(module)
+        self._ours = ours
+
+    def __call__(self, protocol: Any) -> Any:
+        """What the module's class says, without what is ours."""
+        module = self._module()
+        assert module is not None, "asked by way of the module"
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        made, arguments, state, *rest = reduced
+        if isinstance(state, Mapping):
+            state = self._without_ours(state)
+        return made, arguments, state, *rest
+
+    def _without_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        plain = {key: value for key, value in state.items() if key != "__reduce_ex__"}
+        if self._ours(plain.get("forward")):
+            del plain["forward"]
+        dropped: set[int] = set()
+        for name in _HOOKS:
+            hooks = plain[name]
+            dropped |= {key for key, hook in hooks.items() if self._ours(hook)}
+            plain[name] = type(hooks)((k, h) for k, h in hooks.items() if not self._ours(h))
+        for name in _NUMBERED:
+            marks = plain[name]
+            plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
+        return plain
+
+
+class _PlainParameter:
+    """Stands as ``__reduce_ex__`` in a parameter's own attributes."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, protocol: Any) -> Any:
+        """The parameter as it is stored."""
+        parameter = self._parameter()
+        assert parameter is not None, "asked by way of the parameter"
+        plain: Any = nn.Parameter(parameter.data, parameter.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+class _ExactCopy:
+    """Stands as ``__deepcopy__`` in a 16-bit parameter's own attributes."""
+
+    def __init__(self, parameter: nn.Parameter, exact: Exact) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._exact = exact
+
+    def __call__(self, memo: Any) -> nn.Parameter:
+        """The fp32 values that are trained.
+
+        Raises:
+            PrecisionError: If torch's AveragedModel asks, which cannot average fp32 with 16 bits.
+        """
+        parameter = self._parameter()
+        assert parameter is not None, "asked by way of the parameter"
+        if _averages():
+            raise PrecisionError(
+                "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
+                "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
+                "Precision(..., ema=...), which averages the exact weights"
+            )
+        exact = self._exact()
+        values = parameter.detach().float() if exact is None else exact(parameter)
+        return nn.Parameter(values, parameter.requires_grad)
+
+
+def _averages() -> bool:
+    """Whether an AveragedModel is being made, somewhere up the stack."""
+    frame = sys._getframe(2)
+    for _ in range(_DEPTH):
+        if isinstance(frame.f_locals.get("self"), AveragedModel):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,282 @@
+"""halfstep.GradScaler over ranks: what is not finite on one of them is skipped by all.
+
+The grid: every layout, every kind of optimizer, inf and NaN, on either rank. The oracle is the same
+loop without a scaler in which the broken steps are left out: with powers of two and fp32 the same
+bits come out.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+import halfstep
+from distributed.loops import losses_of, mse, net, wrap
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.precision.local import is_sharded, local_part
+from halfstep.precision.ranks import OneRank
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = ("plain", "ddp", "fsdp", "tied", "fsdp tied", "tp")
+OPTIMIZERS = ("single", "foreach", "fused", "halfstep")
+BROKEN = {1: "first", 3: "second"}  # by step
+
+
+class Tied(nn.Module):
+    """One matrix in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.again(torch.tanh(self.up(x))))
+
+
+def build(layout):
+    torch.manual_seed(7)
+    if "tied" not in layout:
+        return wrap(layout, net())
+    model = Tied()
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if "fsdp" in layout else model
+
+
+def optimizer_of(name, parameters):
+    if name == "halfstep":
+        return halfstep.optim.AdamW(parameters, lr=0.01)
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=name == "foreach", fused=name == "fused")
+
+
+def shares(layout, model, step, rank):
+    if layout in ("plain", "tied"):  # replicas without a wrapper: everybody has the same batch
+        return losses_of("tp", model, step, rank)
+    return losses_of(layout.split()[0], model, step, rank)
+
+
+def held(model):
+    return [local_part(p).detach().clone() for p in model.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def without_scaler(rank, layout, name):
+    """Steps 0, 2 and 4 alone."""
+    model = build(layout)
+    if name == "halfstep":
+        return halfstep_without_scaler(rank, layout, model)
+    optimizer = optimizer_of(name, model.parameters())
+    parts = [p for p in model.parameters() if is_sharded(p)]
+    for step in range(5):
+        for loss in shares(layout, model, step, rank):
+            loss.backward()
+        if step not in BROKEN:
+            every = [(p, p.grad) for p in model.parameters()]
+            for kind in (True, False) if parts else (False,):  # torch takes one kind at a time
+                for p, gradient in every:
+                    p.grad = gradient if is_sharded(p) is kind else None
+                optimizer.step()
+        optimizer.zero_grad()
+    return held(model)
+
+
+def halfstep_without_scaler(rank, layout, model):
+    """halfstep's optimizers take no DTensors by themselves; the loop has copies of the parts."""
+    parts = [nn.Parameter(local_part(p).detach().clone()) for p in model.parameters()]
+    optimizer = optimizer_of("halfstep", parts)
+    for step in range(5):
+        for loss in shares(layout, model, step, rank):
+            loss.backward()
+        for part, parameter in zip(parts, model.parameters(), strict=True):
+            part.grad = local_part(parameter.grad)
+            parameter.grad = None
+        if step not in BROKEN:
+            optimizer.step()
+            with torch.no_grad():
+                for part, parameter in zip(parts, model.parameters(), strict=True):
+                    local_part(parameter).copy_(part)
+    return held(model)
+
+
+def cell(rank, layout, name, value, where, unscale):
+    model = build(layout)
+    optimizer = optimizer_of(name, model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=1, names=model.named_parameters())
+    seen = []
+    for step in range(5):
+        for loss in shares(layout, model, step, rank):
+            scaler.scale(loss).backward()
+        if step in BROKEN and rank == (where if BROKEN[step] == "first" else 1 - where):
+            inner = model.module if layout == "ddp" else model
+            local_part(inner.down.weight.grad).view(-1)[0] = value
+        before = held(model)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        result = scaler.last_step
+        assert same(before, held(model)) is not result.applied
+        here = rank == (where if BROKEN.get(step) == "first" else 1 - where)
+        if step in BROKEN and here:  # names are those that this rank found
+            assert [n.removeprefix("module.") for n in result.nonfinite_parameters] == [
+                "down.weight"
+            ]
+            assert result.reason == ("overflow" if value == math.inf else "nan_gradients")
+        seen.append((result.applied, result.next_loss_scale, result.skipped_total))
+    return seen, held(model)
+
+
+def cells(rank, layout, name):
+    oracle = without_scaler(rank, layout, name)
+    found = []
+    for value, where, unscale in itertools.product((math.inf, math.nan), (0, 1), (False, True)):
+        seen, weights = cell(rank, layout, name, value, where, unscale)
+        assert same(weights, oracle), (value, where, unscale)
+        found.append(seen)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_everyone_steps_or_nobody_does(pool2, layout, name):
+    first, second = pool2.run(cells, layout=layout, name=name)
+    assert first == second
+    scales = [2.0**9, 2.0**8, 2.0**9, 2.0**8, 2.0**9]
+    told = [(s not in BROKEN, scales[s], sum(b <= s for b in BROKEN)) for s in range(5)]
+    assert first == [told] * 8
+
+
+def alone(rank):
+    """Each rank by itself, as torch's scaler has it."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, ranks=OneRank())
+    copies = [scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))]
+    copies.append(scaler.for_loss("other"))
+    for each in copies:
+        each.scale((weight * (math.inf if rank else 1.0)).sum()).backward()
+        each.step(optimizer)
+        each.update()
+        optimizer.zero_grad()
+    return [each.get_scale() for each in copies], weight.tolist()
+
+
+def test_one_rank_opts_out(pool2):
+    first, second = pool2.run(alone)
+    assert first == ([8.0] * 4, [-3.0, -3.0])
+    assert second == ([4.0] * 4, [1.0, 1.0])
+
+
+def losses_and_floor(rank):
+    """``for_loss`` agrees, too; and the floor stops every rank."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0, strict=True).for_loss("one")
+    told = []
+    for _ in range(2):
+        scaler.scale((weight * (math.inf if rank else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        try:
+            scaler.update()
+        except NonFiniteError as error:
+            told.append((error.cause, "another rank's" in str(error)))
+        optimizer.zero_grad()
+    return told, scaler.get_scale(), weight.tolist()
+
+
+def test_the_floor_stops_every_rank(pool2):
+    first, second = pool2.run(losses_and_floor)
+    assert first == ([("loss_scale_floor", True)], 1.0, [1.0, 1.0])
+    assert second == ([("loss_scale_floor", False)], 1.0, [1.0, 1.0])
+
+
+def auto(rank, broken):
+    weight = nn.Parameter(torch.ones(()))
+    scaler = GradScaler("cpu", init_scale="auto")
+    factor = [2.0**120, 2.0**110][rank] if rank not in broken else math.nan
+    try:
+        scaler.scale(weight * factor)
+    except PrecisionError as error:
+        return str(error)
+    return scaler.get_scale()
+
+
+def test_auto_takes_the_smallest_of_the_ranks_scales(pool2):
+    # 2^120 * 2^7 is the last power of two in fp32; the other rank alone could have had 2^17
+    assert pool2.run(auto, broken=()) == [2.0**7, 2.0**7]
+    first, second = pool2.run(auto, broken=(1,))
+    assert "another rank's first loss" in first
+    assert "the loss is nan before any scaling" in second
+
+
+def without_gradient(rank, unscale):
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight])
+    scaler = GradScaler("cpu")
+    loss = scaler.scale(weight * 2)
+    if rank == 0:
+        loss.backward()
+    try:
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    except (PrecisionError, AssertionError) as error:
+        return type(error).__name__, float(weight)
+    return "stepped"
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_rank_without_gradients_keeps_nobody_waiting(pool2, unscale):
+    found = pool2.run(without_gradient, unscale=unscale)
+    assert found == [("PrecisionError", 1.0), ("AssertionError", 1.0)]
+
+
+def partial_sum(rank):
+    """A gradient that is a sum over ranks still, finite in each part and not in all."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    optimizer = torch.optim.SGD([weight], lr=1.0, foreach=False)
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    largest = torch.finfo(torch.float32).max
+    weight.grad = DTensor.from_local(torch.tensor([1.0, 2.0, largest]), mesh, [Partial()])
+    scaler.step(optimizer)
+    first = scaler.last_step.applied
+    scaler.update()
+    weight.grad = DTensor.from_local(torch.tensor([1.0, 2.0, 3.0]), mesh, [Partial()])
+    scaler.step(optimizer)
+    return first, scaler.last_step.applied, weight.to_local().tolist()
+
+
+def test_partial_sums_are_added_up_before_they_are_judged(pool2):
+    # scale 1, then 0.5: (2, 4, 6) / 0.5 are subtracted from 1
+    assert pool2.run(partial_sum) == [(False, True, [-3.0, -7.0, -11.0])] * 2
+
+
+def mixed_alone(rank):
+    model = wrap("tp", net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    scaler = GradScaler("cpu", init_scale=2.0**8, ranks=OneRank())
+    scaler.scale(mse(model, (torch.ones(2, 6), torch.zeros(2, 5)))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step.applied
+
+
+def test_mixed_gradients_are_checked_without_agreement_too(pool2):
+    assert pool2.run(mixed_alone) == [True, True]

@@ -1,0 +1,442 @@
+"""Accelerate in bf16, and with an autocast of one's own: no scale, the same bits, nothing unseen.
+
+Oracles are Accelerate's own loops without attach.
+"""
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import ConfigError, NonFiniteError, PrecisionError
+from halfstep.integrations.accelerate import attach
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from integrations.test_accelerate import OPTIMIZERS, bits, loss_of, net, rows, same, schedule
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def accelerator(precision="bf16", **options):
+    AcceleratorState._reset_state(True)
+    return Accelerator(cpu=True, mixed_precision=precision, **options)
+
+
+def train(kind, steps, *, ours=True, clip=None, micro=1, broken=(), own=False, **options):
+    """A loop; ``broken`` gives step to value, in the last gradient; ``own``: autocast by hand."""
+    acc = accelerator("no" if own else "bf16", gradient_accumulation_steps=micro)
+    if own and ours:
+        options = {"scaler": False, **options}
+    scaler = attach(acc, **options) if ours else None
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    model, optimizer, rates = acc.prepare(model, optimizer, schedule(optimizer))
+    told = []
+    for step in range(steps):
+        for part in range(micro):
+            with acc.accumulate(model):
+                with torch.autocast("cpu", torch.bfloat16, enabled=own):
+                    loss = loss_of(model, step * micro + part, broken)
+                acc.backward(loss)
+                if clip and acc.sync_gradients:
+                    acc.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                rates.step()
+                optimizer.zero_grad()
+        told.append(acc.optimizer_step_was_skipped)
+    return acc.unwrap_model(model), rates.get_last_lr(), told, scaler
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("own", [False, True])
+def test_where_nothing_is_broken_the_bits_are_accelerates(kind, clip, micro, own):
+    theirs = train(kind, 4, ours=False, clip=clip, micro=micro, own=own)
+    model, rate, told, scaler = train(kind, 4, clip=clip, micro=micro, own=own)
+    assert same(bits(model), bits(theirs[0]))
+    assert rate == theirs[1]
+    assert told == [False] * 4
+    result = scaler.last_step
+    assert (result.applied, result.loss_scale, result.next_loss_scale) == (True, 1.0, 1.0)
+    assert scaler.skipped_total == 0
+
+
+def test_it_is_bf16():
+    seen = []
+    acc = accelerator()
+    attach(acc)
+    model = acc.prepare(net())
+    acc.unwrap_model(model)[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    model(torch.ones(1, 4))
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1e9])
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_broken_gradients_stop_the_run_with_their_names(kind, clip, value):
+    """Of a finite loss: through a hook."""
+    acc = accelerator()
+    scaler = attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    acc.unwrap_model(model)[2].weight.register_hook(lambda g: g * value)
+    before = bits(model)
+    acc.backward(loss_of(model, 0))
+    if clip:
+        acc.clip_grad_norm_(model.parameters(), clip)
+    with pytest.raises(NonFiniteError, match=r"in the gradients of 2\.weight under a finite") as c:
+        optimizer.step()
+    assert (c.value.cause, c.value.parameters) == ("gradients", ("2.weight",))
+    assert same(bits(model), before)
+    result = scaler.last_step
+    assert (result.applied, result.next_loss_scale) == (False, 1.0)
+    assert result.reason == ("overflow" if value == INF else "nan_gradients")
+
+
+class Finite(torch.autograd.Function):
+    """A loss that is not finite, with gradients that are."""
+
+    @staticmethod
+    def forward(ctx, loss, value):
+        return loss * value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused", "halfstep"])
+@pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_broken_loss_of_any_micro_batch_stops_the_run_even_with_finite_gradients(
+    kind, value, bad
+):
+    acc = accelerator(gradient_accumulation_steps=2)
+    attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    before = bits(model)
+    for part in range(2):
+        with acc.accumulate(model):
+            acc.backward(Finite.apply(loss_of(model, part), value if part == bad else 1.0))
+            if part == 0:
+                optimizer.step()  # not yet
+                continue
+            with pytest.raises(NonFiniteError, match=r"the loss is (inf|nan): the forw") as caught:
+                optimizer.step()
+    assert (caught.value.cause, caught.value.parameters) == ("forward", ())
+    assert same(bits(model), before)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_skip_leaves_the_step_out_and_holds_the_schedule(kind, clip):
+    broken = {1: INF, 2: NAN, 4: INF}
+    with pytest.warns(UserWarning, match=r"the step is left out, as on_nonfinite=skip:2 allows"):
+        model, rate, told, scaler = train(
+            kind, 6, clip=clip, broken=broken.items(), on_nonfinite="skip:2"
+        )
+    assert told == [step in broken for step in range(6)]
+    assert rate == [pytest.approx(0.1 / (1 + 3))]
+    assert scaler.skipped_total == 3
+    assert scaler.get_scale() == 1.0
+    expected = net()
+    optimizer = OPTIMIZERS[kind](expected.parameters())
+    acc = accelerator()
+    expected, optimizer, rates = acc.prepare(expected, optimizer, schedule(optimizer))
+    for step in (0, 3, 5):
+        acc.backward(loss_of(expected, step))
+        if clip:
+            acc.clip_grad_norm_(expected.parameters(), clip)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    assert same(bits(model), bits(acc.unwrap_model(expected)))
+
+
+def test_more_skips_in_a_row_than_allowed_stop():
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(NonFiniteError, match="the loss is nan") as caught,
+    ):
+        train("sgd", 6, broken={1: NAN, 2: NAN}.items(), on_nonfinite="skip:1")
+    assert caught.value.cause == "forward"
+
+
+def test_a_step_without_gradients_is_as_without_attach():
+    acc = accelerator()
+    scaler = attach(acc)
+    model = net()
+    model, optimizer, rates = acc.prepare(
+        model, (made := OPTIMIZERS["sgd"](model.parameters())), schedule(made)
+    )
+    before = bits(model)
+    optimizer.step()
+    rates.step()
+    assert same(bits(model), before)
+    assert not optimizer.step_was_skipped
+    assert scaler.last_step is None
+    acc.backward(loss_of(model, 0))
+    optimizer.step()
+    assert scaler.last_step.applied
+
+
+def test_two_optimizers_of_one_loss():
+    acc = accelerator()
+    attach(acc)
+    first, second = net(1), net(2)
+    one, two = (OPTIMIZERS["fused"](m.parameters()) for m in (first, second))
+    first, second, one, two = acc.prepare(first, second, one, two)
+    acc.backward(loss_of(first, 0) + loss_of(second, 0, {0: NAN}.items()))
+    before = bits(first), bits(second)
+    one.step()  # the loss is broken, whoever steps; what update() raises waits for the other
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        two.step()
+    assert same(bits(first), before[0])
+    assert same(bits(second), before[1])
+
+
+def test_the_meter_counts_what_is_lost():
+    for update, lost in (("nearest", 1.0), ("split", 0.0)):
+        acc = accelerator("no")
+        scaler = attach(acc, scaler=False, lost_updates_every=1)
+        gain = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
+        optimizer = halfstep.optim.AdamW([gain], lr=1e-3, weight_decay=0.0, update=update)
+        optimizer = acc.prepare(optimizer)
+        acc.backward(gain.float().sum())
+        optimizer.step()
+        (report,) = scaler.meter.report()
+        assert report.lost == lost
+    acc = accelerator()
+    scaler = attach(acc, lost_updates_every=0)
+    acc.prepare(OPTIMIZERS["sgd"]([nn.Parameter(torch.ones(1))]))
+    assert scaler.meter is None
+
+
+def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
+    def run(steps, *, ours=True, load=None, save=None):
+        acc = accelerator()
+        scaler = attach(acc, on_nonfinite="skip:1") if ours else None
+        model = net()
+        optimizer = OPTIMIZERS["foreach"](model.parameters())
+        model, optimizer = acc.prepare(model, optimizer)
+        if load:
+            acc.load_state(tmp_path / load)
+            assert acc.scaler is scaler
+        for step in steps:
+            acc.backward(loss_of(model, step, {1: INF}.items() if ours else ()))
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            acc.save_state(tmp_path / save)
+        return bits(acc.unwrap_model(model)), scaler
+
+    with pytest.warns(UserWarning, match="left out"):
+        whole, _ = run(range(5))
+    with pytest.warns(UserWarning, match="left out"):
+        run(range(3), save="ours")
+    resumed, scaler = run(range(3, 5), load="ours")
+    assert same(whole, resumed)
+    assert scaler.skipped_total == 1
+    expected, _ = run(range(6), ours=False)
+    run(range(3), ours=False, save="theirs")
+    with pytest.warns(UserWarning, match=r"saved state has no scaler\.pt"):
+        resumed, scaler = run(range(3, 6), load="theirs")
+    assert same(expected, resumed)
+    assert scaler.skipped_total == 0
+    with pytest.raises(ValueError, match="folder does not exist"):
+        run((), load="nothing")
+
+
+def test_options_of_a_scale_are_refused_where_there_is_none():
+    with pytest.raises(ConfigError, match=r"got init_scale, strict, but there is no loss scale"):
+        attach(accelerator(), init_scale=8.0, strict=True)
+    with pytest.raises(ConfigError, match="got hysteresis, but there is no loss scale"):
+        attach(accelerator("no"), scaler=False, hysteresis=2)
+    with pytest.raises(PrecisionError, match=r"scaler=True with mixed_precision='bf16'"):
+        attach(accelerator(), scaler=True)
+    with pytest.raises(ConfigError, match="is for loops without a loss scale"):
+        attach(accelerator("no"), on_nonfinite="skip:1")
+    with pytest.raises(PrecisionError, match="allowed here: stop, skip:K"):
+        attach(accelerator(), on_nonfinite="rollback:3")
+    with pytest.raises(PrecisionError, match="on_nonfinite='never'"):
+        attach(accelerator(), on_nonfinite="never")
+    acc = accelerator()
+    attach(acc, names=net().named_parameters(), ranks=halfstep.OneRank(), allow_pure=True)
+    with pytest.raises(ConfigError, match="already"):
+        attach(acc)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_nothing_is_kept_alive_between_two_trainings(precision):
+    acc = accelerator(precision)
+    scaler = attach(acc)
+    for _ in range(2):
+        model = net()
+        model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+        alive = weakref.ref(model[0].weight), weakref.ref(optimizer.optimizer)
+        acc.backward(loss_of(model, 0))
+        optimizer.step()
+        assert scaler.last_step.applied
+        assert set(scaler._names.values()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        model, optimizer = acc.clear(model, optimizer)
+        gc.collect()
+        assert [ref() for ref in alive] == [None, None]
+        assert scaler.meter is None
+
+
+# Accidental pure 16-bit weights
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("kind", ["sgd", "foreach", "fused"])
+@pytest.mark.parametrize("together", [False, True])
+def test_accidental_pure_bf16_is_refused_at_prepare(precision, kind, together):
+    acc = accelerator(precision)
+    attach(acc)
+    model = net().bfloat16()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    # 32 + 8 + 8 + 1 weights, 2 bytes more each
+    text = r"4 of 4 tensors of \w+ are trained in bf16.*: 0\.weight.*\(98 bytes more"
+    if not together:
+        acc.prepare(model)
+    with pytest.raises(PrecisionError, match=text):
+        acc.prepare(*([model, optimizer] if together else [optimizer]))
+    assert acc._optimizers == []
+    model.float()
+    acc.prepare(optimizer)
+
+
+def test_fp16_weights_are_refused_at_prepare_too():
+    acc = accelerator("no")
+    attach(acc)
+    model = net().half()
+    with pytest.raises(PrecisionError, match=r"trained in fp16: 0\.weight"):
+        acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_become_16_bit_later_are_refused_at_the_step(strict):
+    acc = accelerator("no")
+    attach(acc, strict=strict)
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    model.bfloat16()
+    acc.backward(model(rows(0).bfloat16()).float().square().mean())
+    with pytest.raises(PrecisionError, match=r"are trained in bf16.*0\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_pure_bf16_trains_where_asked_for_or_kept(precision):
+    for allow, make in ((True, OPTIMIZERS["fused"]),
+                        (False, lambda p: halfstep.optim.AdamW(p, update="split"))):  # fmt: skip
+        acc = accelerator(precision)
+        scaler = attach(acc, allow_pure=allow)
+        model = net().bfloat16()
+        model, optimizer = acc.prepare(model, make(model.parameters()))
+        acc.backward(model(rows(0).bfloat16()).float().square().mean())
+        optimizer.step()
+        assert scaler.last_step.applied
+
+
+# Copies
+
+
+def test_a_deep_copy_of_an_accelerator_is_the_accelerator():
+    """Accelerate's own rule."""
+    acc = accelerator()
+    attach(acc)
+    assert copy.deepcopy(acc) is acc
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, prepared):
+    """Its scaler, its optimizers, its methods."""
+    acc = accelerator(precision)
+    scaler = attach(acc, names=dict(net().named_parameters()))
+    if prepared:
+        model = net()
+        model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+        acc.backward(loss_of(model, 0))
+        optimizer.step()
+    other = pickle.loads(pickle.dumps(acc))
+    assert other.scaler is not scaler
+    assert other.unscale_gradients.__self__.accelerator is other
+    assert other.unscale_gradients.__self__.scaler is other.scaler
+    assert acc.scaler is scaler
+    assert scaler._bound() == [o.optimizer for o in acc._optimizers]
+    if prepared:
+        (twin,) = other._models
+        (again,) = other._optimizers
+        assert other.scaler._bound() == [again.optimizer]
+        other.backward(loss_of(twin, 1))
+        other.clip_grad_norm_(twin.parameters(), 0.5)
+        before = bits(model)
+        again.step()
+        assert not again.step_was_skipped
+        assert same(bits(model), before)
+    else:
+        model = net()
+        model, optimizer = other.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+        other.backward(loss_of(model, 0))
+        optimizer.step()
+        assert other.scaler.last_step.applied
+        assert acc._optimizers == []
+
+
+def test_a_pickled_scaler_does_not_take_the_loop_along():
+    acc = accelerator("no")
+    scaler = attach(acc)
+    model = net()
+    acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    other = pickle.loads(pickle.dumps(scaler))
+    assert list(other._bound()) == []
+    assert other.meter is None
+
+
+# On a GPU, where Accelerate's fp16 is fp16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing of it was run here")
+@pytest.mark.filterwarnings("ignore:the step is left out")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_on_a_gpu_steps_and_skips_are_told(kind, precision):
+    AcceleratorState._reset_state(True)
+    acc = Accelerator(mixed_precision=precision)
+    scaler = attach(acc, **({"init_scale": 2.0**8} if precision == "fp16" else
+                            {"on_nonfinite": "skip:1"}))  # fmt: skip
+    model = net()
+    model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    for step in range(4):
+        loss = model(rows(step).to(acc.device)).square().mean()
+        acc.backward(loss * (INF if step == 1 else 1.0))
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+        before = bits(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert acc.optimizer_step_was_skipped is (step == 1)
+        assert same(before, bits(model)) is (step == 1)
+    assert scaler.skipped_total == 1
+    assert scaler.get_scale() == (2.0**7 if precision == "fp16" else 1.0)

@@ -1,0 +1,271 @@
+"""8-bit moments whose spread is too large for 8 bits go over to bf16 by themselves, and say so."""
+
+import copy
+import io
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.optim import dispatch, fallback
+from halfstep.optim.kernel import Task
+from halfstep.optim.moments import decode, encode
+from halfstep.optim.optimizers import SGD, AdamW, Lion
+from halfstep.optim.state import FELL_BACK, stored_moment
+from halfstep.precision.rounding import random_bits
+from halfstep.training.optimizer_state import (
+    convert_optimizer_tensors,
+    optimizer_tensors,
+    set_optimizer_state,
+)
+
+N = 512
+TINY = np.arange(N) % 8 == 0  # in every block of 128 one element in eight has tiny gradients
+
+
+@pytest.fixture(params=["the kernel of this machine", "torch operations"])
+def _each_kernel(request, monkeypatch):
+    if request.param == "torch operations":
+        monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+
+
+def gradient(step: int, spread: float, n: int = N) -> torch.Tensor:
+    """Normal numbers with a drift; every eighth divided by ``spread``."""
+    g = torch.randn(n, generator=torch.Generator().manual_seed(step)) + 0.5
+    return torch.where(torch.arange(n) % 8 == 0, g / spread, g)
+
+
+def train(moments: str, spread: float, steps: int, **options):
+    p = nn.Parameter(torch.zeros(N))
+    optimizer = AdamW([("w", p)], lr=1e-3, weight_decay=0.0, eps=1e-30, moments=moments, **options)
+    for step in range(1, steps + 1):
+        p.grad = gradient(step, spread)
+        optimizer.step()
+    return p, optimizer
+
+
+def through_a_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+# --- what it is for -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.parametrize("spread", [1e6, 1e8, 1e12])
+def test_coordinates_with_tiny_gradients_travel_as_with_fp32_moments(spread):
+    """Without the fall-back they travel 12 to 100 times less within these steps."""
+    reference, _ = train("fp32", spread, 200)
+    with pytest.warns(UserWarning, match=r"moments of w \(64 of 512 elements\) spread .*step 8 on"):
+        p, optimizer = train("8bit", spread, 200)
+    assert optimizer.fallen_back == ("w",)
+    travelled, wanted = p.detach().abs().numpy(), reference.detach().abs().numpy()
+    # The first 8 of 200 steps were taken with the floor, and are Adam's largest; bf16 scatters.
+    assert abs(travelled[TINY].sum() / wanted[TINY].sum() - 1) < 0.08
+    assert abs(travelled[~TINY].sum() / wanted[~TINY].sum() - 1) < 0.02
+
+
+@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
+def test_ordinary_gradients_stay_in_8_bits(betas):
+    n = 70_000
+    p = nn.Parameter(torch.zeros(n))
+    optimizer = AdamW([p], betas=betas, moments="8bit")
+    for step in range(65):
+        p.grad = torch.randn(n, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    assert optimizer.fallen_back == ()
+    assert "exp_avg_codes" in optimizer.state[p]
+
+
+def test_elements_whose_gradients_have_ended_lose_nothing_and_change_nothing():
+    p = nn.Parameter(torch.zeros(N))
+    optimizer = AdamW([p], betas=(0.5, 0.5), moments="8bit")
+    for step in range(96):
+        p.grad = gradient(step, 1.0)
+        if step > 3:
+            p.grad[:64] = 0.0
+        optimizer.step()
+    codes, _ = stored_moment(optimizer.state[p], "exp_avg_sq")
+    assert (codes[:64] == 1).all()  # at the floor: the test looks at what it means to
+    assert optimizer.fallen_back == ()
+
+
+def test_the_warning_comes_once_and_names_a_few():
+    parameters = [nn.Parameter(torch.zeros(2, N // 2)) for _ in range(5)]
+    optimizer = AdamW(parameters, moments="8bit")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(70):
+            for p in parameters:
+                p.grad = gradient(step, 1e7).view(2, -1)
+            optimizer.step()
+    (only,) = said
+    assert "parameter 0 of shape (2, 256) (64 of 512 elements)" in str(only.message)
+    assert "and 2 more spread" in str(only.message)
+    assert len(optimizer.fallen_back) == 5
+    assert optimizer.fallen_back[4] == "parameter 4 of shape (2, 256)"
+
+
+@pytest.mark.parametrize("cls", [SGD, Lion])
+def test_first_moments_alone_are_right_on_average_and_stay(cls):
+    p = nn.Parameter(torch.zeros(N))
+    optimizer = cls([p], lr=1e-3, moments="8bit")
+    for step in range(40):
+        p.grad = gradient(step, 1e10)
+        optimizer.step()
+    assert optimizer.fallen_back == ()
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def test_the_steps_after_which_a_tensor_is_looked_at():
+    assert [s for s in range(1, 130) if fallback.is_due(s)] == [8, 16, 32, 64, 96, 128]
+
+
+@pytest.mark.parametrize(
+    ("below", "elements", "falls"),
+    [(0, 1, False), (0, 10**9, False), (1, 1, True), (1, 16384, True), (1, 16385, False),
+     (2, 32768, True), (63, 2**20, False), (64, 2**20, True)],
+)  # fmt: skip
+def test_the_share_from_which_on_a_tensor_falls_back(below, elements, falls):
+    assert fallback.must_fall_back(below, elements) is falls
+
+
+def task(count: int, seed: int, broken: bool = False) -> Task:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-45, 3, (count,), generator=generator)
+    values = torch.ldexp(torch.rand(count, generator=generator) + 0.5, exponents)
+    if broken:
+        values[130] = math.nan
+    bits = random_bits(seed, 1, count)
+    encoded = [encode(values.clone(), "8bit", bits, signed=signed) for signed in (True, False)]
+    g = torch.randn(count, generator=generator)
+    g[::3] = 0.0
+    codes, tops = zip(*encoded, strict=True)
+    return Task(torch.zeros(count), None, codes, tops, g.to(torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000, 5000])
+def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch, count, broken):
+    """The floor from the format's text: 2^-32 of twice the top's power of two, and two steps up."""
+    if broken and count < 131:
+        pytest.skip("there is no element to break")
+    monkeypatch.setattr(fallback, "_CHUNK", 512)
+    t = task(count, count, broken)
+    v = decode(t.moments[1], t.tops[1], signed=False).double().numpy()
+    tops = np.repeat(t.tops[1].numpy().astype(np.int64), 128)[:count]
+    floor = 2.0 ** (tops - 127 + 1 - 32) * (1 + 2 / 8)
+    with np.errstate(invalid="ignore"):
+        below = (v == floor) & (t.gradient.float().numpy() != 0)
+    assert fallback.elements_below([t, t]) == [below.sum()] * 2
+    if count > 1000:
+        assert below.sum() > 100
+    m, wide = fallback.wide_moments(t, -0.5, 0.25)
+    assert m.dtype == wide.dtype == torch.bfloat16
+    held = decode(t.moments[0], t.tops[0], signed=True)
+    assert torch.equal(m.float().nan_to_num(7.0), held.nan_to_num(7.0))
+    keeps = ~below & ~np.isnan(v)
+    assert np.array_equal(wide.double().numpy()[keeps], v[keeps])
+    anew = np.minimum(0.25 * (0.5 * t.gradient.double().numpy()[below]) ** 2, floor[below])
+    assert (np.abs(wide.double().numpy()[below] - anew) <= anew * 2.0**-8).all()
+    assert np.isnan(wide.double().numpy()[np.isnan(v)]).all()
+
+
+# --- determinism, saving, ranks -------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:the second moments")
+def test_all_kernels_give_the_same_bits(monkeypatch):
+    p, first = train("8bit", 1e7, 70)
+    monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+    q, second = train("8bit", 1e7, 70)
+    assert torch.equal(p, q)
+    assert first.fallen_back
+    for key, value in first.state[p].items():
+        assert torch.equal(value, second.state[q][key]), key
+
+
+@pytest.mark.filterwarnings("ignore:the second moments")
+@pytest.mark.parametrize("how", ["state_dict", "checkpoint tensors", "deepcopy"])
+def test_a_resumed_run_goes_on_to_the_bit_and_says_nothing_anew(how):
+    p, optimizer = train("8bit", 1e7, 70, update="split")
+    if how == "deepcopy":
+        other = copy.deepcopy(optimizer)
+        q = other.param_groups[0]["params"][0]
+    else:
+        q = nn.Parameter(p.detach().clone())
+        other = AdamW([("w", q)], moments="8bit")
+        if how == "state_dict":
+            other.load_state_dict(through_a_file(optimizer.state_dict()))
+        else:
+            tensors = optimizer_tensors(optimizer, {p: "w"})
+            assert tensors["w/exp_avg"].dtype == torch.bfloat16
+            state = convert_optimizer_tensors(other, {q: "w"}, through_a_file(tensors))
+            set_optimizer_state(other, state)
+            other.param_groups[0].update(lr=1e-3, weight_decay=0.0, eps=1e-30)
+    assert other.fallen_back == ("w",)
+    assert optimizer.state[p][FELL_BACK] == 8
+    for step in range(71, 100):
+        p.grad, q.grad = gradient(step, 1e7), gradient(step, 1e7)
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.step()
+    assert torch.equal(p, q)
+    for key, value in optimizer.state[p].items():
+        assert torch.equal(value, other.state[q][key]), key
+
+
+@pytest.mark.filterwarnings("ignore:the second moments")
+@pytest.mark.parametrize("moments", ["bf16", "fp32"])
+def test_another_format_forgets_it(moments):
+    p, optimizer = train("8bit", 1e7, 10)
+    q = nn.Parameter(p.detach().clone())
+    other = AdamW([q], moments=moments)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.fallen_back == ()
+    assert FELL_BACK not in other.state[q]
+    assert torch.equal(other.state[q]["exp_avg"].float(), optimizer.state[p]["exp_avg"].float())
+
+
+@pytest.mark.filterwarnings("ignore:the second moments")
+def test_moments_saved_in_bf16_by_choice_become_8_bits():
+    p, optimizer = train("bf16", 1.0, 10)
+    q = nn.Parameter(p.detach().clone())
+    other = AdamW([q], moments="8bit")
+    other.load_state_dict(optimizer.state_dict())
+    assert "exp_avg_codes" in other.state[q]
+
+
+@pytest.mark.parametrize("elements", [512, 0])
+def test_ranks_may_agree(elements):
+    """A rank whose own part would stay in 8 bits, be it empty, follows the others."""
+    p, q = nn.Parameter(torch.zeros(elements)), nn.Parameter(torch.zeros(9))
+    optimizer = AdamW([p, q], moments="8bit")
+    asked = []
+
+    def agree(falls: list[bool]) -> list[bool]:
+        asked.append(falls)
+        return [True, False]
+
+    optimizer.agree_on_fallback = agree
+    p.grad, q.grad = torch.ones(elements), torch.ones(9)
+    for _ in range(7):
+        optimizer.step()
+    with pytest.warns(UserWarning, match=f"0 of {elements}"):
+        optimizer.step()
+    assert asked == [[False, False]]
+    assert optimizer.fallen_back == (f"parameter 0 of shape ({elements},)",)
+    held = optimizer.state[p]["exp_avg_sq"].clone()
+    optimizer.step()  # it goes on in bf16
+    assert elements == 0 or not torch.equal(held, optimizer.state[p]["exp_avg_sq"])
+    assert "exp_avg_codes" in optimizer.state[q]

@@ -1,0 +1,298 @@
+"""Constructors and states of ``torch.optim``: what is taken means the same, the rest is named."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionError
+from halfstep.optim.optimizers import SGD, AdamW, Lion
+
+CLASSES = [AdamW, SGD, Lion]
+PEERS = [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)]
+
+
+def weights(seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(seed)))
+
+
+def run(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 5) -> torch.Tensor:
+    for step in range(steps):
+        p.grad = torch.randn(40, generator=torch.Generator().manual_seed(100 + step))
+        optimizer.step()
+    return p.detach()
+
+
+def through_a_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("value", [None, True, False])
+@pytest.mark.parametrize("name", ["foreach", "fused"])
+def test_foreach_and_fused_choose_nothing(cls, name, value):
+    p, q = weights(), weights()
+    assert torch.equal(run(cls([p], lr=0.1, **{name: value}), p), run(cls([q], lr=0.1), q))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_foreach_and_fused_together_are_torch_s_error(cls):
+    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
+        cls([weights()], lr=0.1, foreach=True, fused=True)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_maximize_is_the_step_with_the_negated_gradient(cls):
+    p, q = weights(), weights()
+    up, down = cls([p], lr=0.1, maximize=True), cls([q], lr=0.1)
+    for step in range(5):
+        p.grad = torch.randn(40, generator=torch.Generator().manual_seed(step))
+        q.grad = -p.grad
+        given = p.grad.clone()
+        up.step()
+        down.step()
+        assert torch.equal(p.grad, given)
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(("cls", "peer"), PEERS)
+def test_maximize_as_torch_has_it(cls, peer):
+    p, q = weights(), weights()
+    options = {"lr": 0.01, "maximize": True, "weight_decay": 0.1}
+    ours, theirs = run(cls([p], **options), p), run(peer([q], **options), q)
+    assert (ours - theirs).abs().max() < 1e-6  # 5 steps of some fp32 roundings at weights of 3
+
+
+@pytest.mark.parametrize("cls", [AdamW, Lion])
+def test_capturable_is_refused_with_the_way_out(cls):
+    with pytest.raises(PrecisionError, match=r"capturable=True.*host.*DeviceScaler"):
+        cls([weights()], capturable=True)
+    with pytest.raises(PrecisionError, match="capturable=True"):
+        cls([{"params": [weights()], "capturable": True}])
+    cls([weights()], capturable=False)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_differentiable_is_refused_with_the_reason(cls):
+    with pytest.raises(PrecisionError, match=r"differentiable=True.*autograd"):
+        cls([weights()], differentiable=True)
+    optimizer = cls([weights()], differentiable=False)
+    with pytest.raises(PrecisionError, match="differentiable=True"):
+        optimizer.add_param_group({"params": [weights()], "differentiable": True})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_amsgrad_is_refused_with_the_reason_and_the_way_out():
+    for call in (
+        lambda: AdamW([weights()], 1e-3, (0.9, 0.999), 1e-8, 1e-2, True),
+        lambda: AdamW([weights()], amsgrad=True),
+        lambda: AdamW([{"params": [weights()], "amsgrad": True}]),
+    ):
+        with pytest.raises(PrecisionError, match=r"third moment.*torch\.optim\.AdamW.*bf16-master"):
+            call()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(cls):
+    p, q = weights(), weights()
+    rate = torch.tensor(0.5)
+    ours, other = cls([p], lr=rate), cls([q], lr=0.5)
+    assert torch.equal(run(ours, p), run(other, q))
+    rate.fill_(0.25)
+    other.param_groups[0]["lr"] = 0.25
+    assert torch.equal(run(ours, p), run(other, q))
+    assert ours.param_groups[0]["lr"] is rate
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        cls([p], lr=torch.ones(2))
+
+
+@pytest.mark.parametrize("cls", [AdamW, Lion])
+def test_betas_may_be_tensors(cls):
+    p, q = weights(), weights()
+    ours = cls([p], betas=(torch.tensor(0.5), torch.tensor(0.75)))
+    assert torch.equal(run(ours, p), run(cls([q], betas=(0.5, 0.75)), q))
+    with pytest.raises(ValueError, match="both floats or both Tensors"):
+        cls([p], betas=(torch.tensor(0.5), 0.75))
+    with pytest.raises(ValueError, match=r"betas\[0\] as a Tensor is not supported"):
+        cls([p], betas=(torch.tensor(0.5), torch.tensor(0.75)), foreach=True)
+    with pytest.raises(ValueError, match="lr as a Tensor is not supported"):
+        cls([p], lr=torch.tensor(0.5), foreach=True)
+    with pytest.raises(ValueError, match=r"betas\[1\] must be 1-element"):
+        cls([p], betas=(torch.tensor(0.5), torch.ones(2) / 2))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_rate_on_a_device_is_refused(cls):
+    """The step would wait for it. A meta tensor stands for CUDA's here."""
+    optimizer = cls([weights()])
+    group = {"params": [weights()], "lr": torch.tensor(0.1, device="meta")}
+    with pytest.raises(PrecisionError, match="lr is a tensor on meta"):
+        optimizer.add_param_group(group)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_errors_of_parameter_lists_are_torch_s(cls):
+    p = weights()
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+        cls([])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        cls(p)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        cls([{"params": [p]}, {"params": [p]}])
+    with pytest.raises(ValueError, match="Some param names are missing"):
+        cls([("w", p), weights()])
+
+
+# --- names, closures, gradients -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_named_parameters_are_taken_and_saved(cls):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    named, plain = cls(model.named_parameters()), cls(model.parameters())
+    assert named.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    model(torch.ones(2, 3)).sum().backward()
+    named.step()
+    state = through_a_file(named.state_dict())
+    assert state["param_groups"][0]["param_names"][0] == "0.weight"
+    plain.load_state_dict(state)
+    assert plain.state[model[0].weight]["step"] == 1
+    named.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_hooks_of_saving_and_loading_see_the_whole_state(moments):
+    p, q = weights(), weights()
+    ours, other = AdamW([p], moments=moments), AdamW([q], moments=moments)
+    run(ours, p)
+    seen = []
+
+    def before_saving(optimizer):
+        seen.append("before saving")
+
+    def after_saving(optimizer, state):
+        seen.append("after saving")
+        return {**state, "extra": 1}
+
+    def before_loading(optimizer, state):
+        seen.append(f"before loading {int(state['state'][0]['step'])}")
+        changed = copy.deepcopy(state)
+        changed["state"][0]["step"].fill_(9)
+        return changed
+
+    def after_loading(optimizer):
+        seen.append(f"after loading {int(optimizer.state[q]['step'])}")
+
+    ours.register_state_dict_pre_hook(before_saving)
+    ours.register_state_dict_post_hook(after_saving)
+    other.register_load_state_dict_pre_hook(before_loading)
+    other.register_load_state_dict_post_hook(after_loading)
+    state = ours.state_dict()
+    assert state["extra"] == 1
+    for _ in range(2):
+        other.load_state_dict(state)
+    assert seen == ["before saving", "after saving", *["before loading 5", "after loading 9"] * 2]
+    assert state["state"][0]["step"] == 5
+
+
+def test_a_state_whose_numbers_are_in_another_order_goes_by_position():
+    """torch.optim maps the numbers of a saved state by their places in its groups."""
+    p, q = weights(0), weights(1)
+    ours = AdamW([p, q])
+    p.grad, q.grad = torch.ones(40), torch.full((40,), 2.0)
+    ours.step()
+    state = ours.state_dict()
+    state["param_groups"][0]["params"] = [7, 3]
+    state["state"] = {7: state["state"][0], 3: state["state"][1]}
+    before = ours.state[p]["exp_avg"].clone(), ours.state[q]["exp_avg"].clone()
+    ours.load_state_dict(state)
+    assert torch.equal(ours.state[p]["exp_avg"], before[0])
+    assert torch.equal(ours.state[q]["exp_avg"], before[1])
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_state_of_before_these_options_loads(cls):
+    p, q = weights(), weights()
+    ours, other = cls([p], lr=0.1), cls([q], lr=0.1, maximize=True)
+    run(ours, p)
+    state = ours.state_dict()
+    for key in ("maximize", "foreach", "fused", "differentiable", "capturable", "amsgrad"):
+        state["param_groups"][0].pop(key, None)
+    q.data.copy_(p.detach())
+    other.load_state_dict(state)
+    other.param_groups[0]["maximize"] = False
+    assert torch.equal(run(ours, p), run(other, q))
+
+
+@pytest.mark.parametrize(("cls", "peer"), PEERS)
+def test_states_go_to_torch_and_back(cls, peer):
+    p, q = weights(), weights()
+    options = {"lr": 0.01} | ({"momentum": 0.9} if cls is SGD else {})
+    ours, theirs = cls([p], **options), peer([q], **options)
+    run(ours, p)
+    q.data.copy_(p.detach())
+    theirs.load_state_dict(through_a_file(ours.state_dict()))
+    assert (run(ours, p) - run(theirs, q)).abs().max() < 1e-6
+    p.data.copy_(q.detach())
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    assert (run(ours, p) - run(theirs, q)).abs().max() < 1e-6
+
+
+def test_the_state_of_torch_s_sgd_without_momentum_is_taken():
+    p = weights()
+    state = torch.optim.SGD([p], lr=0.1).state_dict()
+    state["state"] = {0: {"momentum_buffer": None}}  # as torch 2.3 saved it
+    ours = SGD([p], lr=0.1)
+    ours.load_state_dict(state)
+    run(ours, p)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_torch_s_adamw_does_not_take_8_bit_codes_for_moments(name):
+    p, q = weights(), weights()
+    ours, theirs = AdamW([p], moments="8bit"), torch.optim.AdamW([q])
+    run(ours, p)
+    state = through_a_file(ours.state_dict())
+    assert name not in state["state"][0]
+    theirs.load_state_dict(state)
+    with pytest.raises(KeyError, match="exp_avg"):
+        run(theirs, q, 1)
+
+
+def test_an_8_bit_state_of_before_has_its_codes_under_the_moment_s_own_name():
+    p, q = weights(), weights()
+    ours, other = AdamW([p], moments="8bit"), AdamW([q], moments="8bit")
+    run(ours, p)
+    state = through_a_file(ours.state_dict())
+    entry = state["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        entry[name] = entry.pop(f"{name}_codes")
+    q.data.copy_(p.detach())
+    other.load_state_dict(state)
+    assert other.state[q].keys() == ours.state[p].keys()
+    assert torch.equal(run(ours, p), run(other, q))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_has_the_options_and_goes_on_alike(cls, copied):
+    p = weights()
+    ours = cls([p], lr=torch.tensor(0.1), maximize=True, fused=True, moments="8bit")
+    run(ours, p)
+    twin = copied(ours)
+    (group,) = twin.param_groups
+    assert (group["maximize"], group["fused"], group["moments"]) == (True, True, "8bit")
+    assert torch.equal(run(ours, p), run(twin, group["params"][0]))

@@ -1,0 +1,249 @@
+"""Masters of 16-bit weights: written by the user, at construction, in an unknown mode, for ever."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionError
+from halfstep.optim import dispatch, weights
+from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.precision.rounding import random_bits, round_stochastic, split24
+from reference import floats
+
+N = 3000  # several chunks of the size that the tests set
+MODES = ["split", "split24", "kahan", "stochastic", "nearest"]
+
+
+@pytest.fixture(params=["the kernel of this machine", "torch operations"])
+def _each_kernel(request, monkeypatch):
+    if request.param == "torch operations":
+        monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(weights, "_CHUNK", 1024)
+
+
+def spread(count: int, seed: int) -> torch.Tensor:
+    """fp32 of both signs and all magnitudes, subnormal ones included."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-140, 120, (count,), generator=generator)
+    return torch.ldexp(torch.randn(count, generator=generator), exponents)
+
+
+# --- what the user writes -----------------------------------------------------------------------
+
+
+def _mask(w: torch.Tensor) -> None:
+    w.mul_((torch.arange(N) % 3 > 0).to(w.dtype))
+
+
+def _infinite(w: torch.Tensor) -> None:
+    w[::2] = torch.inf
+    w[1::4] = -torch.inf
+    w[3::8] = torch.nan
+
+
+WRITES = {
+    "nothing": lambda w: None,
+    "zero": lambda w: w.zero_(),
+    "-0": lambda w: w.fill_(-0.0),
+    "a pruning mask": _mask,
+    "infinities and NaN": _infinite,
+    "subnormal": lambda w: w.copy_(torch.linspace(-1e-38, 1e-38, N)),
+    "smaller": lambda w: w.copy_(spread(N, 7) * 2.0**-20),
+    "larger": lambda w: w.copy_(spread(N, 8) * 2.0**8),
+    "new, of size 1": lambda w: w.normal_(generator=torch.Generator().manual_seed(9)),
+    "powers of two": lambda w: w.copy_(2.0 ** (torch.arange(N) % 200 - 100)),
+    "clamped": lambda w: w.clamp_(-0.01, 0.01),
+    "some": lambda w: w[: N // 3].mul_(1.7),
+}
+
+
+def oracle(weight: np.ndarray, remainder: np.ndarray, update: str) -> np.ndarray:
+    """Where the remainder is of another weight, from the formats' definitions, in fp64.
+
+    The master of split modes is read from integers, and lies beyond half a gap of the weight's
+    only where it is not a number of the weight's sign at all; kahan's is an fp32 sum.
+    """
+    w = weight.astype(np.float64)
+    bits = weight.view(np.uint32).astype(np.int64)
+    if update == "kahan":
+        with np.errstate(invalid="ignore"):
+            joined = (weight + remainder.astype(np.float32)).astype(np.float64)
+            other = floats.nearest(joined, floats.BF16, np.inf) != w
+    else:
+        integer = bits + remainder.astype(np.int64) * (256 if update == "split24" else 1)
+        other = ((integer ^ bits) & 0x80000000 != 0) | ((integer & 0x7FFFFFFF) > 0x7F800000)
+        other &= w == 0  # every other pair is a number that rounds to the weight
+    return (remainder != 0) & other
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize("update", MODES)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_the_user_writes_is_the_master(write, update):
+    p = nn.Parameter(torch.zeros(30, 100, dtype=torch.bfloat16).t().contiguous().t())
+    optimizer = AdamW([nn.Parameter(torch.zeros(3)), p], update=update)
+    flat = p.detach().t().reshape(-1)  # in memory order, a view
+    assert flat.data_ptr() == p.data_ptr()
+    optimizer.write_master_(p, spread(N, 1).view(100, 30).t())
+    WRITES[write](flat)
+    visible = flat.clone()
+    if update in ("stochastic", "nearest"):
+        assert torch.equal(optimizer.read_master(p).t().reshape(-1), visible.float()) or (
+            write == "infinities and NaN"
+        )
+        return
+    remainder = optimizer.state[p]["remainder"].t().reshape(-1)
+    before = remainder.float().numpy().copy()
+    w = visible.float().numpy()
+    written = oracle(w, before, update)
+    # What the promise means: no master is farther from what is visible than half a gap of bf16.
+    with np.errstate(invalid="ignore"):  # a NaN beside a remainder may be a signalling one
+        master = optimizer.read_master(p).t().reshape(-1).numpy().astype(np.float64)
+    finite = np.isfinite(w)
+    assert (master[written & finite] == w[written & finite]).all()
+    assert np.isfinite(master[finite]).all()
+    half = floats.gap(w[finite].astype(np.float64), floats.BF16) / 2
+    assert (np.abs(master[finite] - w[finite]) <= half).all()
+    assert (np.abs(master[w == 0]) < 2.0**-134).all()  # half of the smallest bf16 number
+    assert np.isnan(master[np.isnan(w)]).all()
+    if write in ("zero", "-0"):
+        assert written.sum() > 1000  # else the test looks at nothing
+
+
+def test_a_pruned_weight_trains_on_from_0():
+    """One step after ``zero_`` used to make half of the weights NaN: 0 and a remainder of -1."""
+    p = nn.Parameter(torch.randn(512, dtype=torch.bfloat16))
+    optimizer = SGD([p], lr=0.5, update="split")
+    optimizer.write_master_(p, torch.randn(512))
+    with torch.no_grad():
+        p.zero_()
+    optimizer.step(gradients={p: torch.ones(512)})
+    assert (p == -0.5).all()
+
+
+# --- construction -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["split", "kahan", "nearest"])
+def test_only_modes_that_round_by_chance_draw_random_bits(monkeypatch, update):
+    def refuse(*args, **kwargs):
+        raise AssertionError("random bits were drawn")
+
+    monkeypatch.setattr(weights, "random_bits", refuse)
+    p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    AdamW([p], update=update).write_master_(p, torch.rand(300))
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize("update", ["split24", "stochastic"])
+def test_every_tensor_starts_from_its_own_random_bits(update):
+    """Tensor k draws stream 2k of step 0; equal values in two tensors are rounded differently."""
+    value = torch.rand(N, generator=torch.Generator().manual_seed(0))
+    tensors = [nn.Parameter(torch.zeros(N, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = AdamW([{"params": tensors[:2]}, {"params": tensors[2:]}], update=update, seed=5)
+    for k, p in enumerate(tensors):
+        optimizer.write_master_(p, value)
+        bits = random_bits(5, 0, N, stream=2 * k)
+        if update == "split24":
+            weight, remainder = split24(value, bits)
+            assert torch.equal(optimizer.state[p]["remainder"], remainder)
+        else:
+            weight = round_stochastic(value, bits)
+        assert torch.equal(p.detach(), weight)
+    read = [optimizer.read_master(p) for p in tensors]
+    assert not torch.equal(read[0], read[1])
+    assert not torch.equal(read[1], read[2])
+
+
+_PEAK = """
+import sys, torch
+from halfstep.optim import AdamW
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+n = 16_000_000
+p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
+value = torch.full((n,), 1.001)
+p.detach().fill_(1)
+small = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+AdamW([small], update=sys.argv[1]).write_master_(small, torch.ones(8))
+before = peak()
+AdamW([p], update=sys.argv[1]).write_master_(p, value)
+print((peak() - before) / n)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's VmHWM")
+@pytest.mark.parametrize(("update", "bytes_"), [("split", 2), ("split24", 1), ("stochastic", 0)])
+def test_storing_masters_needs_no_memory_but_the_remainder(update, bytes_):
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, update], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    # half a byte per parameter is 8 MB: chunks, and what the allocator keeps
+    assert float(done.stdout) <= bytes_ + 0.5
+
+
+# --- modes, counters, formulas ------------------------------------------------------------------
+
+
+def test_an_unknown_rounding_mode_is_refused_where_weights_are_read_and_written():
+    weight, value = torch.zeros(2, dtype=torch.bfloat16), torch.ones(2)
+    remainder = torch.zeros(2, dtype=torch.bfloat16)
+    for held in (None, remainder):
+        with pytest.raises(PrecisionError, match=r"'no-such-mode'; allowed: nearest, .*kahan"):
+            weights.master(weight, held, "no-such-mode")
+        with pytest.raises(PrecisionError, match=r"'no-such-mode'; allowed: nearest, .*kahan"):
+            weights.store_(weight, held, "no-such-mode", value, None)
+    for call in (
+        lambda: weights.master(weight, remainder, "nearest"),
+        lambda: weights.store_(weight, remainder, "nearest", value, None),
+    ):
+        with pytest.raises(PrecisionError, match="keeps none"):
+            call()
+    assert torch.equal(weight, torch.zeros(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("_each_kernel")
+def test_steps_are_counted_beyond_what_fp32_holds():
+    p = nn.Parameter(torch.full((400,), 1.0, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=1e-3, update="stochastic")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = torch.tensor(2.0**24)  # fp32, as an older version saved it
+    optimizer.load_state_dict(state)
+    drawn = []
+    for count in (1, 2, 3):
+        with torch.no_grad():
+            p.fill_(1.0)
+        optimizer.step()
+        assert int(optimizer.state[p]["step"]) == 2**24 + count
+        drawn.append(p.detach().clone())
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+
+
+@pytest.mark.usefixtures("_each_kernel")
+def test_a_huge_gradient_has_a_finite_second_moment_as_in_torch():
+    ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizers = AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    gradient = torch.tensor([1.0, 4e19, -4e19, 5e20])
+    for p, optimizer in zip((ours, theirs), optimizers, strict=True):
+        p.grad = gradient.clone()
+        optimizer.step()
+    v = optimizers[0].state[ours]["exp_avg_sq"]
+    assert v.isfinite().all()
+    # the same three roundings; torch may fuse the last product into the sum
+    wanted = optimizers[1].state[theirs]["exp_avg_sq"]
+    assert ((v - wanted).abs() <= wanted * 2.0**-22).all()
+    assert (ours[1:].abs() > 9e-3).all()  # it moves

@@ -1,0 +1,313 @@
+"""Ordinary forwards that mix formats train under every policy with 16-bit weights.
+
+Each program makes or holds fp32 numbers, or calls something other than ``model(x)``, and knows
+nothing of halfstep but the ``with``. It is trained beside the same program in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import POLICIES, Precision, parse_policy
+from halfstep.optim import AdamW
+
+LOW = [name for name, policy in POLICIES.items() if policy.param_dtype != torch.float32]
+D, STEPS = 8, 4
+
+
+class Program(nn.Module):
+    """What is trained: ``loss`` is the whole forward, however it calls the model."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x), y)
+
+
+class Noise(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(self.norm(h + 0.1 * torch.randn(h.shape)).tanh())
+
+
+class Positions(Program):
+    """Sinusoidal positions in an fp32 buffer before torch's own encoder, with a float mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(D, D)
+        angle = torch.arange(4.0)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
+        self.register_buffer("pe", torch.stack((angle.sin(), angle.cos()), -1).flatten(1))
+        layer = nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)[:, None] + self.pe
+        return self.encoder(h, mask=self.mask).mean(1)
+
+
+class Rotary(Program):
+    """Rotary tables of fp32, real and complex, and a bias of attention by distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        angle = torch.outer(torch.arange(4.0), 1.0 / 100.0 ** (torch.arange(0, D, 2) / D))
+        self.register_buffer("cos", angle.cos().repeat_interleave(2, -1))
+        self.register_buffer("sin", angle.sin().repeat_interleave(2, -1))
+        self.register_buffer("turn", torch.polar(torch.ones_like(angle), angle))
+        self.register_buffer("bias", -(torch.arange(4.0)[:, None] - torch.arange(4.0)).abs())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x[:, None].expand(-1, 4, -1)).chunk(3, -1)
+        half = torch.stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2)
+        q = q * self.cos + half * self.sin
+        pairs = torch.view_as_complex(k.reshape(*k.shape[:-1], D // 2, 2))
+        k = torch.view_as_real(pairs * self.turn).flatten(-2)
+        mask = self.bias.masked_fill(torch.ones(4, 4).triu(1).bool(), torch.finfo(torch.float).min)
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).mean(1))
+
+
+class Spectral(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.spectral_norm(nn.Linear(D, D))
+        self.second = nn.utils.spectral_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class Parametrized(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = parametrizations.orthogonal(nn.Linear(D, D))
+        self.cayley = parametrizations.orthogonal(nn.Linear(D, D), orthogonal_map="cayley")
+        self.scaled = parametrizations.weight_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.cayley(self.turn(x)).tanh())
+
+
+class Diffusion(Program):
+    """A timestep embedding computed in fp32, and noise as the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(D, D), nn.SiLU(), nn.Linear(D, D))
+        self.mix, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.out = nn.ConvTranspose1d(4, 1, 3, padding=1)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        t, noise = torch.rand(len(x)), torch.randn_like(x)
+        noisy = torch.lerp(x, noise, t[:, None])
+        waves = t[:, None] * torch.exp(-math.log(100) * torch.arange(D // 2) / (D // 2))
+        time = self.time(torch.cat((waves.sin(), waves.cos()), -1))
+        h = self.norm(self.mix((noisy + time)[:, None]))
+        return F.mse_loss(self.out(F.silu(h))[:, 0], noise)
+
+
+class Vae(Program):
+    """pytorch/examples' vae by its calls: encode, sample, decode, and a summed loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mean, self.log = nn.Linear(D, D), nn.Linear(D, 2), nn.Linear(D, 2)
+        self.outer, self.back = nn.Linear(2, D), nn.Linear(D, D)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.relu(self.inner(x))
+        return self.mean(h), self.log(h)
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.back(F.relu(self.outer(z)))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, log = self.encode(x)
+        out = self.decode(mean + torch.randn(mean.shape) * torch.exp(0.5 * log))
+        kl = -0.5 * torch.sum(1 + log - mean.pow(2) - log.exp())
+        return (F.binary_cross_entropy(torch.sigmoid(out), y.sigmoid(), reduction="sum") + kl) / 64
+
+
+class Parts(Program):
+    """Submodules and functions called from outside with fp32 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.act = nn.Linear(D, D), nn.PReLU()
+        self.pair = nn.Bilinear(D, D, D)
+        self.register_buffer("prototypes", torch.randn(3, D))
+        self.bag = nn.EmbeddingBag(5, D, mode="sum")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.act(self.encoder(x))
+        h = h + self.bag(
+            torch.tensor([[0, 1, 4]] * len(x)), per_sample_weights=torch.rand(len(x), 3)
+        )
+        scores = torch.einsum("bd,pd->bp", h, self.prototypes)
+        near = -torch.cdist(h, self.prototypes)
+        alike = F.cosine_similarity(h, x)
+        target = torch.arange(len(x)) % 3
+        return (
+            F.cross_entropy(scores + near, target) + self.pair(h, x).square().mean() - alike.mean()
+        )
+
+
+class Recurrent(Program):
+    """Layers and cells with states that the program makes, one packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(D, D, batch_first=True), nn.GRU(D, D, batch_first=True)
+        self.cell, self.rnn = nn.LSTMCell(D, D), nn.RNN(D, D, batch_first=True)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = x[:, None] * torch.linspace(0.5, 1.0, 3)[:, None]
+        zero = torch.zeros(1, len(x), D)
+        h, _ = self.lstm(rows, (zero, zero))
+        packed = pack_padded_sequence(h.float(), torch.full((len(x),), 3), batch_first=True)
+        h, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        h, _ = self.rnn(h + rows)
+        out, _ = self.cell(h[:, -1] + x, (zero[0], zero[0]))
+        return F.mse_loss(out, y)
+
+
+class Writes(Program):
+    """Reads and writes by index, between formats that torch refuses to mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        memory = torch.zeros(len(x), D)
+        rows = torch.arange(len(x))
+        memory = memory.index_put((rows,), h) + memory.index_add(0, rows, h)
+        memory = memory.scatter_add(0, rows[:, None].expand(-1, D), h)
+        table = h.clone()
+        table[rows[:2]] = torch.ones(2, D)
+        table.index_copy_(0, rows[2:3], torch.zeros(1, D))
+        blended = torch.lerp(h, torch.zeros_like(x), 0.1) + torch.addcmul(table, h, torch.ones(D))
+        return self.head(torch.where(x > 0, memory, blended))
+
+
+class Algebra(Program):
+    """A linear solve, a transform and a matrix exponential inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / D)
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.linalg.solve(torch.eye(D) + self.weight, x.mT).mT
+        h = torch.fft.irfft(torch.fft.rfft(h) * 0.5, n=D) + x @ torch.matrix_exp(self.weight)
+        return self.head(h)
+
+
+class Repeated(Program):
+    """Activation checkpointing around a part that mixes formats; dropout replays its numbers."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)
+        self.register_buffer("table", torch.randn(D))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x + self.table) + self.table)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return F.mse_loss(self.head(h), y)
+
+
+class RepeatedReentrant(Repeated):
+    reentrant = True
+
+
+class OwnLoss(Program):
+    """It computes its loss itself, from logits of 16 bits and a class weight of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, 3)
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), torch.arange(len(x)) % 3, weight=self.weight)
+
+
+class Graph(Program):
+    """A product with a sparse fp32 matrix, as graph convolutions have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ring = torch.eye(len(x)).roll(1, 0)
+        h = torch.sparse.mm(ring.to_sparse(), self.head(x))
+        return self.head(ring.to_sparse_csr() @ h)
+
+
+CSR = "ignore:Sparse CSR tensor support is in beta state"
+PROGRAMS = [
+    *(Noise, Positions, Rotary, Spectral, Parametrized, Diffusion, Vae, Parts, Recurrent, Writes),
+    *(Algebra, Repeated, RepeatedReentrant, OwnLoss, Graph),
+]
+
+
+def losses_of(policy: str, kind: type[Program], sgd: bool) -> list[float]:
+    torch.manual_seed(0)
+    program = kind()
+    spelled = policy
+    if POLICIES[policy].loss_scale.kind == "dynamic":
+        spelled += ",init_scale=256"  # no skip in the few steps
+    optimizer: torch.optim.Optimizer
+    if sgd:
+        optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    else:
+        own = POLICIES[policy].needs_own_optimizer
+        make = AdamW if own else torch.optim.AdamW
+        optimizer = make(program.parameters(), lr=2e-2, eps=1e-4)
+    precision = Precision(parse_policy(spelled), program, optimizer)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(6, D, generator=generator) for _ in range(2))
+        torch.manual_seed(step)
+        with precision.autocast():
+            loss = program.loss(x, y)
+        assert loss.dtype == torch.float32
+        result = precision.step(loss)
+        assert result.applied
+        losses.append(result.loss)
+    return losses
+
+
+@pytest.mark.filterwarnings(CSR)
+@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+def test_it_trains_beside_fp32(kind, policy):
+    sgd = policy == "fp16-pure"  # the squares of gradients in Adam's moments are 0 in fp16
+    exact, found = losses_of("fp32", kind, sgd), losses_of(policy, kind, sgd)
+    # A result goes through some 16 roundings one after another, each of at most u = 2^-9 (bf16) or
+    # 2^-12 (fp16) of it, forward and backward in each of 4 steps: 16 * 2 * 4 u.
+    unit = torch.finfo(POLICIES[policy].param_dtype).eps / 2
+    for step, (wanted, got) in enumerate(zip(exact, found, strict=True)):
+        assert abs(got - wanted) <= 128 * unit * max(1.0, abs(wanted)), (step, exact, found)

@@ -1,0 +1,483 @@
+"""The op table and the modes that apply it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from halfstep import POLICIES, Precision, autocast
+from halfstep.optim import AdamW
+from halfstep.precision.autocast import arithmetic
+from halfstep.precision.cast import cast_at_border, cast_parameters_
+from halfstep.precision.op_casts import LEAVES, AutocastCasts, StoredCasts, body_of
+from halfstep.precision.op_table import (
+    AUTOCAST,
+    AUTOCAST_ON_CPU,
+    MIXED,
+    MIXED_FUNCTIONS,
+    PRODUCTS,
+    spellings,
+)
+
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+LOW = [name for name, policy in POLICIES.items() if policy.param_dtype != F32]
+MIXED_POLICIES = ["bf16-mixed", "fp16-mixed"]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted({n for t in (AUTOCAST, MIXED) for k in t for n in t[k]}))
+def test_every_entry_is_a_function_of_torch(name):
+    found = list(spellings(name))
+    assert found, "the table names an operation that this torch does not have"
+
+
+def test_an_operation_is_in_one_list():
+    for table in (AUTOCAST, MIXED):
+        names = [name for group in table.values() for name in group]
+        assert len(names) == len(set(names))
+
+
+def test_spellings_are_derived():
+    assert {
+        *(torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax),
+        *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__),
+        *(torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.Tensor.norm),
+        *(F.layer_norm, torch.layer_norm, torch.rms_norm, torch.addmv, torch.Tensor.mv),
+    } <= set(AUTOCAST_ON_CPU)
+    assert {
+        *(F.linear, torch.matmul, torch.Tensor.matmul, torch.einsum, torch.conv2d, F.conv2d),
+        *(torch._VF.lstm, torch._VF.gru_cell, torch.linalg.solve, torch.fft.rfft, torch.sparse.mm),
+        *(F.mse_loss, torch._C._nn.cross_entropy_loss, torch.Tensor.index_put_),
+    } <= set(MIXED_FUNCTIONS)
+    assert F.linear in PRODUCTS
+    assert torch.add not in PRODUCTS
+
+
+def test_every_operation_that_cuda_casts_is_in_the_table():
+    found = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    names = {name.removeprefix("aten::").partition(".")[0] for name in found}
+    known = {name for group in AUTOCAST.values() for name in group}
+    inside = {  # of operations above, and no Python function
+        *("_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
+        *("cudnn_convolution", "cudnn_convolution_transpose"),
+    }
+    refused = {"binary_cross_entropy"}  # CUDA's autocast raises; a CPU's computes it in fp32
+    assert names - known - inside == refused
+
+
+# --- *-mixed on a CPU -----------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """Written by hand, as in many a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+@pytest.mark.parametrize("policy", MIXED_POLICIES)
+def test_a_norm_written_by_hand_is_finite_at_1000(policy):
+    # 1000^2 is infinite in fp16, whose largest number is 65504
+    model = RMSNorm()
+    with torch.no_grad():
+        model.body.weight.copy_(torch.eye(8))
+        model.body.bias.zero_()
+    x = torch.full((2, 8), 1000.0)
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with precision.autocast():
+        y = model(x)
+    assert torch.equal(y, torch.ones(2, 8))
+    assert precision.step(y.square().mean()).applied
+    with torch.autocast("cpu", dtype=F16), torch.no_grad():
+        assert not model.body(x).pow(2).isfinite().all()  # what torch's own lists make of it
+
+
+@pytest.mark.parametrize("policy", MIXED_POLICIES)
+def test_a_softmax_in_fp32_is_that_of_the_rounded_operands(policy):
+    low = POLICIES[policy].compute_dtype
+    x = torch.randn(4, 9).to(low)
+    for context in (autocast(policy, "cpu"), AutocastCasts()):
+        with context:
+            inside = torch.is_autocast_enabled("cpu")
+            for found in (x.softmax(-1), F.softmax(x, dim=-1), torch.softmax(x, -1)):
+                expected = x.float().softmax(-1) if inside else x.softmax(-1)
+                assert torch.equal(found, expected)
+    y = x.clone().requires_grad_()
+    with autocast(policy, "cpu"):
+        y.exp().sum().backward()
+    assert y.grad.dtype == low
+    assert torch.equal(y.grad, x.float().exp().to(low))
+
+
+def test_where_autocast_is_off_the_lists_are_off():
+    x = torch.randn(3, 3).to(B16)
+    with autocast("bf16-mixed", "cpu"):
+        with torch.autocast("cpu", enabled=False):
+            assert x.softmax(-1).dtype == B16
+            assert torch.mv(x.float(), x[0].float()).dtype == F32
+        assert x.softmax(-1).dtype == F32
+    assert x.softmax(-1).dtype == B16
+
+
+def test_fp64_integers_and_what_the_user_says_are_left_alone():
+    with autocast("bf16-mixed", "cpu"):
+        assert torch.ones(3).double().exp().dtype == torch.float64
+        assert torch.mv(torch.ones(2, 2).double(), torch.ones(2).double()).dtype == torch.float64
+        assert torch.ones(3, dtype=torch.int64).sum().dtype == torch.int64
+        assert torch.ones(3).to(B16).sum(dtype=B16).dtype == B16
+        assert torch.linalg.vector_norm(torch.ones(3).to(B16), dtype=B16).dtype == B16
+        assert torch.ones(3).to(B16).exp_().dtype == B16
+
+
+@pytest.mark.parametrize("policy", MIXED_POLICIES)
+def test_functions_of_python_are_cast_inside(policy):
+    # the weights of attention are a softmax, which multi_head_attention_forward calls itself
+    low = POLICIES[policy].compute_dtype
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 3, 8)
+    with autocast(policy, "cpu"):
+        y, weights = attention(x, x, x)
+        assert (y.dtype, weights.dtype) == (low, F32)
+        assert F.local_response_norm(x.to(low), 2).dtype == F32
+        assert F.gumbel_softmax(x.to(low)).dtype == F32
+        assert F.interpolate(x.to(low)[None], scale_factor=2, mode="area").dtype == low
+    assert torch.allclose(weights.sum(-1), torch.ones(2, 3), atol=1e-6)  # fp32, 3 terms
+
+
+def test_the_body_of_a_function_follows_its_module(monkeypatch):
+    body = body_of(F.softmin)
+    assert body is body_of(F.softmin) is not F.softmin
+    assert body_of(len) is None
+    assert body_of(test_spellings_are_derived) is None
+    x = torch.randn(4)
+    assert torch.equal(body(x, 0), F.softmin(x, 0))
+    monkeypatch.setattr(F, "_get_softmax_dim", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        body(x)
+
+
+def test_functions_that_are_not_looked_into_have_nothing_of_the_table_inside():
+    known = {*AUTOCAST_ON_CPU, *MIXED_FUNCTIONS, *PRODUCTS}
+    assert not LEAVES & known
+    x = torch.rand(4, 4)
+    calls = {
+        F.embedding: (torch.tensor([0, 1]), x),
+        torch.Tensor.split: (x, 2),
+        torch.split: (x, 2),
+        torch.Tensor.unflatten: (x, 1, (2, 2)),
+        torch.broadcast_tensors: (x, x),
+    }
+
+    class Look(TorchFunctionMode):
+        def __init__(self) -> None:
+            self.seen = []
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for leaf in LEAVES:
+        with Look() as look:
+            (body_of(leaf) or leaf)(*calls.get(leaf, (x,)))
+        assert not known & {*look.seen}, leaf
+
+
+@pytest.mark.parametrize("policy", MIXED_POLICIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["after", "within"])
+def test_checkpointing_repeats_the_same_casts(policy, reentrant, inside):
+    # torch checks formats and shapes of what is computed again against the first time
+    torch.manual_seed(0)
+    model, x = RMSNorm(), torch.randn(3, 8)
+    gradients = []
+    for again in (False, True):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with autocast(policy, "cpu"):
+            y = checkpoint(model, leaf, use_reentrant=reentrant) if again else model(leaf)
+            loss = y.float().softmax(-1).square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            with arithmetic(POLICIES[policy], CPU):
+                loss.backward()
+        gradients.append([leaf.grad, *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# --- 16-bit weights -------------------------------------------------------------------------------
+
+LOWS = pytest.mark.parametrize("low", [B16, F16], ids=["bf16", "fp16"])
+
+
+def operands(low: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [made[0].to(low), *made[1:]]
+
+
+@LOWS
+def test_a_product_of_two_formats_is_that_of_the_rounded_operands(low):
+    a, b = operands(low, (3, 4), (4, 5))
+    v = b[:, 0]
+    pairs = {
+        "@": (lambda x, y: x @ y, a, b),
+        "reversed": (lambda x, y: y.T @ x.T, a, b),
+        "linear": (lambda x, y: F.linear(x, y.T), a, b),
+        "mv": (lambda x, y: x.mv(y), a, v),
+        "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), a, b),
+        "addmm": (lambda x, y: torch.addmm(torch.ones(5), x, y), a, b),
+        "dot": (torch.dot, a[0], v),
+        "tensordot": (lambda x, y: torch.tensordot(x, y, 1), a, b),
+        "conv": (lambda x, y: F.conv1d(x[None], y.T[:, None, :3].expand(-1, 3, -1)), a, b),
+    }
+    for name, (work, x, y) in pairs.items():
+        expected = work(x.float(), y.to(low).float()).to(low)
+        with StoredCasts(low):
+            found = work(x, y)
+        assert found.dtype == low, name
+        # one rounding of at most 12 fp32 products, in another order; fp16 kernels add in fp16
+        tolerance = 12 * torch.finfo(low).eps
+        assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance), name
+
+
+@LOWS
+def test_formats_that_agree_are_left_alone(low):
+    a, b = operands(low, (3, 4), (4, 5))
+    b = b.to(low)
+    with StoredCasts(low):
+        assert (a @ b).dtype == low
+        assert (a.float() @ b.float()).dtype == F32
+        assert F.layer_norm(a, (4,)).dtype == low
+        assert a.softmax(-1).dtype == low
+        with pytest.raises(RuntimeError):
+            a.float() @ b.double()  # as in an fp32 model
+
+
+@LOWS
+def test_norms_of_two_formats_are_fp32(low):
+    x, weight = torch.randn(2, 4, 3), torch.randn(4).to(low)
+    calls = {
+        "layer_norm": lambda x, w: F.layer_norm(x.mT, (4,), w, w),
+        "rms_norm": lambda x, w: F.rms_norm(x.mT, (4,), w),
+        "group_norm": lambda x, w: F.group_norm(x, 2, w, w),
+        "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, w, training=True),
+        "instance_norm": lambda x, w: F.instance_norm(x, weight=w, bias=w),
+        "cosine_similarity": lambda x, w: F.cosine_similarity(x[..., 0], w),
+    }
+    for name, call in calls.items():
+        with StoredCasts(low):
+            found = call(x, weight)
+        assert found.dtype == F32, name
+        assert torch.equal(found, call(x, weight.float())), name
+
+
+@LOWS
+def test_running_statistics_are_written_where_they_are(low):
+    norm = nn.BatchNorm1d(4)
+    cast_parameters_(norm, low)
+    x = torch.randn(8, 4)
+    with StoredCasts(low):
+        norm(x)
+        norm(x.to(low))
+    assert norm.running_mean.dtype == F32
+    assert int(norm.num_batches_tracked) == 2
+    expected = 0.1 * (0.9 * x.mean(0) + x.to(low).float().mean(0))
+    assert torch.allclose(norm.running_mean, expected, atol=1e-6)  # fp32, 8 terms
+
+
+@LOWS
+def test_running_statistics_of_16_bits_are_not_written_into_a_copy(low):
+    norm, x = nn.BatchNorm1d(4).to(low), torch.randn(8, 4) + 3
+    with StoredCasts(low), pytest.raises(RuntimeError, match="mixed dtype"):
+        norm(x)  # as without the context; cast to fp32, torch would lose every update
+    with StoredCasts(low):
+        norm(x.to(low))
+    assert torch.allclose(norm.running_mean.float(), 0.1 * x.mean(0), rtol=torch.finfo(low).eps)
+
+
+@LOWS
+def test_what_torch_refuses_runs_in_the_widest_format(low):
+    h, x, rows = torch.ones(2, 4).to(low), torch.zeros(2, 4), torch.tensor([0, 1])
+    with StoredCasts(low):
+        for found in (
+            torch.lerp(h, x, 0.5),
+            x.index_add(0, rows, h),
+            h.index_put((rows,), x),
+            x.scatter(0, rows[:, None], h),
+            torch.cross(h[:, :3], x[:, :3], dim=1),
+            torch.addcmul(h, x, x),
+        ):
+            assert found.dtype == F32
+        for written in (h.clone(), x.clone()):
+            before = written.dtype
+            written[rows] = 1 - written.to(F32 if before == low else low)
+            written.index_add_(0, rows, x if before == low else h)
+            written.scatter_(0, rows[:, None], x if before == low else h)
+            assert written.dtype == before
+        assert torch.linalg.solve(torch.eye(4).to(low), h.mT).dtype == F32
+        assert torch.fft.rfft(h).dtype == torch.complex64
+
+
+@LOWS
+def test_an_attention_mask_of_large_numbers_stays_finite(low):
+    q = torch.randn(1, 1, 3, 8).to(low)
+    mask = torch.zeros(3, 3)
+    mask[0] = torch.finfo(F32).min  # a row of nothing, which some padded batches have
+    mask[1, 1:] = -math.inf
+    with StoredCasts(low):
+        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        positional = F.scaled_dot_product_attention(q, q, q, mask)
+    assert found.isfinite().all()
+    assert found[..., 0, :].abs().sum() > 0  # as of -inf alone it would be NaN, or all 0
+    assert torch.equal(found, positional)
+    expected = F.scaled_dot_product_attention(*[q.float()] * 3, attn_mask=mask)
+    # probabilities and result are rounded, each to half a gap
+    tolerance = 4 * torch.finfo(low).eps
+    rows = slice(1, None)  # what stands in a row of nothing is no matter, but that it is finite
+    assert torch.allclose(
+        found[..., rows, :].float(), expected[..., rows, :], atol=tolerance, rtol=tolerance
+    )
+
+
+@LOWS
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_take_fp32_sequences(kind, low):
+    model = nn.Sequential(kind(4, 4, batch_first=True))
+    name = "bf16-master" if low == B16 else "fp16-master"
+    Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 3, 4)
+    out, _ = model[0](x)  # before any operation, in Python, torch compares formats
+    assert out.dtype == low
+    model[0](x, (torch.zeros(1, 2, 4),) * 2 if kind is nn.LSTM else torch.zeros(1, 2, 4))
+
+
+# --- what stands on the model ---------------------------------------------------------------------
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("policy", [*LOW, "bf16-mixed", "bf16-master,keep_fp32=1"])
+def test_everything_can_be_taken_off_again(policy):
+    model = nn.Sequential(small(), nn.LSTM(2, 2))
+    policy = policy.replace("=1", "=0.1")
+    hooks = [
+        [dict(vars(m)[k]) for k in vars(m) if k.endswith("_hooks") or "_hooks_" in k]
+        for m in model.modules()
+    ]
+    own = POLICIES[policy.partition(",")[0]].needs_own_optimizer
+    kind = AdamW if own else torch.optim.SGD
+    precision = Precision(policy, model, kind(model.parameters(), lr=0.1))
+    assert any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    precision.close()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    for module, before in zip(model.modules(), hooks, strict=True):
+        after = [
+            dict(vars(module)[k]) for k in vars(module) if k.endswith("_hooks") or "_hooks_" in k
+        ]
+        load = module._load_state_dict_post_hooks  # of the weights' watcher, not of a cast
+        assert [a for a in after if a != dict(load)] == [b for b in before if b != dict(load)] or (
+            module is model
+        )
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-pure"])
+def test_a_model_is_freed_without_the_garbage_collector(policy):
+    model = small()
+    gc.collect()
+    gc.disable()
+    try:
+        cast_at_border(model, POLICIES[policy])
+        with autocast("bf16-mixed", "cpu"):
+            model(torch.randn(2, 4).to(next(model.parameters()).dtype))
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-master,keep_fp32=1"])
+def test_a_model_is_exported_traced_copied_and_pickled(policy):
+    model, x = small(), torch.randn(3, 4)
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.eval()
+    with torch.no_grad(), precision.autocast():
+        expected = model(x)
+    assert torch.fx.symbolic_trace(small()).code
+    torch.fx.symbolic_trace(model)
+    # a pickle has the weights as stored; a copy is fp32, and without rules: both round elsewhere
+    same = 2.0**-7 if "keep_fp32" in policy else 0.0
+    for twin, off in (pickle.loads(pickle.dumps(model)), same), (copy.deepcopy(model), 2.0**-7):
+        with torch.no_grad(), precision.autocast():
+            assert torch.allclose(twin(x).float(), expected, rtol=0, atol=off)
+    with torch.no_grad():
+        plain = model(x)  # without the context, as it is served
+        exported = torch.export.export(model, (x,)).module()(x)
+    assert exported.dtype == F32
+    # the same roundings; fused operations may keep fp32 between two of them
+    assert torch.allclose(exported, plain, atol=2.0**-7)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-split"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_model_computes_the_same(policy, when, monkeypatch):
+    # torch compiles nothing around a simulation, so bf16 runs by torch's own kernels here
+    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: True)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.norm, self.b = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+            self.register_buffer("table", torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.a(x + self.table) + self.table)
+            h = h * h.pow(2).mean(-1, keepdim=True).rsqrt()
+            return F.cross_entropy(self.b(h), torch.arange(len(x)) % 3)
+
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        call = model = Net()
+        compile_it = {"backend": "aot_eager", "fullgraph": True}
+        if compiled and when == "before":
+            call = torch.compile(model, **compile_it)
+        precision = Precision(policy, model, AdamW(model.parameters(), lr=0.1, eps=1e-4))
+        if compiled and when == "after":
+            call = torch.compile(model, **compile_it)
+        steps = []
+        for seed in range(3):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+            with precision.autocast():
+                loss = call(x)
+            result = precision.step(loss)
+            steps.append((result.loss, result.grad_norm))
+        results.append(steps)
+    torch._dynamo.reset()
+    assert results[0] == results[1]

@@ -1,0 +1,1 @@
+"""Training as it is written elsewhere, run under every policy beside plain fp32 torch."""

@@ -1,0 +1,1058 @@
+"""What training scripts do between the four lines of a tutorial."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from strangers.loops import Idiom, Kit, Loop
+
+IDIOMS: dict[str, Idiom] = {}
+STEPS = 6
+
+
+def idiom(function: Idiom) -> Idiom:
+    IDIOMS[function.__name__] = function
+    return function
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def data(number: int) -> tuple[Tensor, Tensor]:
+    """A batch of a smooth function; the same one for the same number."""
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 + number))
+    return x, torch.stack([x[:, :4].sum(1).sin(), x[:, 4:].prod(1)], 1)
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    x, y = data(number)
+    return F.mse_loss(model(x), y)
+
+
+def back(loop: Loop, number: int, weight: float = 1.0) -> Tensor:
+    with loop.autocast():
+        loss = loss_of(loop.model, number) * weight
+    loop.backward(loss)
+    return loss
+
+
+def usual(kit: Kit) -> Loop:
+    model = mlp()
+    return kit.take(model, kit.sgd(model.parameters()))
+
+
+def steps(kit: Kit, change: Callable[[Loop, int], None]) -> None:
+    """The usual loop, with something between backward and step."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, number)
+        change(loop, number)
+        loop.step()
+
+
+def after(kit: Kit, change: Callable[[Loop, int], None]) -> None:
+    """The usual loop, with something after every step."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        change(loop, number)
+
+
+def pattern(like: Tensor) -> Tensor:
+    """0 and 1 in turn."""
+    return (torch.arange(like.numel()) % 2).view_as(like).to(like.dtype)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@idiom
+def plain(kit: Kit) -> None:
+    steps(kit, lambda loop, _: None)
+
+
+@idiom
+def adamw(kit: Kit) -> None:
+    model = mlp()
+    loop = kit.take(model, kit.adamw(model.parameters()))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def accumulate(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        for part in range(3):
+            back(loop, 3 * number + part, 1 / 3)
+        loop.step()
+
+
+@idiom
+def clip_by_argument(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step(max_norm=0.2)
+
+
+@idiom
+def clip_grad_norm(kit: Kit) -> None:
+    def clip(loop: Loop, _: int) -> None:
+        kit.seen.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)))
+
+    steps(kit, clip)
+
+
+@idiom
+def unscale_then_clip(kit: Kit) -> None:
+    def clip(loop: Loop, _: int) -> None:
+        loop.unscale_()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
+
+    steps(kit, clip)
+
+
+@idiom
+def clip_by_the_optimizers_groups(kit: Kit) -> None:
+    def clip(loop: Loop, _: int) -> None:
+        owned = [p for group in loop.optimizers[0].param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(owned, 0.2)
+
+    steps(kit, clip)
+
+
+@idiom
+def clip_grad_value(kit: Kit) -> None:
+    steps(kit, lambda loop, _: nn.utils.clip_grad_value_(loop.model.parameters(), 0.02))
+
+
+@idiom
+def adaptive_clip(kit: Kit) -> None:
+    def clip(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            limit = 0.05 * p.detach().float().norm().clamp(min=1e-3)
+            norm = p.grad.float().norm()
+            if norm > limit:
+                p.grad.mul_(float(limit / norm))
+
+    steps(kit, clip)
+
+
+@idiom
+def mask_gradients(kit: Kit) -> None:
+    def mask(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.grad.mul_(pattern(p.grad))
+
+    steps(kit, mask)
+
+
+@idiom
+def mask_gradients_through_data(kit: Kit) -> None:
+    def mask(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.grad.data *= pattern(p.grad)
+
+    steps(kit, mask)
+
+
+@idiom
+def leave_a_layer_out(kit: Kit) -> None:
+    def drop(loop: Loop, number: int) -> None:
+        if number % 2:
+            loop.model[0].weight.grad = None
+
+    steps(kit, drop)
+
+
+@idiom
+def replace_gradients(kit: Kit) -> None:
+    def sign(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.grad = torch.tanh(10 * p.grad) * 0.05
+
+    steps(kit, sign)
+
+
+@idiom
+def gradient_noise(kit: Kit) -> None:
+    def noise(loop: Loop, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for p in loop.model.parameters():
+            p.grad.add_(0.1 * torch.randn(p.shape, generator=generator))
+
+    steps(kit, noise)
+
+
+@idiom
+def gradient_centralization(kit: Kit) -> None:
+    def centre(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            if p.dim() > 1:
+                p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+    steps(kit, centre)
+
+
+@idiom
+def divide_gradients_by_a_count(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        for part in range(4):
+            back(loop, 4 * number + part)
+        for p in loop.model.parameters():
+            p.grad /= 4
+        loop.step()
+
+
+@idiom
+def project_conflicting_gradients(kit: Kit) -> None:
+    """PCGrad: two tasks' gradients, taken apart, projected, put back."""
+    loop = usual(kit)
+    parameters = [*loop.model.parameters()]
+    for number in range(STEPS):
+        found = []
+        for task in range(2):
+            back(loop, 2 * number + task)
+            found.append([p.grad.clone().float() for p in parameters])
+            loop.discard()
+        first, second = found
+        inner = sum((a * b).sum() for a, b in zip(first, second, strict=True))
+        share = inner / sum(b.square().sum() for b in second)
+        back(loop, 2 * number)
+        for p, a, b in zip(parameters, first, second, strict=True):
+            p.grad.copy_(a - torch.minimum(share, torch.zeros(())) * b + b)
+        loop.step()
+
+
+@idiom
+def gradients_by_autograd_grad(kit: Kit) -> None:
+    loop = usual(kit)
+    parameters = [*loop.model.parameters()]
+    for number in range(STEPS):
+        back(loop, number)
+        with loop.autocast():
+            loss = loss_of(loop.model, number + 50)
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = p.grad + 0.5 * g
+        loop.step()
+
+
+@idiom
+def weigh_losses_by_gradient_norms(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, 2 * number)
+        norm = float(torch.cat([p.grad.flatten().float() for p in loop.model.parameters()]).norm())
+        kit.seen.append(norm)
+        back(loop, 2 * number + 1, 1 / (1 + norm))
+        loop.step()
+
+
+@idiom
+def hook_that_clips(kit: Kit) -> None:
+    loop = usual(kit)
+    for p in loop.model.parameters():
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def hook_from_before_that_clips(kit: Kit) -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    loop = kit.take(model, kit.sgd(model.parameters()))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def hook_that_watches_finished_gradients(kit: Kit) -> None:
+    loop = usual(kit)
+    seen: list[float] = []
+    for p in loop.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda q: seen.append(float(q.grad.float().norm())))
+    for number in range(3):
+        back(loop, number)
+        loop.step()
+    kit.seen += sorted(seen)
+
+
+@idiom
+def gradient_reversal(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            x, y = data(number)
+            hidden = loop.model[1](loop.model[0](x))
+            hidden.register_hook(lambda g: -0.5 * g)
+            loss = F.mse_loss(loop.model[2](hidden).float(), y)
+        loop.backward(loss)
+        loop.step()
+
+
+# --- what is dropped, repeated, or added up -------------------------------------------------------
+
+
+@idiom
+def drop_a_batch_by_the_optimizer(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, 50 + number, 5.0)
+        loop.optimizers[0].zero_grad()
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def drop_a_batch_by_the_model(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, 50 + number, 5.0)
+        loop.model.zero_grad()
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def drop_a_batch_by_zeros(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, 50 + number, 5.0)
+        loop.model.zero_grad(set_to_none=False)
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def drop_a_batch_by_hand(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, 50 + number, 5.0)
+        for p in loop.model.parameters():
+            p.grad = None
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def nan_loss_before_backward(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            loss = loss_of(loop.model, number) * (math.nan if number == 2 else 1.0)
+        if not loss.isfinite():
+            loop.optimizers[0].zero_grad()
+            continue
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def nan_loss_after_backward(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        loss = back(loop, number, math.nan if number == 2 else 1.0)
+        if not loss.isfinite():
+            loop.optimizers[0].zero_grad()
+            continue
+        loop.step()
+
+
+@idiom
+def retry_after_a_failed_backward(kit: Kit) -> None:
+    """Out of memory in the middle of a backward: clear, and run the batch in halves."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        if number % 2:
+
+            def fail(gradient: Tensor) -> None:
+                raise RuntimeError("out of memory")
+
+            with loop.autocast():
+                x, y = data(number)
+                hidden = loop.model[1](loop.model[0](x))
+                hidden.register_hook(fail)
+                loss = F.mse_loss(loop.model[2](hidden).float(), y)
+            try:
+                loop.backward(loss)
+            except RuntimeError:
+                loop.optimizers[0].zero_grad()
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def two_losses_over_one_graph(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            x, y = data(number)
+            hidden = loop.model(x)
+            first, second = F.mse_loss(hidden, y), 0.1 * hidden.square().mean()
+        loop.backward(first, retain_graph=True)
+        loop.backward(second)
+        loop.step()
+
+
+@idiom
+def backward_into_some_parameters(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            loss = loss_of(loop.model, number)
+        loop.backward(loss, inputs=[*loop.model[2].parameters()])
+        loop.step()
+
+
+@idiom
+def gradient_penalty(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            x, y = data(number)
+            x.requires_grad_()
+            out = loop.model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = F.mse_loss(out, y) + 0.1 * (slope.float().norm(dim=1) - 1).square().mean()
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def sharpness_aware(kit: Kit) -> None:
+    """SAM: climb, take the gradient there, come back, step."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        back(loop, number)
+        parameters = [*loop.model.parameters()]
+        norm = torch.stack([p.grad.float().norm() for p in parameters]).norm()
+        old = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(0.05 * p.grad / norm)
+        loop.optimizers[0].zero_grad()
+        back(loop, number)
+        with torch.no_grad():
+            for p, value in zip(parameters, old, strict=True):
+                p.copy_(value)
+        loop.step()
+
+
+@idiom
+def truncated_backpropagation(kit: Kit) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 8, batch_first=True)
+    head = nn.Linear(8, 4)
+    whole = nn.ModuleDict({"lstm": model, "head": head})
+    loop = kit.take(whole, kit.sgd(whole.parameters(), momentum=0.0))
+    series = torch.randn(4, 24, 4, generator=torch.Generator().manual_seed(1))
+    state = None
+    for start in range(0, 24, 4):
+        chunk = series[:, start : start + 4]
+        with loop.autocast():
+            out, state = model(chunk, state)
+            loss = F.mse_loss(head(out).float(), chunk.roll(1, 1))
+        loop.backward(loss)
+        loop.step()
+        state = tuple(part.detach() for part in state)
+
+
+@idiom
+def closure(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+
+        def evaluate(number: int = number) -> Tensor:
+            loop.optimizers[0].zero_grad()
+            return back(loop, number)
+
+        loop.step_with(evaluate)
+
+
+@idiom
+def lbfgs(kit: Kit) -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    loop = kit.take(model, optimizer)
+    for _ in range(3):
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            return back(loop, 0)
+
+        loop.step_with(evaluate)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@idiom
+def clamp_weights_through_data(kit: Kit) -> None:
+    def clamp(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+    after(kit, clamp)
+
+
+@idiom
+def clamp_weights(kit: Kit) -> None:
+    def clamp(loop: Loop, _: int) -> None:
+        with torch.no_grad():
+            for p in loop.model.parameters():
+                p.clamp_(-0.2, 0.2)
+
+    after(kit, clamp)
+
+
+@idiom
+def prune(kit: Kit) -> None:
+    def mask(loop: Loop, _: int) -> None:
+        with torch.no_grad():
+            loop.model[0].weight.mul_(pattern(loop.model[0].weight))
+
+    after(kit, mask)
+
+
+@idiom
+def zero_a_row_once(kit: Kit) -> None:
+    def zero(loop: Loop, number: int) -> None:
+        if number == 2:
+            loop.model[0].weight.data[3].zero_()
+
+    after(kit, zero)
+
+
+@idiom
+def start_a_layer_anew(kit: Kit) -> None:
+    def reset(loop: Loop, number: int) -> None:
+        if number == 2:
+            torch.manual_seed(7)
+            loop.model[2].reset_parameters()
+
+    after(kit, reset)
+
+
+@idiom
+def initialise_after_wrapping(kit: Kit) -> None:
+    loop = usual(kit)
+    generator = torch.Generator().manual_seed(3)
+    for p in loop.model.parameters():
+        if p.dim() > 1:
+            nn.init.kaiming_uniform_(p, a=2.0, generator=generator)
+        else:
+            nn.init.zeros_(p)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def rescale_rows_to_unit_norm(kit: Kit) -> None:
+    def rescale(loop: Loop, _: int) -> None:
+        weight = loop.model[0].weight
+        with torch.no_grad():
+            weight.div_(weight.float().norm(dim=1, keepdim=True))
+
+    after(kit, rescale)
+
+
+@idiom
+def decay_by_hand(kit: Kit) -> None:
+    def decay(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.data.mul_(0.9)
+
+    after(kit, decay)
+
+
+@idiom
+def load_a_layer(kit: Kit) -> None:
+    def load(loop: Loop, number: int) -> None:
+        if number == 2:
+            loop.model[2].load_state_dict(mlp(5)[2].state_dict())
+
+    after(kit, load)
+
+
+@idiom
+def load_the_model(kit: Kit) -> None:
+    def load(loop: Loop, number: int) -> None:
+        if number == 2:
+            loop.model.load_state_dict(mlp(5).state_dict())
+
+    after(kit, load)
+
+
+@idiom
+def parameters_as_a_vector(kit: Kit) -> None:
+    def perturb(loop: Loop, number: int) -> None:
+        vector = nn.utils.parameters_to_vector(loop.model.parameters())
+        noise = torch.randn(len(vector), generator=torch.Generator().manual_seed(number))
+        moved = vector.detach() + (0.05 * noise).to(vector.dtype)
+        nn.utils.vector_to_parameters(moved, loop.model.parameters())
+
+    after(kit, perturb)
+
+
+@idiom
+def lookahead(kit: Kit) -> None:
+    loop = usual(kit)
+    slow = [p.detach().clone().float() for p in loop.model.parameters()]
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        if number % 2:
+            with torch.no_grad():
+                for s, p in zip(slow, loop.model.parameters(), strict=True):
+                    s.add_(p.float() - s, alpha=0.5)
+                    p.copy_(s)
+
+
+@idiom
+def best_state_is_put_back(kit: Kit) -> None:
+    loop = usual(kit)
+    best = {}
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        if number == 2:
+            best = copy.deepcopy(loop.model.state_dict())
+    loop.model.load_state_dict(best)
+
+
+@idiom
+def best_model_by_deepcopy(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(3):
+        back(loop, number)
+        loop.step()
+    best = copy.deepcopy(loop.model)
+    for number in range(3, STEPS):
+        back(loop, number)
+        loop.step()
+    kit.trained.append(best)
+    kit.start.append(kit.start[0])
+    with torch.no_grad():
+        kit.seen.append(float(loss_of(best, 0)))
+
+
+@idiom
+def swap_weights_for_an_evaluation(kit: Kit) -> None:
+    def look(loop: Loop, number: int) -> None:
+        own = [p.data.clone() for p in loop.model.parameters()]
+        for p in loop.model.parameters():
+            p.data.mul_(0.5)
+        with torch.no_grad(), loop.autocast():
+            kit.seen.append(float(loss_of(loop.model, number)))
+        for p, value in zip(loop.model.parameters(), own, strict=True):
+            p.data.copy_(value)
+
+    after(kit, look)
+
+
+@idiom
+def average_of_a_deepcopy(kit: Kit) -> None:
+    loop = usual(kit)
+    average = copy.deepcopy(loop.model)
+    kit.trained.append(average)
+    kit.start.append(kit.start[0])
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), loop.model.parameters(), strict=True):
+                mine.mul_(0.95).add_(theirs, alpha=0.05)
+
+
+@idiom
+def averaged_model(kit: Kit) -> None:
+    loop = usual(kit)
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        average.update_parameters(loop.model)
+    kit.trained.append(average.module)
+    kit.start.append(kit.start[0])
+
+
+@idiom
+def target_network(kit: Kit) -> None:
+    loop = usual(kit)
+    target = copy.deepcopy(loop.model)
+    for number in range(STEPS):
+        with loop.autocast():
+            x, y = data(number)
+            with torch.no_grad():
+                goal = y + 0.5 * target(x)
+            loss = F.smooth_l1_loss(loop.model(x), goal)
+        loop.backward(loss)
+        loop.step()
+        for theirs, mine in zip(target.parameters(), loop.model.parameters(), strict=True):
+            theirs.data.copy_(0.1 * mine.data + 0.9 * theirs.data)
+
+
+@idiom
+def tied_weights(kit: Kit) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    loop = kit.take(model, kit.sgd(model.parameters(), lr=0.05))
+    for number in range(STEPS):
+        x, _ = data(number)
+        with loop.autocast():
+            loss = F.mse_loss(model(x), x.roll(1, 1))
+        loop.backward(loss)
+        loop.step()
+
+
+# --- optimizers, schedules, freezing --------------------------------------------------------------
+
+
+@idiom
+def unfreeze(kit: Kit) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    loop = kit.take(model, kit.sgd(model.parameters()))
+    for number in range(STEPS):
+        if number == 3:
+            model[0].requires_grad_(True)
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def freeze(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        if number == 3:
+            loop.model[0].requires_grad_(False)
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def add_a_group(kit: Kit) -> None:
+    model = mlp()
+    optimizer = kit.sgd(model[2].parameters())
+    loop = kit.take(model, optimizer)
+    for number in range(STEPS):
+        if number == 3:
+            optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.2})
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def groups_with_options(kit: Kit) -> None:
+    model = mlp()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.3},
+    ]
+    loop = kit.take(model, kit.sgd(groups))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def learning_rate_by_hand(kit: Kit) -> None:
+    def rate(loop: Loop, number: int) -> None:
+        for group in loop.optimizers[0].param_groups:
+            group["lr"] = 0.2 / (1 + number)
+
+    steps(kit, rate)
+
+
+@idiom
+def scheduler(kit: Kit) -> None:
+    loop = usual(kit)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        loop.optimizers[0], max_lr=0.2, total_steps=STEPS + 1, cycle_momentum=False
+    )
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        schedule.step()
+
+
+@idiom
+def several_optimizers(kit: Kit) -> None:
+    model = mlp()
+    loop = kit.take(model, kit.sgd(model[0].parameters(), lr=0.2), kit.adamw(model[2].parameters()))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def save_and_load(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(3):
+        back(loop, number)
+        loop.step()
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizers[0].state_dict(), loop.state()))
+    kit.trained.clear()
+    kit.start.clear()
+    other = mlp(9)
+    again = kit.take(other, kit.sgd(other.parameters()))
+    other.load_state_dict(saved[0])
+    again.optimizers[0].load_state_dict(saved[1])
+    again.load(saved[2])
+    for number in range(3, STEPS):
+        back(again, number)
+        again.step()
+
+
+@idiom
+def evaluate_between(kit: Kit) -> None:
+    def look(loop: Loop, number: int) -> None:
+        loop.model.eval()
+        with torch.no_grad(), loop.autocast():
+            kit.seen.append(float(loss_of(loop.model, number)))
+        loop.model.train()
+
+    after(kit, look)
+
+
+# --- several models -------------------------------------------------------------------------------
+
+
+@idiom
+def gan(kit: Kit) -> None:
+    """zero_grad, D step, zero_grad, G step, as in every DCGAN."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    judge = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    make = kit.take(maker, kit.sgd(maker.parameters(), momentum=0.0))
+    doubt = kit.take(judge, kit.sgd(judge.parameters(), momentum=0.0))
+    for number in range(STEPS):
+        real, _ = data(number)
+        noise = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        judge.zero_grad()
+        with doubt.autocast():
+            fresh = maker(noise)
+            real_score, fake_score = judge(real), judge(fresh.detach())
+            loss_real = F.binary_cross_entropy_with_logits(real_score, torch.ones(16, 1))
+            loss_fake = F.binary_cross_entropy_with_logits(fake_score, torch.zeros(16, 1))
+        doubt.backward(loss_real)
+        doubt.backward(loss_fake)
+        doubt.step()
+        maker.zero_grad()
+        with make.autocast():
+            score = judge(maker(noise))
+            loss = F.binary_cross_entropy_with_logits(score, torch.ones(16, 1))
+        make.backward(loss)
+        make.step()
+
+
+@idiom
+def encoder_and_decoder_by_method(kit: Kit) -> None:
+    class Auto(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+            self.decoder = nn.Linear(16, 8)
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.encoder(x)
+
+        def decode(self, z: Tensor) -> Tensor:
+            return self.decoder(z)
+
+    torch.manual_seed(0)
+    model = Auto()
+    loop = kit.take(model, kit.sgd(model.parameters()))
+    for number in range(STEPS):
+        x, _ = data(number)
+        noise = 0.1 * torch.randn(16, 16, generator=torch.Generator().manual_seed(number))
+        with loop.autocast():
+            loss = F.mse_loss(model.decode(model.encode(x) + noise).float(), x)
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def contrastive_momentum_encoder(kit: Kit) -> None:
+    """MoCo: keys by an average of the queries' encoder."""
+    loop = usual(kit)
+    keys = copy.deepcopy(loop.model)
+    for p in keys.parameters():
+        p.requires_grad_(False)
+    for number in range(STEPS):
+        x, _ = data(number)
+        with loop.autocast():
+            query = F.normalize(loop.model(x).float(), dim=1)
+            with torch.no_grad():
+                key = F.normalize(keys(x + 0.01).float(), dim=1)
+            loss = F.cross_entropy(5 * query @ key.T, torch.arange(16) % 2)
+        loop.backward(loss)
+        loop.step()
+        with torch.no_grad():
+            for mine, theirs in zip(keys.parameters(), loop.model.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+
+
+# --- kinds of modules -----------------------------------------------------------------------------
+
+
+def of(kit: Kit, model: nn.Module, lr: float = 0.05) -> None:
+    loop = kit.take(model, kit.sgd(model.parameters(), lr=lr))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def checkpointed(kit: Kit) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.body[:2], x, use_reentrant=False)
+            return self.body[2](hidden)
+
+    of(kit, Again(), 0.1)
+
+
+@idiom
+def spectral_norm(kit: Kit) -> None:
+    model = mlp()
+    model[0] = parametrizations.spectral_norm(model[0], n_power_iterations=5)
+    of(kit, model)
+
+
+@idiom
+def weight_norm(kit: Kit) -> None:
+    model = mlp()
+    model[0] = parametrizations.weight_norm(model[0])
+    of(kit, model)
+
+
+@idiom
+def symmetric_parametrization(kit: Kit) -> None:
+    class Symmetric(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w.triu() + w.triu(1).mT
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    of(kit, model)
+
+
+@idiom
+def layer_norm_and_residual(kit: Kit) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + F.gelu(self.linear(self.norm(x))))
+
+    torch.manual_seed(0)
+    of(kit, Block())
+
+
+@idiom
+def fp32_buffer_in_the_forward(kit: Kit) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.register_buffer("table", torch.linspace(-1, 1, 8).sin())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x + self.table)
+
+    of(kit, Positions(), 0.1)
+
+
+@idiom
+def attention(kit: Kit) -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.view(4, 4, 8)
+            mixed, _ = self.attend(tokens, tokens, tokens, need_weights=False)
+            return self.head(tokens + mixed).view(16, 2)
+
+    torch.manual_seed(0)
+    of(kit, Attend())
+
+
+@idiom
+def convolution(kit: Kit) -> None:
+    torch.manual_seed(0)
+    of(
+        kit,
+        nn.Sequential(
+            nn.Unflatten(1, (1, 8)),
+            nn.Conv1d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32, 2),
+        ),
+    )
+
+
+@idiom
+def batch_norm(kit: Kit) -> None:
+    torch.manual_seed(0)
+    of(kit, nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
+
+
+@idiom
+def embedding_and_cross_entropy(kit: Kit) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(32, 5))
+    loop = kit.take(model, kit.sgd(model.parameters()))
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(11, (16, 4), generator=generator)
+        with loop.autocast():
+            loss = F.cross_entropy(model(ids), ids[:, 0] % 5)
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def sparse_embedding(kit: Kit) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(11, 8, sparse=True))
+    loop = kit.take(model, kit.sgd(model.parameters(), lr=4.0, momentum=0.0))
+    for number in range(STEPS):
+        ids = torch.randint(11, (16, 4), generator=torch.Generator().manual_seed(number))
+        with loop.autocast():
+            loss = F.mse_loss(model(ids), torch.ones(16, 8))
+        loop.backward(loss)
+        loop.step()

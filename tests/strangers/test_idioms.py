@@ -1,0 +1,61 @@
+"""Whatever a training script does between the lines, it trains what plain fp32 torch trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from strangers.bounds import bound, reference
+from strangers.idioms import IDIOMS
+from strangers.loops import POLICIES, distance, verdict
+
+# What makes small differences of gradients large: they are divided by each other.
+AMPLIFIES = {"lbfgs": 8.0, "contrastive_momentum_encoder": 3.0}
+# Formats whose own defects are larger than their distance in a calm loop (docs/limits.md).
+DEFECTS = {
+    ("adamw", "fp16-pure,init_scale=256"): 0.5,  # (1 - beta2) g^2 underflows for |g| < 0.0055
+}
+OWN_OPTIMIZER = tuple(p for p in POLICIES if p.startswith("bf16-s") or p == "bf16-kahan")
+STORED_16_BIT = tuple(p for p in POLICIES if p != "fp32" and "mixed" not in p)
+REFUSED = {
+    "lbfgs": OWN_OPTIMIZER,  # torch's LBFGS keeps no remainders
+    "averaged_model": STORED_16_BIT,  # it would average in 16 bits; halfstep.EMA does not
+    "batch_norm": STORED_16_BIT,  # with the rule that cures it
+    "sparse_embedding": OWN_OPTIMIZER,  # halfstep's optimizers take dense gradients
+}
+
+
+@cache
+def cell(name: str, policy: str) -> tuple[str, str]:
+    allowed = bound(policy) * AMPLIFIES.get(name, 1.0)
+    allowed = max(allowed, DEFECTS.get((name, policy), 0.0))
+    return verdict(IDIOMS[name], policy, reference(name), allowed)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_an_idiom_under_every_policy(name):
+    found = {policy: cell(name, policy) for policy in POLICIES}
+    wrong = {p: v for p, v in found.items() if v[0] in ("silent", "raw", "skipped")}
+    assert not wrong
+    refused = {policy for policy, (kind, _) in found.items() if kind == "refused"}
+    assert refused == set(REFUSED.get(name, ()))
+
+
+def test_most_cells_are_equal():
+    count = Counter(cell(name, policy)[0] for name in IDIOMS for policy in POLICIES)
+    assert len(IDIOMS) >= 40
+    assert count["equal"] >= 0.95 * sum(count.values()), count
+
+
+def test_the_bounds_would_see_an_idiom_that_is_not_honoured():
+    """Most idioms change the end by more than the bound: leaving them out would be silent."""
+    plain = reference("plain")
+    changed = {
+        name: distance(reference(name), plain)
+        for name in IDIOMS
+        if len(reference(name).weights) == len(plain.weights)
+    }
+    for policy in POLICIES:
+        assert sum(way > bound(policy) for way in changed.values()) >= 35, policy
