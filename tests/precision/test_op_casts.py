@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import POLICIES, Precision, autocast
+from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
 from halfstep.precision.autocast import arithmetic
 from halfstep.precision.cast import cast_at_border, cast_parameters_
@@ -378,6 +379,12 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
 
 
+def prepared(policy: str, model: nn.Module) -> Precision:
+    own = POLICIES[policy.partition(",")[0]].needs_own_optimizer
+    kind = AdamW if own else torch.optim.SGD
+    return Precision(policy, model, kind(model.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize("policy", [*LOW, "bf16-mixed", "bf16-master,keep_fp32=1"])
 def test_everything_can_be_taken_off_again(policy):
     model = nn.Sequential(small(), nn.LSTM(2, 2))
@@ -386,9 +393,7 @@ def test_everything_can_be_taken_off_again(policy):
         [dict(vars(m)[k]) for k in vars(m) if k.endswith("_hooks") or "_hooks_" in k]
         for m in model.modules()
     ]
-    own = POLICIES[policy.partition(",")[0]].needs_own_optimizer
-    kind = AdamW if own else torch.optim.SGD
-    precision = Precision(policy, model, kind(model.parameters(), lr=0.1))
+    precision = prepared(policy, model)
     assert any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     precision.close()
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -440,6 +445,45 @@ def test_a_model_is_exported_traced_copied_and_pickled(policy):
     assert exported.dtype == F32
     # the same roundings; fused operations may keep fp32 between two of them
     assert torch.allclose(exported, plain, atol=2.0**-7)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch advises export in its stead
+@pytest.mark.parametrize("policy", ["fp32", *MIXED_POLICIES, *LOW])
+def test_a_script_is_of_the_plain_exact_copy(policy):
+    model, x = small(), torch.randn(3, 4)
+    precision = prepared(policy, model)
+    with precision.autocast():
+        loss = model(x).square().mean()
+    precision.step(loss)
+    scripted, plain = torch.jit.script(model), copy.deepcopy(model)
+    assert all(value.dtype == F32 for value in scripted.state_dict().values())
+    assert torch.equal(scripted(x), plain(x))
+    with precision.autocast():
+        loss = model(x).square().mean()
+    precision.step(loss)
+    assert torch.equal(scripted(x), plain(x))  # what is trained on is another model
+    precision.close()
+    assert "__prepare_scriptable__" not in vars(model)
+
+
+@pytest.mark.parametrize("policy", MIXED_POLICIES)
+def test_a_program_that_would_keep_half_of_the_casts_is_refused(policy):
+    model, x = small(), torch.randn(3, 4)
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with precision.autocast(), pytest.raises(PrecisionError, match=r"outside of .*autocast"):
+        torch.export.export(model, (x,))
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize("policy", LOW)
+def test_a_program_recorded_inside_the_context_computes_as_the_model(policy):
+    model, x = small(), torch.randn(3, 4)
+    precision = prepared(policy, model)
+    with torch.no_grad(), precision.autocast():
+        expected = model(x)
+        program = torch.export.export(model, (x,)).module()
+    assert torch.allclose(program(x), expected, atol=2.0**-7)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's

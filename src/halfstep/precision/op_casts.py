@@ -179,7 +179,7 @@ class StoredCasts(OpCasts):
         return True
 
     def looks_inside(self, func: Function) -> bool:
-        """Always."""
+        """Always, since operands of two formats may meet there as well."""
         return True
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

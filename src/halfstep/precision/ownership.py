@@ -115,8 +115,21 @@ class ForwardWatch:
         watched = {id(m): m for m in (model, *model.children())}
         return [module.register_forward_hook(self) for module in watched.values()]
 
+    __name__ = "ForwardWatch"  # torch.export asks every hook for one
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at a forward that has just run."""
+        """Look at a forward that has just run.
+
+        Raises:
+            PrecisionError: If ``torch.export`` records it inside the context of a ``*-mixed``
+                policy: of that the program would keep some casts, and fail where it runs.
+        """
+        if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
+            raise PrecisionError(
+                f"torch.export records no autocast, which policy {self._policy} computes in. Call "
+                "torch.export.export(model, ...) outside of precision.autocast(): the program then "
+                "computes in fp32, and in 16 bits where it is called inside torch.autocast"
+            )
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if is_running():  # activation checkpointing runs it again inside of a backward

@@ -4,12 +4,15 @@
   exact values that are trained, and no hooks. An average over such a copy, a target network or a
   momentum encoder then moves by steps that 16 bits would swallow.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
+* ``torch.jit.script`` compiles a copy as ``copy.deepcopy`` gives it.
 
-Both are told to Python by attributes of the single objects, which :func:`make_plain_` removes.
+All are told to Python and torch by attributes of the single objects, which :func:`make_plain_`
+removes.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from halfstep.errors import PrecisionError
 
+_OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__")
+_OF_A_PARAMETER = ("__deepcopy__", "__reduce_ex__")
 _DEPTH = 40  # frames between AveragedModel's constructor and the copy of a deep parameter
 _HOOKS = (
     "_forward_hooks",
@@ -52,6 +57,7 @@ def make_portable_(
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(map(ours, (*hooks, module.__dict__.get("forward")))):
             module.__dict__["__reduce_ex__"] = _PlainModule(module, ours)
+            module.__dict__["__prepare_scriptable__"] = _PlainCopy(module)
     for parameter in low:
         parameter.__dict__["__deepcopy__"] = _ExactCopy(parameter, exact)
         parameter.__dict__["__reduce_ex__"] = _PlainParameter(parameter)
@@ -60,9 +66,10 @@ def make_portable_(
 def make_plain_(model: nn.Module) -> None:
     """Undo :func:`make_portable_`."""
     for module in model.modules():
-        module.__dict__.pop("__reduce_ex__", None)
+        for name in _OF_A_MODULE:
+            module.__dict__.pop(name, None)
     for parameter in model.parameters():
-        for name in ("__deepcopy__", "__reduce_ex__"):
+        for name in _OF_A_PARAMETER:
             parameter.__dict__.pop(name, None)
 
 
@@ -84,7 +91,7 @@ class _PlainModule:
         return made, arguments, state, *rest
 
     def _without_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        plain = {key: value for key, value in state.items() if key != "__reduce_ex__"}
+        plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
         if self._ours(plain.get("forward")):
             del plain["forward"]
         dropped: set[int] = set()
@@ -96,6 +103,17 @@ class _PlainModule:
             marks = plain[name]
             plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
         return plain
+
+
+class _PlainCopy:
+    """Stands as ``__prepare_scriptable__``, which torch.jit.script asks for what to compile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> nn.Module:
+        """A plain copy, which shares no weight with the model that is trained."""
+        return copy.deepcopy(self._module())  # type: ignore[return-value]  # asked by way of it
 
 
 class _PlainParameter:
