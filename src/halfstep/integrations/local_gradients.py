@@ -18,31 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.precision.local import is_sharded, local_part
+from halfstep.precision.local import is_sharded, local_gradient, local_part
 from halfstep.precision.optimizer_masters import KeepsMasters
 
 
 class LocalGradients:
     """Stands in for an optimizer where only its gradients are asked for: this rank's parts.
 
-    They share memory with the gradients, which are first brought to their parameters' placements:
-    what is still a partial sum can overflow when it is added up.
+    They share memory with the gradients, placed as their parameters are: what is still a partial
+    sum can overflow when it is added up.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        parts = [_carrying(_placed(parameter)) for parameter in _with_gradients(optimizer)]
+        found = (local_gradient(parameter) for parameter in _with_gradients(optimizer))
+        parts = [_carrying(gradient) for gradient in found if gradient is not None]
         self.param_groups = [{"params": parts}]
-
-
-def _placed(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter's gradient, placed as the parameter is, from here on."""
-    gradient: Any = parameter.grad
-    if not is_sharded(gradient):
-        return gradient  # type: ignore[no-any-return]
-    wanted = parameter.placements  # type: ignore[attr-defined]
-    if gradient.placements != wanted:
-        parameter.grad = gradient = gradient.redistribute(placements=wanted)
-    return local_part(gradient)
 
 
 def _carrying(gradient: Tensor) -> Tensor:
@@ -107,8 +97,7 @@ def _on_parts(optimizer: Optimizer) -> Iterator[None]:
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         if is_sharded(parameter):
             parts[parameter] = nn.Parameter(local_part(parameter), parameter.requires_grad)
-            if parameter.grad is not None:
-                parts[parameter].grad = _placed(parameter)
+            parts[parameter].grad = local_gradient(parameter)
     _exchange(optimizer, parts)
     try:
         yield

@@ -42,16 +42,17 @@ def parts_of(tensor: Tensor) -> int:
 
 
 def local_gradient(weight: Tensor) -> Tensor | None:
-    """A finished gradient's part on this rank, placed as its weight is; summed where it is not.
+    """A finished gradient's part on this rank, in the same memory.
 
-    Every rank must ask for the same weight at the same time.
+    One that is placed otherwise than its weight, as a partial sum, is brought there first and
+    stays there. Every rank must ask for the same weight at the same time.
     """
     gradient: Any = weight.grad
     if gradient is None or not is_sharded(gradient):
         return weight.grad
     placements = weight.placements  # type: ignore[attr-defined]
     if gradient.placements != placements:
-        gradient = gradient.redistribute(placements=placements)
+        weight.grad = gradient = gradient.redistribute(placements=placements)
     return local_part(gradient)
 
 
