@@ -325,11 +325,12 @@ class MasterWeights:
         """
         given: list[Tensor] = []
         for optimizer in optimizers:
+            takes_any = isinstance(optimizer, KeepsMasters)
             for group in optimizer.param_groups:
                 for target in group["params"]:
                     if target not in gradients:
                         continue
-                    if isinstance(optimizer, KeepsMasters):
+                    if takes_any:
                         target.grad_dtype = None
                         target.grad = gradients[target]
                     else:

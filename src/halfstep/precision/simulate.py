@@ -106,7 +106,12 @@ class SimulatedProducts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        low, kwargs = self.dtype, kwargs or {}
+        # modes that cast have had the call already, and what follows is no call of the model's
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = self.dtype
         rerouted = func in _REROUTED
         if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
             return func(*args, **kwargs)
