@@ -65,12 +65,12 @@ class DirectSum:
         self._work: Any = None
 
     def phases(self) -> Iterator[None]:
-        """There is one."""
+        """One phase: the all-reduce of the whole buffer."""
         self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
         yield
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the all-reduce that :meth:`phases` has started."""
         self._work.wait()
         self._work = None
 

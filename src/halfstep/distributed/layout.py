@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: the product of all axes."""
         return math.prod(self.axes.values())
 
     @property

@@ -417,7 +417,7 @@ class Loaded:
         self.weights = False
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Remember it."""
+        """Note that weights were loaded into the model: masters start from them anew."""
         self.weights = True
 
 

@@ -179,7 +179,7 @@ class StoredCasts(OpCasts):
         return True
 
     def looks_inside(self, func: Function) -> bool:
-        """Always."""
+        """Whether functions written in Python are looked into; always, for their mixed operands."""
         return True
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,7 +58,7 @@ def make_portable_(
 
 
 def make_plain_(model: nn.Module) -> None:
-    """Undo :func:`make_portable_`."""
+    """Take from a model what :func:`make_portable_` gave it for copies and pickles."""
     for module in model.modules():
         module.__dict__.pop("__reduce_ex__", None)
     for parameter in model.parameters():

@@ -72,17 +72,17 @@ class OneRank:
     """A run of one process, or of processes that have nothing to do with each other."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own."""
+        """This process's own loss and norm: there is nobody to add up with."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every).to(loss.device)
         value, length = torch.stack([loss.to(total.dtype), total]).tolist()
         return value, length
 
     def cannot(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits for this one."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks."""
+        """The marks as they were given."""
         return list(marks)
 
     def worst_(self, marks: Tensor) -> None:
@@ -93,7 +93,7 @@ class OneRank:
         return 1
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """The same."""
+        """What this process found, as it is."""
         return found
 
 
