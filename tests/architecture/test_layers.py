@@ -166,3 +166,17 @@ def test_commands_are_loaded_by_name_in_one_place_only():
     users = {str(p.relative_to(SOURCE)) for p in FILES if "import_module" in p.read_text()}
     # The package's front door and the probe of torch's own modules, which load no command.
     assert users == {"cli/main.py", "__init__.py", "torch_version.py"}
+
+
+SHORTEST = 4  # words: with fewer, a docstring restates the name
+
+
+def test_a_docstring_says_more_than_the_name():
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                text = ast.get_docstring(node)
+                if text is not None and len(text.split()) < SHORTEST:
+                    found.append(f"{path.relative_to(SOURCE)}:{node.lineno} {text}")
+    assert not found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.reference.adam import EPS
 from torch import nn
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.parity import fingerprint, whole
 from halfstep.precision.ema import EMA
 from halfstep.precision.local import local_part
+from halfstep.precision.ranks import MARK
 from halfstep.precision.step import Precision
 
 ROWS = 8
@@ -35,6 +37,64 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """One matrix in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.again(torch.tanh(self.up(x))))
+
+
+class _Copied(torch.autograd.Function):
+    """Megatron's f: the input of a column-parallel layer; its gradient is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Summed(torch.autograd.Function):
+    """Megatron's g: the output of a row-parallel layer is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Split(nn.Module):
+    """``down(gelu(up(norm(x))))`` by hand, with a part of ``up`` and ``down`` on each rank."""
+
+    def __init__(self, rank, ranks, up, down, *, marked):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Parameter(up.chunk(ranks)[rank].clone())
+        self.down = nn.Parameter(down.chunk(ranks, dim=1)[rank].clone())
+        for part in (self.up, self.down):
+            if marked:
+                setattr(part, MARK, True)
+
+    def forward(self, x):
+        hidden = F.gelu(F.linear(_Copied.apply(self.norm(x)), self.up))
+        return _Summed.apply(F.linear(hidden, self.down))
 
 
 def net(seed=3, **sizes):

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from distributed.loops import Split
 from halfstep.errors import PrecisionError
 from halfstep.precision.gradients import NonFinite, exact_global_norm, global_norm
 from halfstep.precision.local import local_part
@@ -156,53 +156,8 @@ def test_the_worst_in_place_is_the_largest_element_by_element(pool4):
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks
 
 
-class _Copied(torch.autograd.Function):
-    """Megatron's f: the input of a column-parallel layer; its gradient is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class _Summed(torch.autograd.Function):
-    """Megatron's g: the output of a row-parallel layer is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Split(nn.Module):
-    """``down(gelu(up(norm(x))))``, with a part of ``up`` and ``down`` on each rank."""
-
-    def __init__(self, rank, ranks, *, marked):
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Parameter(drawn(1, 8, 6).chunk(ranks)[rank].clone())
-        self.down = nn.Parameter(drawn(2, 5, 8).chunk(ranks, dim=1)[rank].clone())
-        for part in (self.up, self.down):
-            if marked:
-                setattr(part, MARK, True)
-
-    def forward(self, x):
-        hidden = F.gelu(F.linear(_Copied.apply(self.norm(x)), self.up))
-        return _Summed.apply(F.linear(hidden, self.down))
-
-
 def split_norm(rank, ranks, marked, model_parallel):
-    model = Split(rank, ranks, marked=marked)
+    model = Split(rank, ranks, drawn(1, 8, 6), drawn(2, 5, 8), marked=marked)
     loss = model(drawn(3, 4, 6)).square().mean()
     loss.backward()
     group = ManyRanks(CPU, model_parallel=model_parallel)

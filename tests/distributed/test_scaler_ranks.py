@@ -16,74 +16,34 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-import halfstep
-from distributed.loops import losses_of, mse, net, wrap
+from distributed import grid
+from distributed.loops import mse, net, wrap
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.loop_scaler import LoopScaler
 from halfstep.precision.local import is_sharded, local_part
 from halfstep.precision.ranks import OneRank
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ("plain", "ddp", "fsdp", "tied", "fsdp tied", "tp")
-OPTIMIZERS = ("single", "foreach", "fused", "halfstep")
+LAYOUTS = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "ddp tied" else name
+    for name in grid.OWN_LOOP
+]
 BROKEN = {1: "first", 3: "second"}  # by step
-
-
-class Tied(nn.Module):
-    """One matrix in two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 5)
-        self.again = nn.Linear(6, 6, bias=False)
-        self.again.weight = self.up.weight
-
-    def forward(self, x):
-        return self.down(self.again(torch.tanh(self.up(x))))
-
-
-def build(layout):
-    torch.manual_seed(7)
-    if "tied" not in layout:
-        return wrap(layout, net())
-    model = Tied()
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if "fsdp" in layout else model
-
-
-def optimizer_of(name, parameters):
-    if name == "halfstep":
-        return halfstep.optim.AdamW(parameters, lr=0.01)
-    return torch.optim.AdamW(parameters, lr=0.01, foreach=name == "foreach", fused=name == "fused")
-
-
-def shares(layout, model, step, rank):
-    if layout in ("plain", "tied"):  # replicas without a wrapper: everybody has the same batch
-        return losses_of("tp", model, step, rank)
-    return losses_of(layout.split()[0], model, step, rank)
-
-
-def held(model):
-    return [local_part(p).detach().clone() for p in model.parameters()]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def without_scaler(rank, layout, name):
     """Steps 0, 2 and 4 alone."""
-    model = build(layout)
+    model = grid.build(layout, rank)
     if name == "halfstep":
         return halfstep_without_scaler(rank, layout, model)
-    optimizer = optimizer_of(name, model.parameters())
+    optimizer = grid.optimizer_of(name, model.parameters())
     parts = [p for p in model.parameters() if is_sharded(p)]
     for step in range(5):
-        for loss in shares(layout, model, step, rank):
-            loss.backward()
+        grid.loss_of(layout, model, step, rank).backward()
         if step not in BROKEN:
             every = [(p, p.grad) for p in model.parameters()]
             for kind in (True, False) if parts else (False,):  # torch takes one kind at a time
@@ -91,16 +51,15 @@ def without_scaler(rank, layout, name):
                     p.grad = gradient if is_sharded(p) is kind else None
                 optimizer.step()
         optimizer.zero_grad()
-    return held(model)
+    return grid.held(model)
 
 
 def halfstep_without_scaler(rank, layout, model):
     """halfstep's optimizers take no DTensors by themselves; the loop has copies of the parts."""
     parts = [nn.Parameter(local_part(p).detach().clone()) for p in model.parameters()]
-    optimizer = optimizer_of("halfstep", parts)
+    optimizer = grid.optimizer_of("halfstep", parts)
     for step in range(5):
-        for loss in shares(layout, model, step, rank):
-            loss.backward()
+        grid.loss_of(layout, model, step, rank).backward()
         for part, parameter in zip(parts, model.parameters(), strict=True):
             part.grad = local_part(parameter.grad)
             parameter.grad = None
@@ -109,36 +68,33 @@ def halfstep_without_scaler(rank, layout, model):
             with torch.no_grad():
                 for part, parameter in zip(parts, model.parameters(), strict=True):
                     local_part(parameter).copy_(part)
-    return held(model)
+    return grid.held(model)
 
 
 def cell(rank, layout, name, value, where, unscale):
-    model = build(layout)
-    optimizer = optimizer_of(name, model.parameters())
+    model = grid.build(layout, rank)
+    optimizer = grid.optimizer_of(name, model.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=1, names=model.named_parameters())
     seen = []
     for step in range(5):
-        for loss in shares(layout, model, step, rank):
-            scaler.scale(loss).backward()
-        if step in BROKEN and rank == (where if BROKEN[step] == "first" else 1 - where):
-            inner = model.module if layout == "ddp" else model
-            local_part(inner.down.weight.grad).view(-1)[0] = value
-        before = held(model)
+        scaler.scale(grid.loss_of(layout, model, step, rank)).backward()
+        here = rank == (where if BROKEN.get(step) == "first" else 1 - where)
+        if step in BROKEN and here:
+            grid.break_gradient(model, value)
+        before = grid.held(model)
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         result = scaler.last_step
-        assert same(before, held(model)) is not result.applied
-        here = rank == (where if BROKEN.get(step) == "first" else 1 - where)
+        assert grid.same(before, grid.held(model)) is not result.applied
         if step in BROKEN and here:  # names are those that this rank found
-            assert [n.removeprefix("module.") for n in result.nonfinite_parameters] == [
-                "down.weight"
-            ]
+            (found,) = result.nonfinite_parameters
+            assert found.removeprefix("module.") == grid.last_matrix(model)[0]
             assert result.reason == ("overflow" if value == math.inf else "nan_gradients")
         seen.append((result.applied, result.next_loss_scale, result.skipped_total))
-    return seen, held(model)
+    return seen, grid.held(model)
 
 
 def cells(rank, layout, name):
@@ -146,12 +102,12 @@ def cells(rank, layout, name):
     found = []
     for value, where, unscale in itertools.product((math.inf, math.nan), (0, 1), (False, True)):
         seen, weights = cell(rank, layout, name, value, where, unscale)
-        assert same(weights, oracle), (value, where, unscale)
+        assert grid.same(weights, oracle), (value, where, unscale)
         found.append(seen)
     return found
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", grid.OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_everyone_steps_or_nobody_does(pool2, layout, name):
     first, second = pool2.run(cells, layout=layout, name=name)
@@ -205,9 +161,12 @@ def test_the_floor_stops_every_rank(pool2):
     assert second == ([("loss_scale_floor", False)], 1.0, [1.0, 1.0])
 
 
-def auto(rank, broken):
+BOTH = pytest.mark.parametrize("scaler_class", [GradScaler, LoopScaler])
+
+
+def auto(rank, scaler_class, strict, broken):
     weight = nn.Parameter(torch.ones(()))
-    scaler = GradScaler("cpu", init_scale="auto")
+    scaler = scaler_class("cpu", init_scale="auto", strict=strict)
     factor = [2.0**120, 2.0**110][rank] if rank not in broken else math.nan
     try:
         scaler.scale(weight * factor)
@@ -216,18 +175,21 @@ def auto(rank, broken):
     return scaler.get_scale()
 
 
-def test_auto_takes_the_smallest_of_the_ranks_scales(pool2):
+@BOTH
+@pytest.mark.parametrize("strict", [False, True])
+def test_auto_takes_the_smallest_of_the_ranks_scales(pool2, scaler_class, strict):
     # 2^120 * 2^7 is the last power of two in fp32; the other rank alone could have had 2^17
-    assert pool2.run(auto, broken=()) == [2.0**7, 2.0**7]
-    first, second = pool2.run(auto, broken=(1,))
+    options = {"scaler_class": scaler_class, "strict": strict}
+    assert pool2.run(auto, broken=(), **options) == [2.0**7, 2.0**7]
+    first, second = pool2.run(auto, broken=(1,), **options)
     assert "another rank's first loss" in first
     assert "the loss is nan before any scaling" in second
 
 
-def without_gradient(rank, unscale):
+def without_gradient(rank, scaler_class, unscale):
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([weight])
-    scaler = GradScaler("cpu")
+    scaler = scaler_class("cpu")
     loss = scaler.scale(weight * 2)
     if rank == 0:
         loss.backward()
@@ -240,9 +202,10 @@ def without_gradient(rank, unscale):
     return "stepped"
 
 
+@BOTH
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_rank_without_gradients_keeps_nobody_waiting(pool2, unscale):
-    found = pool2.run(without_gradient, unscale=unscale)
+def test_a_rank_without_gradients_keeps_nobody_waiting(pool2, scaler_class, unscale):
+    found = pool2.run(without_gradient, scaler_class=scaler_class, unscale=unscale)
     assert found == [("PrecisionError", 1.0), ("AssertionError", 1.0)]
 
 

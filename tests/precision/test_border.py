@@ -3,10 +3,25 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import halfstep
-from halfstep.distributed import Layout, choose_strategy, decide
-from halfstep.errors import HalfstepError
+from halfstep.distributed import (
+    GradientReducer,
+    Layout,
+    ParallelPlan,
+    Strategy,
+    broadcast_,
+    check_agreement,
+    choose_strategy,
+    decide,
+    open_world,
+    plan_of,
+    sum_hook,
+)
+from halfstep.errors import HalfstepError, PrecisionError
+from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
+from halfstep.precision.nonfinite import OnNonFinite
 from reference.training import mlp
 
 
@@ -24,9 +39,24 @@ def test_names_and_values_mean_the_same(policy, device):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     for layout in ("data=2", Layout(data=2)):
         assert decide(policy, layout) == decide("bf16-mixed", Layout(data=2))
-    assert choose_strategy("data=1", policy, device).layout == Layout()
+        assert Layout.choose(layout, 2) == Layout(data=2)
+    for layout in ("data=1", Layout()):
+        assert choose_strategy(layout, policy, device).layout == Layout()
+        strategy = Strategy(layout, policy, device)
+        assert (strategy.layout, strategy.device.type) == (Layout(), "cpu")
+        assert str(strategy.policy) == "bf16-mixed"
     model, optimizer = make()
-    assert str(halfstep.Precision(policy, model, optimizer).policy) == "bf16-mixed"
+    assert "bf16" in halfstep.explain_model(policy, model)
+    precision = halfstep.Precision(policy, model, optimizer)
+    assert str(precision.policy) == "bf16-mixed"
+    for layout in ("data=1", Layout()):
+        check_agreement(precision, model, layout, step=0)
+    assert open_world(device).size == 1
+    assert halfstep.GradScaler(device, init_scale=8.0).scale(torch.ones(())) == 8
+    for plugin in (fabric.HalfstepPrecision, lightning.HalfstepPrecision):
+        assert str(plugin(policy).policy) == "bf16-mixed"
+    for plugin in (fabric.ScaledPrecision, lightning.ScaledPrecision):
+        assert plugin(device=device).scaler.get_scale() == 2.0**16
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "torch.float16", torch.float16])
@@ -37,6 +67,25 @@ def test_dtypes_by_name_and_value(dtype):
     model = mlp()
     halfstep.cast_module_(model, dtype)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
+    halfstep.check_mask(-1e4, dtype=dtype)
+    with pytest.raises(PrecisionError, match="does not fit fp16"):
+        halfstep.check_mask(-1e9, dtype=dtype)
+    assert callable(sum_hook(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16])
+def test_an_average_takes_its_dtype_by_name_and_value(dtype):
+    averages = halfstep.EMA(mlp(), dtype=dtype).averages.values()
+    assert {average.dtype for average in averages} == {torch.bfloat16}
+
+
+def test_a_choice_and_patterns_by_name_and_value():
+    for choice in ("skip:2", OnNonFinite("skip", 2)):
+        halfstep.Precision("fp32", *make(), on_nonfinite=choice)
+    for patterns in ("type:Linear", ["type:Linear"]):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 2))
+        halfstep.cast_module_(model, "bf16", keep_fp32=patterns)
+        assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.bfloat16]
 
 
 def test_formats_are_public_values():
@@ -51,28 +100,142 @@ def precision(*arguments):
     return lambda: halfstep.Precision(*arguments)
 
 
-def wrong_calls():
+def trained(**options):
+    """A Precision with a loss that waits for its step."""
     model, optimizer = make()
+    train = halfstep.Precision("fp32", model, optimizer, **options)
+    with train.autocast():
+        loss = model(torch.ones(2, 4)).sum()
+    return train, loss
+
+
+def step(**options):
+    train, loss = trained()
+    return train.step(loss, **options)
+
+
+def backward(**options):
+    train, loss = trained()
+    train.backward(loss, **options)
+
+
+def wrong_calls():
+    """What was called to how, by what a test calls it."""
+    model, optimizer = make()
+    ours = halfstep.optim.AdamW(model.parameters())
+    train = halfstep.Precision
     return {
         "no policy": precision(None, model, optimizer),
         "a dtype for a policy": precision(torch.bfloat16, model, optimizer),
+        "a number for a policy": lambda: halfstep.parse_policy(16),
         "swapped": precision("bf16", optimizer, model),
         "no optimizer": precision("bf16", model, None),
         "no optimizers": precision("bf16", model, []),
         "a class": precision("bf16", nn.Linear, optimizer),
         "parameters": precision("bf16", model, model.parameters()),
+        "a choice of no kind": lambda: train("fp32", model, optimizer, on_nonfinite=5),
+        "no choice": lambda: train("fp32", model, optimizer, on_nonfinite=None),
+        "on_skip of a word": lambda: train("fp32", model, optimizer, on_skip="go"),
+        "a scheduler alone": lambda: train(
+            "fp32", model, optimizer, schedulers=StepLR(optimizer, 1)
+        ),
+        "a number of schedulers": lambda: train("fp32", model, optimizer, schedulers=[1]),
+        "an average that is a model": lambda: train("fp32", model, optimizer, ema=model),
+        "ranks of a word": lambda: train("fp32", model, optimizer, ranks="all"),
+        "a number of ranks": lambda: train("fp32", model, optimizer, ranks=2),
+        "a class of ranks": lambda: train("fp32", model, optimizer, ranks=halfstep.OneRank),
+        "a norm in words": lambda: step(max_norm="1"),
+        "a norm below 0": lambda: step(max_norm=-1.0),
+        "a norm of NaN": lambda: step(max_norm=float("nan")),
+        "a norm of True": lambda: step(max_norm=True),
+        "several norms": lambda: step(max_norm=torch.ones(2)),
+        "gradients of a number": lambda: backward(inputs=5),
+        "a state of no kind": lambda: trained()[0].load_state_dict(5),
+        "another state": lambda: trained()[0].load_state_dict(model.state_dict()),
+        "values of no kind": lambda: trained()[0].start_from_(5),
+        "values of other names": lambda: trained()[0].start_from_({"x": torch.ones(2)}),
         "meter of a model": lambda: halfstep.LostUpdateMeter(model),
+        "meter of nothing": lambda: halfstep.LostUpdateMeter([]),
+        "meter at times": lambda: halfstep.LostUpdateMeter(optimizer, every="now and then"),
+        "meter before": lambda: halfstep.LostUpdateMeter(optimizer, every=-1),
+        "meter of no samples": lambda: halfstep.LostUpdateMeter(optimizer, samples=0),
+        "trace of an optimizer": lambda: halfstep.trace_nonfinite(optimizer),
+        "trace that allows numbers": lambda: halfstep.trace_nonfinite(model, allow=5),
         "support of a number": lambda: halfstep.support("fp32", 3.5),
         "support of no policy": lambda: halfstep.support(None, "cpu"),
         "explain on a planet": lambda: halfstep.explain("fp32", "mars"),
+        "explain an optimizer": lambda: halfstep.explain_model("fp32", optimizer),
+        "explain swapped": lambda: halfstep.explain_model(model, "fp32"),
         "autocast on a planet": lambda: halfstep.autocast("fp32", "mars"),
+        "autocast of an optimizer": lambda: halfstep.autocast("fp32", "cpu", optimizer),
+        "average of an optimizer": lambda: halfstep.EMA(optimizer),
+        "average swapped": lambda: halfstep.EMA(0.99, model),
+        "decay in words": lambda: halfstep.EMA(model, decay="slow"),
+        "average of whole numbers": lambda: halfstep.EMA(model, dtype=torch.int8),
+        "average in a word": lambda: halfstep.EMA(model, dtype="bf17"),
         "mask of a word": lambda: halfstep.mask_value("bf17"),
         "mask of integers": lambda: halfstep.mask_value(torch.int32),
+        "mask of nothing": lambda: halfstep.mask_value(None),
+        "a mask in words": lambda: halfstep.check_mask("causal"),
+        "no mask": lambda: halfstep.check_mask(None),
+        "scores of a word": lambda: halfstep.check_mask(-1e4, dtype="fp17"),
         "eps of a word": lambda: halfstep.lift_eps_(optimizer, "sixteen"),
+        "eps of integers": lambda: halfstep.lift_eps_(optimizer, torch.int8),
+        "eps of a model": lambda: halfstep.lift_eps_(model, "fp16"),
+        "buffers of an optimizer": lambda: halfstep.check_buffers(optimizer),
+        "cast an optimizer": lambda: halfstep.cast_module_(optimizer, "bf16"),
+        "cast swapped": lambda: halfstep.cast_module_("bf16", model),
         "cast to a word": lambda: halfstep.cast_module_(model, "bf17"),
         "cast to integers": lambda: halfstep.cast_module_(model, torch.int8),
+        "cast but for a number": lambda: halfstep.cast_module_(model, "bf16", keep_fp32=5),
+        "replicas of a number": lambda: halfstep.check_replicas(5, halfstep.OneRank()),
+        "replicas of parameters": lambda: halfstep.check_replicas(
+            model.parameters(), halfstep.OneRank()
+        ),
+        "ranks without a group": lambda: halfstep.ManyRanks("cpu"),
+        "ranks on a planet": lambda: halfstep.ManyRanks("mars"),
+        "scaler on a planet": lambda: halfstep.GradScaler("mars"),
+        "scaler of a policy": lambda: halfstep.GradScaler("bf16-mixed"),
+        "scaler of an optimizer": lambda: halfstep.GradScaler(optimizer),
+        "scale in words": lambda: halfstep.GradScaler("cpu", init_scale="large"),
+        "scale below 0": lambda: halfstep.GradScaler("cpu", init_scale=-1.0),
+        "scaler of a number of ranks": lambda: halfstep.GradScaler("cpu", ranks=2),
+        "scaler of a number of names": lambda: halfstep.GradScaler("cpu", names=5),
+        "plugin of no policy": lambda: lightning.HalfstepPrecision(None),
+        "plugin of a dtype": lambda: fabric.HalfstepPrecision(torch.bfloat16),
+        "plugin on a planet": lambda: fabric.ScaledPrecision(device="mars"),
+        "attach to a model": lambda: accelerate.attach(model),
+        "attach a model to a trainer": lambda: hf_trainer.attach(model),
+        "policy by names of dtypes": lambda: halfstep.PrecisionPolicy(param_dtype="bf16"),
+        "policy of a word's scale": lambda: halfstep.PrecisionPolicy(loss_scale="dynamic"),
+        "scale of no kind": lambda: halfstep.LossScaleConfig(kind="dyn"),
+        "optimizer of a model": lambda: halfstep.optim.AdamW(model),
+        "rate below 0": lambda: halfstep.optim.AdamW(model.parameters(), lr=-1.0),
+        "momentum below 0": lambda: halfstep.optim.SGD(model.parameters(), lr=1.0, momentum=-1),
+        "optimizer of nothing": lambda: halfstep.optim.SGD(None),
+        "optimizer of a word": lambda: halfstep.optim.Lion(model.parameters(), update="x"),
+        "device scaler of a word": lambda: halfstep.optim.DeviceScaler("dynamic", ours),
+        "device scaler of another": lambda: halfstep.optim.DeviceScaler("fp16-mixed", optimizer),
         "layout of a number": lambda: decide("fp32", 2),
+        "layout of nothing": lambda: decide("fp32", None),
         "layout of a word": lambda: choose_strategy("rows=2", "fp32", "cpu"),
+        "layout of fractions": lambda: Layout(data=2.5),
+        "layout of text": lambda: Layout(data="2"),
+        "layout of True": lambda: Layout(tensor=True),
+        "layout to parse": lambda: Layout.parse(5),
+        "layout to choose": lambda: Layout.choose(5, 2),
+        "strategy of a number": lambda: Strategy(3, "fp32", "cpu"),
+        "strategy on a planet": lambda: Strategy("data=1", "fp32", "mars"),
+        "plan of a number": lambda: plan_of(5),
+        "blocks of a model": lambda: ParallelPlan(blocks=model),
+        "blocks of numbers": lambda: ParallelPlan(blocks=(5,)),
+        "sums of a word": lambda: sum_hook("bf17"),
+        "sums of integers": lambda: sum_hook(torch.int8),
+        "reducer of a model": lambda: GradientReducer(model, None, "fp32"),
+        "agreement of a layout": lambda: check_agreement(trained()[0], model, "rows=2", step=1),
+        "agreement swapped": lambda: check_agreement(model, trained()[0], "data=2", step=1),
+        "broadcast a number": lambda: broadcast_(5, None),
+        "world on a planet": lambda: open_world("mars"),
     }
 
 
@@ -80,7 +243,9 @@ def wrong_calls():
 def test_a_wrong_call_ends_in_one_of_our_errors(call):
     with pytest.raises(HalfstepError) as error:
         wrong_calls()[call]()
+    # what is allowed, or what to do instead
     assert any(word in str(error.value) for word in ("allowed", "Allowed", "write"))
+    assert " object at 0x" not in str(error.value)
 
 
 @pytest.mark.parametrize("loss", [1.0, None, torch.ones(2), "loss"])

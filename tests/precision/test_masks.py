@@ -139,7 +139,7 @@ def test_what_is_no_mask():
     for mask in (torch.ones(2, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.uint8)):
         with pytest.raises(PrecisionError, match=r"its 1 and 0 mask nothing; use mask\.bool"):
             check_mask(mask)
-    with pytest.raises(PrecisionError, match="int64 is no format of scores"):
+    with pytest.raises(PrecisionError, match="int64; allowed: floating dtypes"):
         check_mask(torch.zeros(2, 2), dtype=torch.int64)
 
 

@@ -131,7 +131,7 @@ def test_a_planned_policy_is_refused_until_it_exists(name):
         ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
         ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
         ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
-        ({"master_dtype": "fp32"}, "master=fp32; allowed"),
+        ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
         ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
         ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
         (

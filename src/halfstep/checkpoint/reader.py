@@ -57,7 +57,7 @@ class Reader:
         self._stack.close()
 
     def open_all(self) -> None:
-        """Check every file."""
+        """Open and check every file of the checkpoint but the state's."""
         for name in self._index.files:
             if name != STATE:
                 self._file(name)

@@ -97,7 +97,7 @@ class Loopback(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """Its name."""
+        """The word by which torch's agent tells rendezvous apart."""
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -107,7 +107,7 @@ class Loopback(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Whether new ranks are turned away: never, there are none but the launcher's."""
         return False
 
     def set_closed(self) -> None:

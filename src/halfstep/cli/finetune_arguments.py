@@ -100,7 +100,7 @@ def add_finetune(commands: Any, exit_codes: str, add_options: AddOptions) -> Non
 
 
 def add_predict(commands: Any) -> None:
-    """``predict``."""
+    """Add the command ``predict`` and its arguments."""
     predict = commands.add_parser(
         "predict",
         help="classify texts with a trained classifier",

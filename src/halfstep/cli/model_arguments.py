@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_generate(commands: Any) -> None:
-    """``generate``."""
+    """Add the command ``generate`` and its arguments."""
     generate = commands.add_parser(
         "generate", help="write text with a trained model", allow_abbrev=False
     )
@@ -25,7 +25,7 @@ def add_generate(commands: Any) -> None:
 
 
 def add_evaluate(commands: Any) -> None:
-    """``evaluate``."""
+    """Add the command ``evaluate`` and its arguments."""
     evaluate = commands.add_parser(
         "evaluate",
         help="measure a language model's loss, or a classifier's accuracy",
@@ -51,7 +51,7 @@ def add_evaluate(commands: Any) -> None:
 
 
 def add_export(commands: Any) -> None:
-    """``export``."""
+    """Add the command ``export`` and its arguments."""
     export = commands.add_parser(
         "export", help="write a trained model in another format", allow_abbrev=False
     )

@@ -45,6 +45,7 @@ from halfstep.diagnostics.operations import (
     stored,
 )
 from halfstep.precision import calibrate, gradients, op_casts, simulate
+from halfstep.precision.border import as_texts, require_model
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(
@@ -55,7 +56,7 @@ _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
 _TRIALS = (calibrate.__file__, gradients.__file__)
 
 
-def trace_nonfinite(model: nn.Module, allow: Sequence[str] = ()) -> NonFiniteTrace:
+def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFiniteTrace:
     """Watch every operation of forward and backward for the first NaN or infinity.
 
     A diagnosis: it waits for the device after every operation. Losses, gradients and random
@@ -71,6 +72,7 @@ def trace_nonfinite(model: nn.Module, allow: Sequence[str] = ()) -> NonFiniteTra
         A context manager that gives itself; read its ``first_cause``.
 
     Raises:
+        PrecisionError: For what is no model, or no glob.
         RuntimeError: When it is entered within another one.
 
     Example:
@@ -97,12 +99,12 @@ class NonFiniteTrace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, allow: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, allow: str | Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.first_cause: Cause | None = None
-        self._model = model
+        self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
-        self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self._allow = as_texts(allow, "trace_nonfinite(allow)", "globs of operations and modules")
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # whether a parameter
         self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether unwritten

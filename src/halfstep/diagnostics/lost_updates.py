@@ -43,6 +43,7 @@ from halfstep.diagnostics.sampling import (
 )
 from halfstep.errors import PrecisionError
 from halfstep.optim.state import FELL_BACK
+from halfstep.precision.border import require
 from halfstep.precision.rounding import random_key
 from halfstep.precision.step import Precision
 
@@ -88,10 +89,13 @@ class LostUpdateMeter:
             start: Applied steps before this one's first, of a resumed run.
 
         Raises:
-            ValueError: If ``every`` is below 0 or ``samples`` below 1.
+            PrecisionError: If ``every`` is below 0 or ``samples`` below 1, or ``source`` is none.
         """
+        allowed = "every >= 0, samples >= 1"
+        for name, number in (("every", every), ("samples", samples)):
+            require(number, int, f"LostUpdateMeter({name})", allowed)
         if every < 0 or samples < 1:
-            raise ValueError(f"every={every}, samples={samples}; allowed: every >= 0, samples >= 1")
+            raise PrecisionError(f"every={every}, samples={samples}; allowed: {allowed}")
         names: dict[Tensor, str] = {}
         visible = None
         if isinstance(source, Precision):
@@ -143,10 +147,11 @@ class LostUpdateMeter:
 
 def _optimizers(source: object) -> Sequence[Optimizer]:
     """Several optimizers, or an error for what is none."""
-    if isinstance(source, list | tuple) and all(isinstance(one, Optimizer) for one in source):
-        return source
+    several = source if isinstance(source, list | tuple) else ()
+    if several and all(isinstance(one, Optimizer) for one in several):
+        return several
     raise PrecisionError(
-        f"LostUpdateMeter got a {type(source).__name__}; allowed: an optimizer, a list of them, or "
+        f"LostUpdateMeter got {source!r:.80}; allowed: an optimizer, a list of them, or "
         "a halfstep.Precision"
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.distributed.layout import Layout
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import require, require_model
 from halfstep.precision.local import is_sharded, local_part, reshard_
 from halfstep.precision.step import Precision
 
@@ -24,20 +25,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_agreement(
-    precision: Precision, model: nn.Module, layout: Layout, *, step: int, when: str = ""
+    precision: Precision, model: nn.Module, layout: str | Layout, *, step: int, when: str = ""
 ) -> None:
     """Stop a run whose ranks have parted ways. All ranks together.
 
     Args:
         precision: Its loss scale and counts are compared.
         model: Its parameters are compared where ranks hold copies of the same part.
-        layout: Of all ranks of the default group.
+        layout: Of all ranks of the default group, or its spelling.
         step: Steps taken.
         when: For the message: ``"before the first step"``.
 
     Raises:
-        PrecisionError: The same on every rank: which rank differs from which, and in what.
+        PrecisionError: The same on every rank: which rank differs from which, and in what. Or for
+            what is no Precision or no model.
+        ConfigError: For what is no layout.
     """
+    layout = Layout.of(layout)
+    require(precision, Precision, "check_agreement(precision)", "a halfstep.Precision")
+    require_model(model, "check_agreement(model)")
     if layout.size == 1:
         return
     reshard_(model)  # what is gathered is whole on every rank

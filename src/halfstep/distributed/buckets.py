@@ -28,7 +28,7 @@ class HoldsGradients(Protocol):
         """The finished gradients of those that have one."""
 
     def replace(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set them."""
+        """Put these in the places of the finished gradients; others stay."""
 
 
 class Bucket:

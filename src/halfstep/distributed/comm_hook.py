@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.distributed.flat_sums import add_by_rank, check_reduce_dtype, gather
+from halfstep.distributed.flat_sums import add_by_rank, as_reduce_dtype, gather
 
 Hook = Callable[[dist.ProcessGroup | None, Any], torch.futures.Future[Tensor]]
 
 
-def sum_hook(reduce_dtype: torch.dtype, scale: Callable[[], float] | None = None) -> Hook:
+def sum_hook(reduce_dtype: str | torch.dtype, scale: Callable[[], float] | None = None) -> Hook:
     """A DDP communication hook: gradients are summed, not averaged, in ``reduce_dtype``.
 
     Use it as ``ddp_model.register_comm_hook(group, sum_hook(torch.bfloat16))``, with ``group`` that
@@ -21,9 +21,9 @@ def sum_hook(reduce_dtype: torch.dtype, scale: Callable[[], float] | None = None
     counts, not by a rank's share.
 
     Args:
-        reduce_dtype: On the wire: fp32, bf16 or fp16. 16 bit numbers are added in fp32 and rounded
-            once, as in :mod:`halfstep.distributed.flat_sums`; the exchange of parts is then waited
-            for within the hook, and only the gathering overlaps with backward.
+        reduce_dtype: On the wire: fp32, bf16 or fp16, by name or value. 16-bit numbers are added in
+            fp32 and rounded once, as in :mod:`halfstep.distributed.flat_sums`; the exchange of
+            parts is then waited for within the hook, and only the gathering overlaps with backward.
         scale: With fp16 on the wire, gives what gradients are multiplied by there, so that small
             ones are not flushed to 0: ``lambda: precision.loss_scale.value`` with a
             :class:`halfstep.Precision`, whose gradients are unscaled. None: they are scaled,
@@ -35,7 +35,7 @@ def sum_hook(reduce_dtype: torch.dtype, scale: Callable[[], float] | None = None
     Raises:
         PrecisionError: For another format.
     """
-    check_reduce_dtype(reduce_dtype)
+    wire_dtype = as_reduce_dtype(reduce_dtype)
 
     def hook(
         state: dist.ProcessGroup | None,
@@ -44,13 +44,13 @@ def sum_hook(reduce_dtype: torch.dtype, scale: Callable[[], float] | None = None
         group = dist.group.WORLD if state is None else state
         assert group is not None, "DDP has one"
         buffer = bucket.buffer()
-        if reduce_dtype == torch.float32:
+        if wire_dtype == torch.float32:
             wide = buffer.float()
             work = dist.all_reduce(wide, group=group, async_op=True)
             return _then(work, buffer, wide, 1.0)
         ranks = dist.get_world_size(group)
         padded = -(-buffer.numel() // ranks) * ranks
-        wire = torch.zeros(padded, dtype=reduce_dtype, device=buffer.device)
+        wire = torch.zeros(padded, dtype=wire_dtype, device=buffer.device)
         factor = 1.0 if scale is None else scale()
         wire[: buffer.numel()].copy_(buffer if factor == 1.0 else buffer * factor)
         received = torch.empty_like(wire)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype
 from halfstep.precision.policy import DTYPES, dtype_name
 
 
@@ -64,12 +65,12 @@ class DirectSum:
         self._work: Any = None
 
     def phases(self) -> Iterator[None]:
-        """There is one."""
+        """One phase: the all-reduce of the whole buffer."""
         self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
         yield
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the all-reduce that :meth:`phases` has started."""
         self._work.wait()
         self._work = None
 
@@ -166,11 +167,13 @@ def gather(result: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
     return getattr(dist, name)(result, part, group=group, async_op=True)
 
 
-def check_reduce_dtype(dtype: torch.dtype) -> None:
-    """Refuse a format that gradients cannot be summed in.
+def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
+    """The format that gradients are summed in, by name or by value.
 
     Raises:
         PrecisionError: If it is none of fp32, bf16 and fp16.
     """
+    dtype = as_dtype(value)
     if dtype not in DTYPES.values():
         raise PrecisionError(f"reduce={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+    return dtype

@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.distributed.buckets import Bucket, make_buckets, sparse_gradients
-from halfstep.distributed.flat_sums import check_reduce_dtype
+from halfstep.distributed.flat_sums import as_reduce_dtype
 from halfstep.distributed.machines import split_by_machine
 from halfstep.distributed.traffic import all_reduce
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import require, require_model
 from halfstep.precision.local import local_part
 from halfstep.precision.step import Precision
 
@@ -60,7 +61,7 @@ class GradientReducer:
         self,
         precision: Precision,
         group: dist.ProcessGroup,
-        reduce_dtype: torch.dtype,
+        reduce_dtype: str | torch.dtype,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         ranks_per_machine: int | None = None,
@@ -73,9 +74,10 @@ class GradientReducer:
         Args:
             precision: What its optimizers update is reduced, each parameter once.
             group: The ranks with different data; its backend serves the model's device.
-            reduce_dtype: On the wire. fp32: as the group's all-reduce adds. bf16, fp16: every
-                rank's gradient is rounded once, the sum is made in fp32 and rounded once; where the
-                group has several ranks on each of several machines, a machine's sum too.
+            reduce_dtype: On the wire, by name or value. fp32: as the group's all-reduce adds. bf16,
+                fp16: every rank's gradient is rounded once, the sum is made in fp32 and rounded
+                once; where the group has several ranks on each of several machines, a machine's sum
+                too.
             bucket_bytes: Size of a bucket on the wire.
             ranks_per_machine: Of all processes of the run, numbered machine by machine; None: what
                 torchrun says (LOCAL_WORLD_SIZE).
@@ -84,7 +86,8 @@ class GradientReducer:
             PrecisionError: If ``reduce_dtype`` is none of these, an embedding has sparse gradients,
                 nothing is trainable, or ranks differ in what they train.
         """
-        check_reduce_dtype(reduce_dtype)
+        require(precision, Precision, "GradientReducer(precision)", "a halfstep.Precision")
+        reduce_dtype = as_reduce_dtype(reduce_dtype)
         if bucket_bytes < 1:
             raise PrecisionError(f"bucket_bytes={bucket_bytes}; allowed: integers >= 1")
         self.armed = False
@@ -286,7 +289,11 @@ def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
     Args:
         model: The same on every rank, but for the values; changed in place.
         group: The ranks with different data.
+
+    Raises:
+        PrecisionError: For what is no model.
     """
+    require_model(model, "broadcast_(model)")
     waiting = []
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         part = local_part(tensor)

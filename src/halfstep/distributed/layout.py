@@ -24,14 +24,14 @@ class Layout:
     """Ranks that share every matrix product (tensor parallel)."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a size below 1."""
+        """Raise ConfigError for a size that is no integer above 0."""
         for name, size in self.axes.items():
-            if size < 1:
-                raise ConfigError(f"parallel: {name}={size}; allowed: integers >= 1")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"parallel: {name}={size!r}; allowed: integers >= 1")
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: the product of all axes."""
         return math.prod(self.axes.values())
 
     @property
@@ -53,8 +53,11 @@ class Layout:
         """Read ``"data=2,tensor=2"``; an empty text is one device.
 
         Raises:
-            ConfigError: For an unknown or repeated axis, or a size that is no integer above 0.
+            ConfigError: For an unknown or repeated axis, a size that is no integer above 0, or what
+                is no text.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"the layout is {text!r}; allowed: text such as data=2")
         allowed = ", ".join(field.name for field in fields(cls))
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
@@ -84,13 +87,17 @@ class Layout:
         raise ConfigError(f"the layout is {layout!r}; allowed: a Layout, or text such as data=2")
 
     @classmethod
-    def choose(cls, text: str, world_size: int) -> Layout:
+    def choose(cls, text: str | Layout, world_size: int) -> Layout:
         """The layout of a run with ``world_size`` ranks; an empty text means ``data=world_size``.
+
+        Args:
+            text: A layout, or its spelling.
+            world_size: How many ranks there are.
 
         Raises:
             ConfigError: If the layout needs another number of ranks.
         """
-        layout = cls.parse(text) if text else cls(data=world_size)
+        layout = cls(data=world_size) if text == "" else cls.of(text)
         if layout.size != world_size:
             raise ConfigError(
                 f"parallel={layout} needs {layout.size} ranks, the run has {world_size}; start it "

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import ConfigError
+from halfstep.precision.border import require_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,15 @@ class ParallelPlan:
     methods: tuple[str, ...] = ()
     """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for blocks that are no modules."""
+        several = self.blocks if isinstance(self.blocks, list | tuple) else (None,)
+        if not all(isinstance(block, nn.Module) for block in several):
+            raise ConfigError(
+                f"ParallelPlan(blocks={self.blocks!r:.80}); allowed: a tuple of the model's own "
+                "modules, in the order they run"
+            )
+
 
 def plan_of(model: nn.Module) -> ParallelPlan:
     """The plan that a model hands out, or what can be told of a Hugging Face model.
@@ -33,7 +43,9 @@ def plan_of(model: nn.Module) -> ParallelPlan:
 
     Raises:
         ConfigError: For a model that is neither.
+        PrecisionError: For what is no model.
     """
+    require_model(model, "plan_of(model)")
     own: Any = model
     if callable(getattr(own, "blocks", None)):
         tensor = own.tp_plan() if callable(getattr(own, "tp_plan", None)) else {}

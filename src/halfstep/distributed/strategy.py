@@ -28,8 +28,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.traffic import Traffic
+from halfstep.precision.border import as_device
 from halfstep.precision.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
+from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.ranks import ManyRanks, OneRank, Ranks
 from halfstep.precision.rules import kept_parameters, parameter_dtypes
@@ -37,20 +39,33 @@ from halfstep.precision.step import Precision
 
 
 class Strategy:
-    """One device."""
+    """How a model lies over the ranks of a run; this one is of one device, and splits nothing.
 
-    def __init__(self, layout: Layout, policy: PrecisionPolicy, device: torch.device) -> None:
+    The other layouts are its heirs; :func:`halfstep.distributed.choose_strategy` gives the right
+    one. Its methods are called by all ranks together.
+    """
+
+    def __init__(
+        self,
+        layout: str | Layout,
+        policy: str | PrecisionPolicy,
+        device: str | torch.device,
+    ) -> None:
         """Make the mesh; all ranks together.
 
         Args:
-            layout: Of as many ranks as there are; checked by
-                :func:`halfstep.distributed.select.choose_strategy`.
-            policy: The run's.
-            device: This rank's.
+            layout: Or its spelling. Of as many ranks as there are; whether it honours the policy is
+                checked by :func:`halfstep.distributed.select.choose_strategy`.
+            policy: The run's, or its name.
+            device: This rank's, or its name.
+
+        Raises:
+            ConfigError: For what is no layout.
+            PrecisionError: For what is no policy or no device.
         """
-        self.layout = layout
-        self.policy = policy
-        self.device = device
+        self.layout = layout = Layout.of(layout)
+        self.policy = parse_policy(policy)
+        self.device = device = as_device(device)
         self.mesh = _mesh(layout, device)
         many = layout.size > 1
         rank = dist.get_rank() if many else 0

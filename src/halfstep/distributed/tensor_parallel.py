@@ -18,9 +18,9 @@ class TensorParallel(DataParallel):
 
     def __init__(
         self,
-        layout: Layout,
-        policy: PrecisionPolicy,
-        device: torch.device,
+        layout: str | Layout,
+        policy: str | PrecisionPolicy,
+        device: str | torch.device,
         sequence_parallel: bool = False,
     ) -> None:
         """As the parent; ``sequence_parallel`` splits residual streams between tensor ranks too."""

@@ -23,7 +23,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of gradients, parameters and activations together."""
         return self.gradients + self.parameters + self.activations
 
     def __add__(self, other: Traffic) -> Traffic:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from halfstep.distributed.meeting import declare_over, end_with_parent, find_place, meet, open_store
 from halfstep.errors import ConfigError, HalfstepError, PeerError
+from halfstep.precision.border import as_device
 
 T = TypeVar("T")
 
@@ -198,19 +199,24 @@ class World:
         return int(tensor)
 
 
-def open_world(device_kind: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
+def open_world(
+    device_kind: str | torch.device, *, timeout_seconds: float = TIMEOUT_SECONDS
+) -> World:
     """Join the ranks that the environment describes; alone where it describes none.
 
     Host tensors go through gloo, and those of CUDA through NCCL, in one default group.
 
     Args:
-        device_kind: ``"cpu"``, or ``"cuda"``: the GPU of this rank's ``local_rank``.
+        device_kind: A device, or its name: ``"cpu"``, or ``"cuda"`` for the GPU of this rank's
+            ``local_rank``.
         timeout_seconds: Bound of every collective and of the meeting itself.
 
     Raises:
         ConfigError: If the environment is incomplete or contradicts itself, or a rank has no GPU.
         PeerError: If the ranks do not meet in time.
+        PrecisionError: For what is no device.
     """
+    device_kind = as_device(device_kind).type
     place = find_place(os.environ)
     if place is None:
         return World.alone()

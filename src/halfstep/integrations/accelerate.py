@@ -148,7 +148,7 @@ class _Attachment:
         return [bare(optimizer) for optimizer in self.accelerator._optimizers]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the prepared models."""
+        """Names and parameters of all models that the Accelerator has prepared."""
         return _named_parameters(self.accelerator._models)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

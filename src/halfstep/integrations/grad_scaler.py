@@ -33,10 +33,13 @@ from halfstep.integrations.scale_guard import (
     make_guard,
 )
 from halfstep.integrations.step_record import SkipCount, total
+from halfstep.precision.border import as_device, as_number
 from halfstep.precision.calibrate import largest_finite_scale
 from halfstep.precision.checks import some
-from halfstep.precision.ranks import Ranks
+from halfstep.precision.ranks import Ranks, as_ranks
 from halfstep.precision.result import Reason
+
+_STARTS = "a number above 0, or 'auto'"
 
 
 class GradScaler(AgreeingScaler):
@@ -84,7 +87,7 @@ class GradScaler(AgreeingScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         init_scale: float | Literal["auto"] = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -100,7 +103,12 @@ class GradScaler(AgreeingScaler):
         ranks: Ranks | None = None,
         allow_pure: bool = False,
     ) -> None:
+        device = str(as_device(device))
         auto = isinstance(init_scale, str) and init_scale == "auto"
+        if not auto and not as_number(init_scale, "GradScaler(init_scale)", _STARTS) > 0:
+            raise PrecisionError(f"init_scale={init_scale}; allowed: {_STARTS}")
+        if ranks is not None:
+            as_ranks(ranks)
         start: Any = 2.0**16 if auto else init_scale
         factors = (growth_factor, backoff_factor)
         super().__init__(device, start, *factors, growth_interval, enabled, names, ranks=ranks)

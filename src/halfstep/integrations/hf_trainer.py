@@ -113,7 +113,7 @@ class _KeptNorm:
         self.norm: Tensor | float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip."""
+        """Clip as Accelerate does, and keep the norm that came out."""
         self.norm = self._clip(*args, **kwargs)
         return self.norm
 

@@ -301,7 +301,7 @@ class SharedSteps(Optimizer):
         self.active = optimizers[0]
 
     def step(self, closure: Any = None) -> Any:
-        """The active one's."""
+        """Step the active optimizer, and none of the others."""
         return self.active.step()
 
 
@@ -365,7 +365,7 @@ def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
             self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
             inputs: Any = None,
         ) -> None:  # fmt: skip
-            """As torch's."""
+            """Call the function that stands in for ``Tensor.backward``, with the same options."""
             options = {
                 "gradient": gradient, "retain_graph": retain_graph, "inputs": inputs,
                 "create_graph": create_graph or None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import require
 from halfstep.precision.cast import upcast_
 from halfstep.precision.checks import some
 from halfstep.precision.policy import dtype_name
@@ -20,10 +21,13 @@ Names = Mapping[Tensor, str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor
 
 def name_table(names: Names | None) -> dict[Tensor, str]:
     """Parameter to name, from any of the forms a user may give."""
+    where, allowed = "names", "model.named_parameters(), or a dict of it"
+    if names is not None:
+        require(names, Iterable, where, allowed)
     pairs: Iterable[tuple[Any, Any]] = names.items() if isinstance(names, Mapping) else names or ()
     table: dict[Tensor, str] = {}
     for pair in pairs:
-        first, second = pair
+        first, second = require(pair, tuple, where, allowed)
         name, parameter = (first, second) if isinstance(first, str) else (second, first)
         if not isinstance(name, str) or not isinstance(parameter, Tensor):
             raise PrecisionError(

@@ -82,7 +82,7 @@ class KeyedDropout(nn.Module):
         return torch.where((keys_B == NO_DROPOUT).unsqueeze(1), 1.0, factor)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """The sizes that ``print(model)`` shows for this layer."""
         return f"p={self.p}, site={self.site}"
 
 

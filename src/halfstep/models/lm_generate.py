@@ -93,7 +93,7 @@ class _Ends:
         self._ends = [list(end) for end in ends if end]
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        """For each row."""
+        """Whether each row is done, as a boolean tensor ``(B,)``."""
         rows = ids_BT[:, self._start :].tolist()
         done = [any(row[-len(end) :] == end for end in self._ends) for row in rows]
         return torch.tensor(done, device=ids_BT.device)

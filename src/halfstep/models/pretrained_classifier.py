@@ -147,7 +147,7 @@ class PretrainedClassifier(nn.Module):
         return any(".pooler." not in name for name in self.new_parameters)
 
     def forward(self, batch: ClassifierBatch) -> Tensor:
-        """:meth:`logits`."""
+        """The logits of a batch, ``(B, classes)``: :meth:`logits`."""
         return self.logits(batch)
 
     def logits(self, batch: ClassifierBatch) -> Tensor:

@@ -123,7 +123,7 @@ class PretrainedLM(nn.Module):
         return self.model
 
     def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """:meth:`loss_sum`."""
+        """Loss and count of a batch: :meth:`loss_sum`."""
         return self.loss_sum(batch)
 
     def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:

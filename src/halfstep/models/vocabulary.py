@@ -53,23 +53,23 @@ class WholeVocabulary:
     """The null object: all rows are here, and there is nobody to ask."""
 
     def local(self, weight_VD: torch.Tensor) -> torch.Tensor:
-        """The table itself."""
+        """All rows of the table, as they are."""
         return weight_VD
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` itself."""
+        """``x`` as it is: no other rank's gradient is to be added."""
         return x
 
     def gather(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """The logits themselves."""
+        """The logits as they are: every column is here."""
         return logits_V
 
     def columns(self, vocab: int) -> int:
-        """All of them."""
+        """How many columns are here: all of the vocabulary."""
         return vocab
 
     def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The value itself."""
+        """The value as it is: no other rank has a larger one."""
         return value
 
     def log_softmax(

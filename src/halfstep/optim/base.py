@@ -69,6 +69,11 @@ class LowPrecisionOptimizer(Optimizer):
         moments: Moments | None,
         seed: int,
     ) -> None:
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            raise PrecisionError(
+                f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
+                "model.parameters(), model.named_parameters(), or a list of groups"
+            )
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

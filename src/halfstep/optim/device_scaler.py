@@ -27,8 +27,11 @@ from halfstep.optim.device_state import (
     read_result,
 )
 from halfstep.optim.device_tensors import Bundle
+from halfstep.precision.border import require
 from halfstep.precision.checks import check_max_norm
 from halfstep.precision.loss_scale import LossScaleConfig, make_loss_scale
+from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 
 _STATE = {"loss_scale", "skipped_total", "skipped_in_a_row"}
@@ -87,7 +90,7 @@ class DeviceScaler:
 
     def __init__(
         self,
-        config: LossScaleConfig,
+        config: LossScaleConfig | str | PrecisionPolicy,
         optimizer: LowPrecisionOptimizer,
         *,
         names: Mapping[Tensor, str] | None = None,
@@ -95,14 +98,17 @@ class DeviceScaler:
         """Make the buffer; the optimizer may have stepped already.
 
         Args:
-            config: How the loss is scaled.
-            optimizer: All its parameters on one CUDA device.
+            config: How the loss is scaled; or a policy, or its name, whose loss scale is meant.
+            optimizer: One of :mod:`halfstep.optim`. All its parameters on one CUDA device.
             names: Of parameters, for results; ``param_names`` of the groups where torch knows them.
 
         Raises:
-            PrecisionError: Without triton, with parameters elsewhere, or with
-                ``init_scale=auto``, which asks the host.
+            PrecisionError: For another optimizer, without triton, with parameters elsewhere, or
+                with ``init_scale=auto``, which asks the host.
         """
+        if not isinstance(config, LossScaleConfig):
+            config = parse_policy(config).loss_scale
+        require(optimizer, LowPrecisionOptimizer, "DeviceScaler(optimizer)", "halfstep.optim's")
         kernels = cuda.triton_kernels()
         if isinstance(kernels, str):
             raise PrecisionError(f"DeviceScaler has no torch-operations form: {kernels}")
@@ -149,8 +155,7 @@ class DeviceScaler:
 
         Raises:
             PrecisionError: If no parameter has a gradient, a bf16 weight has no ``update``, or a
-                capture has not been prepared by a step like it.
-            ValueError: If ``max_norm`` is not above 0.
+                capture has not been prepared by a step like it, or ``max_norm`` is not above 0.
         """
         check_max_norm(max_norm)
         bundle = self._bundle

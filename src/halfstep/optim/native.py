@@ -66,7 +66,7 @@ class _Plan(ctypes.Structure):
 
 
 class NativeKernel:
-    """The loaded library."""
+    """The compiled library of CPU kernels, with the types of its functions' arguments."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

@@ -67,9 +67,8 @@ class AdamW(LowPrecisionOptimizer):
             seed: Of stochastic rounding.
 
         Raises:
-            ValueError: For a number outside its range.
-            PrecisionError: For an unknown ``update`` or ``moments``, an option or a parameter's
-                dtype that is not kept.
+            PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, an
+                option or a parameter's dtype that is not kept.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr, foreach, capturable)
@@ -119,15 +118,15 @@ class SGD(LowPrecisionOptimizer):
         ``fused`` and ``differentiable`` see :class:`AdamW`.
 
         Raises:
-            ValueError: For a number outside its range, or nesterov without momentum.
-            PrecisionError: As :class:`AdamW`.
+            PrecisionError: For a number outside its range, nesterov without momentum, or as
+                :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr)
         _require(momentum >= 0, "momentum value", momentum, ">= 0")
         _require(bool(weight_decay >= 0), "weight_decay value", weight_decay, ">= 0")
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
+            raise PrecisionError(
                 "Nesterov momentum requires a momentum and zero dampening: nesterov=True is "
                 "allowed with momentum > 0 and dampening 0"
             )
@@ -169,8 +168,7 @@ class Lion(LowPrecisionOptimizer):
         """Make the optimizer; for the options that ``torch.optim`` has as well see :class:`AdamW`.
 
         Raises:
-            ValueError: For a number outside its range.
-            PrecisionError: As :class:`AdamW`.
+            PrecisionError: For a number outside its range, or as :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr, foreach, capturable)
@@ -193,12 +191,14 @@ def _check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: boo
     """Refuse what ``torch.optim`` refuses of a learning rate, in its words."""
     if isinstance(lr, Tensor):
         if foreach and not capturable:
-            raise ValueError(
+            raise PrecisionError(
                 "lr as a Tensor is not supported for capturable=False and foreach=True; leave "
                 "foreach out"
             )
         if lr.numel() != 1:
-            raise ValueError(f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}")
+            raise PrecisionError(
+                f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}"
+            )
     _require(bool(lr >= 0), "learning rate", lr, "lr >= 0")
 
 
@@ -208,15 +208,15 @@ def _betas(
     """The betas as numbers, as ``torch.optim`` keeps them; what it refuses is refused."""
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise ValueError(f"Tensor betas[{index}] must be 1-element")
+            raise PrecisionError(f"Tensor betas[{index}] must be 1-element")
         _require(
             bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
         )
     tensors = [isinstance(beta, Tensor) for beta in betas]
     if any(tensors) and not all(tensors):
-        raise ValueError("betas must be either both floats or both Tensors")
+        raise PrecisionError("betas must be either both floats or both Tensors")
     if any(tensors) and foreach and not capturable:
-        raise ValueError(
+        raise PrecisionError(
             "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave "
             "foreach out"
         )
@@ -232,4 +232,4 @@ def _betas(
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     """``torch.optim``'s words first, so that programs and tests that look for them find them."""
     if not holds:
-        raise ValueError(f"Invalid {name}: {value}; allowed: {allowed}")
+        raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")

@@ -20,7 +20,7 @@ _BROKEN = tl.constexpr(255)
 
 @triton.jit
 def mix(x: tl.tensor) -> tl.tensor:
-    """``precision.rounding._mix`` of uint32."""
+    """Scramble the bits of a uint32, as ``precision.rounding._mix`` does."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15

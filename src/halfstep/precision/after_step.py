@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import require
 from halfstep.precision.ema import EMA
 
 OnSkip = Literal["hold", "advance"]
@@ -34,19 +35,22 @@ class AfterStep:
             names: The trainable parameters of the model.
 
         Raises:
-            PrecisionError: For an unknown word, a scheduler that wants a metric, or an average of
-                another model.
+            PrecisionError: For an unknown word, what is no scheduler or one that wants a metric,
+                or an average of another model.
         """
         if on_skip not in get_args(OnSkip):
             raise PrecisionError(f"on_skip={on_skip!r}; allowed: {', '.join(get_args(OnSkip))}")
-        for scheduler in schedulers:
+        where, allowed = "Precision(schedulers)", "a list of torch's learning-rate schedulers"
+        for scheduler in require(schedulers, (list, tuple), where, allowed):
+            if not callable(getattr(scheduler, "step", None)):
+                require(scheduler, LRScheduler, where, allowed)
             if isinstance(scheduler, ReduceLROnPlateau):
                 raise PrecisionError(
                     "ReduceLROnPlateau wants a metric with each step; leave it out of schedulers= "
                     "and step it yourself where result.applied"
                 )
         if ema is not None:
-            ema.require(names)
+            require(ema, EMA, "Precision(ema)", "a halfstep.EMA of the model").require(names)
         self._schedulers = schedulers
         self._on_skip = on_skip
         self._ema = ema

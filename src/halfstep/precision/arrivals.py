@@ -133,7 +133,7 @@ class Arrivals:
         return bool(self._left)
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks from all parameters; gradients that are there stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

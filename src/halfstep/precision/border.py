@@ -5,13 +5,86 @@ Policies are read by :func:`halfstep.precision.parse.parse_policy`.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy import DTYPES
 
 _NAMES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _NAMES["half"] = torch.float16
+T = TypeVar("T")
+
+
+def require(value: object, kind: type[T] | tuple[type[T], ...], where: str, allowed: str) -> T:
+    """Refuse a value of another kind, such as a model in an optimizer's place.
+
+    Args:
+        value: What was given.
+        kind: The classes that are taken.
+        where: The function and its argument, as ``"EMA(model)"``.
+        allowed: What to give instead, in words.
+
+    Returns:
+        The value.
+
+    Raises:
+        PrecisionError: Saying where, what was given and what is allowed.
+    """
+    if isinstance(value, kind):
+        return value
+    given = repr(value) if isinstance(value, str | int | float | None) else "a " + _kind(value)
+    raise PrecisionError(f"{where} got {given[:80]}; allowed: {allowed}")
+
+
+def _kind(value: object) -> str:
+    return f"class ({value.__name__})" if isinstance(value, type) else type(value).__name__
+
+
+def require_model(value: object, where: str) -> nn.Module:
+    """Refuse what is no ``torch.nn.Module``: a class of one, its parameters, an optimizer.
+
+    Raises:
+        PrecisionError: As :func:`require`.
+    """
+    return require(value, nn.Module, where, "a torch.nn.Module")
+
+
+def require_optimizer(value: object, where: str) -> Optimizer:
+    """Refuse what is no ``torch.optim.Optimizer``.
+
+    Raises:
+        PrecisionError: As :func:`require`.
+    """
+    return require(value, Optimizer, where, "a torch.optim.Optimizer")
+
+
+def as_number(value: object, where: str, allowed: str) -> float:
+    """A plain number, or a tensor of one element; what range it must lie in is not looked at.
+
+    Raises:
+        PrecisionError: As :func:`require`; True and False are no numbers.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, bool):
+        raise PrecisionError(f"{where} got {value}; allowed: {allowed}")
+    return require(value, (int, float), where, allowed)
+
+
+def as_texts(value: object, where: str, allowed: str) -> tuple[str, ...]:
+    """Texts such as patterns: several, or one by itself.
+
+    Raises:
+        PrecisionError: As :func:`require`, for what is neither.
+    """
+    if isinstance(value, str):
+        return (value,)
+    several = require(value, (list, tuple, set, frozenset), where, allowed)
+    return tuple(require(one, str, where, allowed) for one in several)
 
 
 def as_dtype(value: str | torch.dtype) -> torch.dtype:
@@ -25,6 +98,18 @@ def as_dtype(value: str | torch.dtype) -> torch.dtype:
     if isinstance(value, str) and value.lower().removeprefix("torch.") in _NAMES:
         return _NAMES[value.lower().removeprefix("torch.")]
     raise PrecisionError(f"dtype {value!r}; allowed: a torch.dtype, or {', '.join(DTYPES)}")
+
+
+def as_floating(value: str | torch.dtype, where: str) -> torch.dtype:
+    """A floating dtype by name or by value.
+
+    Raises:
+        PrecisionError: If it is neither, or a dtype of whole numbers.
+    """
+    dtype = as_dtype(value)
+    if not dtype.is_floating_point:
+        raise PrecisionError(f"{where} got {dtype}; allowed: floating dtypes, as torch.bfloat16")
+    return dtype
 
 
 def as_device(value: str | torch.device) -> torch.device:

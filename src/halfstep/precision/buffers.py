@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_dtype
+from halfstep.precision.border import as_dtype, as_texts, require_model
 from halfstep.precision.cast import add_regions_
 from halfstep.precision.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import parameter_dtypes
@@ -103,6 +103,7 @@ def check_buffers(model: nn.Module) -> None:
     Raises:
         PrecisionError: Naming the buffer, the damage and what to do.
     """
+    require_model(model, "check_buffers(model)")
     owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
     for name, buffer in model.named_buffers():
         if buffer.dtype not in LOW:
@@ -123,8 +124,8 @@ def cast_module_(
     model: nn.Module,
     dtype: str | torch.dtype,
     *,
-    keep_fp32: Sequence[str] = (),
-    buffers: Sequence[str] = (),
+    keep_fp32: str | Sequence[str] = (),
+    buffers: str | Sequence[str] = (),
 ) -> list[CastReport]:
     """Cast a model's parameters, and only those buffers that are named: a safe ``model.to(dtype)``.
 
@@ -140,13 +141,16 @@ def cast_module_(
 
     Raises:
         PrecisionError: If a named buffer holds rotary tables, positions or running statistics, or
-            whole numbers of which one would change; or a pattern matches nothing. Nothing is
-            changed then.
+            whole numbers of which one would change; a pattern matches nothing; or for what is no
+            model, no dtype or no pattern. Nothing is changed then.
     """
+    require_model(model, "cast_module_(model)")
     dtype = as_dtype(dtype)
+    patterns = as_texts(keep_fp32, "cast_module_(keep_fp32)", "patterns, as in a policy's rules")
+    buffers = as_texts(buffers, "cast_module_(buffers)", "globs over the names of buffers")
     if dtype not in DTYPES.values():
         raise PrecisionError(f"cast to {dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
-    rules = tuple((pattern, "fp32") for pattern in keep_fp32)
+    rules = tuple((pattern, "fp32") for pattern in patterns)
     policy = PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, rules=rules)
     wanted = parameter_dtypes(policy, model)
     named: dict[str, Tensor] = {n: b for n, b in model.named_buffers() if b.is_floating_point()}

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.autocast import Autocast
-from halfstep.precision.border import as_device
+from halfstep.precision.border import as_device, require_model
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import Placement, needs_region, parameter_dtypes, place, root_is_fp32
@@ -270,6 +270,8 @@ def autocast(
     """
     value = parse_policy(policy)
     where = as_device(device)
+    if model is not None:
+        require_model(model, "autocast(model)")
     context = Autocast(value, model, where)
     low = value.param_dtype != torch.float32
     if model is not None:

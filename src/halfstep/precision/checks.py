@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_dtype
+from halfstep.precision.border import as_floating, as_number, require_optimizer
 from halfstep.precision.buffers import check_buffers
 from halfstep.precision.cast import CastInputs, upcast_
 from halfstep.precision.local import is_sharded, local_part
@@ -162,8 +162,12 @@ def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int,
 
     Returns:
         For each group that was changed its number, the old ``eps`` and the new one.
+
+    Raises:
+        PrecisionError: For what is no optimizer, or no floating dtype.
     """
-    safe = torch.finfo(as_dtype(dtype)).tiny
+    require_optimizer(optimizer, "lift_eps_(optimizer)")
+    safe = torch.finfo(as_floating(dtype, "lift_eps_(dtype)")).tiny
     lifted = []
     for number, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
@@ -236,8 +240,9 @@ def no_gradients() -> PrecisionError:
 
 def check_max_norm(max_norm: float | None) -> None:
     """Refuse a clipping norm that clips nothing or turns updates round."""
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm}; allowed: a number above 0, or None for no clipping")
+    allowed = "a number above 0, or None for no clipping"
+    if max_norm is not None and not as_number(max_norm, "step(max_norm)", allowed) > 0:
+        raise PrecisionError(f"max_norm={max_norm}; allowed: {allowed}")
 
 
 @torch.no_grad()

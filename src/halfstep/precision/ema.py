@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype, as_number, require_model
 from halfstep.precision.local import local_part, reshard_
 from halfstep.precision.rounding import random_bits, round_stochastic
 
@@ -38,7 +39,7 @@ class EMA:
         model: nn.Module,
         decay: float = 0.999,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         """Start the average at the model's trainable weights.
@@ -46,16 +47,19 @@ class EMA:
         Args:
             model: Best given before its weights are cast to 16 bit.
             decay: Above 0 and below 1.
-            dtype: torch.float32, or torch.bfloat16 at half the memory.
+            dtype: fp32, or bf16 at half the memory; by name or as a torch.dtype.
             seed: Of stochastic rounding.
 
         Raises:
-            PrecisionError: For a decay or dtype that is not allowed.
+            PrecisionError: For a decay or dtype that is not allowed, or what is no model.
         """
+        require_model(model, "EMA(model)")
+        decay = as_number(decay, "EMA(decay)", "0 < decay < 1")
         if not 0 < decay < 1:
             raise PrecisionError(f"decay={decay}; allowed: 0 < decay < 1")
+        dtype = as_dtype(dtype)
         if dtype not in (torch.float32, torch.bfloat16):
-            raise PrecisionError(f"dtype={dtype}; an average is kept in fp32 or bf16")
+            raise PrecisionError(f"an average in {dtype}; allowed: fp32 or bf16")
         self.decay = decay
         self.seed = seed
         self.updates = 0

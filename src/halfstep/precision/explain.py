@@ -7,7 +7,7 @@ from torch import nn
 
 from halfstep.formats import FORMATS
 from halfstep.precision.autocast import support
-from halfstep.precision.border import as_device
+from halfstep.precision.border import as_device, require_model
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.rules import kept_parameters, place
@@ -62,7 +62,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
         model: Any module, on any device.
 
     Raises:
-        PrecisionError: If a rule matches nothing, or rules contradict each other.
+        PrecisionError: If a rule matches nothing, rules contradict each other, or it is no model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -73,6 +73,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
         total                                                 488
     """
     value = parse_policy(policy)
+    require_model(model, "explain_model(model)")
     kept = kept_parameters(value, model)
     low = sum(bytes_per_parameter(value).values())
     high = sum(bytes_per_parameter(value, kept=True).values())

@@ -141,7 +141,7 @@ class NoLossScale:
     at_floor = True
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss itself."""
+        """The loss as it is, in its own dtype."""
         return loss
 
     def start_at(self, value: float) -> None:
@@ -151,7 +151,7 @@ class NoLossScale:
         """Do nothing: there is no scale to adapt."""
 
     def state_dict(self) -> State:
-        """Empty: nothing changes."""
+        """An empty state: nothing here ever changes."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
@@ -160,7 +160,7 @@ class NoLossScale:
 
 
 class StaticLossScale:
-    """One scale throughout."""
+    """The same scale in every step, whatever overflows."""
 
     at_floor = False
 

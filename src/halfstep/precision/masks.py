@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_dtype
+from halfstep.precision.border import as_floating, as_number
 from halfstep.precision.policy import dtype_name
 
 # The smallest number that libraries write for "masked" in an added mask.
@@ -39,13 +39,11 @@ def mask_value(dtype: str | torch.dtype) -> float:
         >>> mask_value(torch.float16)
         -16376.0
     """
-    dtype = as_dtype(dtype)
-    _require_floating(dtype)
-    return torch.finfo(dtype).min / 4
+    return torch.finfo(as_floating(dtype, "mask_value(dtype)")).min / 4
 
 
 def check_mask(
-    mask: Tensor | float, *, what: str = "attention mask", dtype: torch.dtype | None = None
+    mask: Tensor | float, *, what: str = "attention mask", dtype: str | torch.dtype | None = None
 ) -> None:
     """Refuse a mask that makes NaN, or that means something else in the scores' format.
 
@@ -56,12 +54,15 @@ def check_mask(
             ``torch.nn.functional.scaled_dot_product_attention`` (True takes part); floating is
             added to the scores. Or the constant alone that a mask is filled with.
         what: Its name in the message.
-        dtype: Of the scores, if it is not the mask's own.
+        dtype: Of the scores, or its name, if it is not the mask's own.
 
     Raises:
         PrecisionError: For NaN, numbers beyond the dtype, numbers that become infinite when two
-            such masks are added, and rows in which everything is masked (at or below -1e4).
+            such masks are added, and rows in which everything is masked (at or below -1e4); for
+            what is no mask and no floating dtype.
     """
+    if not isinstance(mask, Tensor):
+        mask = as_number(mask, "check_mask(mask)", "a tensor, or the number it is filled with")
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         _check_rows(~mask, what)
         return
@@ -72,8 +73,8 @@ def check_mask(
             f"the {what} is {dtype_name(values.dtype)}: added to the scores, its 1 and 0 mask "
             "nothing; use mask.bool(), or 0 and halfstep.mask_value(dtype)"
         )
-    scores = dtype or (torch.float32 if constant else values.dtype)
-    _require_floating(scores)
+    own = torch.float32 if constant else values.dtype
+    scores = own if dtype is None else as_floating(dtype, "check_mask(dtype)")
     form, limit = dtype_name(scores), torch.finfo(scores).max
     if bool(values.isnan().any()):
         raise PrecisionError(f"the {what} holds {int(values.isnan().sum())} NaN; allowed: none")
@@ -111,8 +112,3 @@ def _check_rows(masked: Tensor, what: str) -> None:
         "from there (NaN, or the mean of what is masked); unmask one position of such rows and "
         "drop their result"
     )
-
-
-def _require_floating(dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise PrecisionError(f"{dtype} is no format of scores; allowed: floating dtypes")

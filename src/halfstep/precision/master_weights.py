@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.arrivals import Arrivals
+from halfstep.precision.border import require
 from halfstep.precision.cast import cast_parameters_
 from halfstep.precision.gradients import multiply_
 from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
@@ -380,7 +381,21 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Set every weight from :meth:`items`, of this policy or of another."""
+        """Set every weight from :meth:`items`, of this policy or of another.
+
+        Raises:
+            PrecisionError: If a weight is missing or of another shape; nothing is changed then.
+        """
+        allowed = "fp32 tensors by the names of Precision.named_parameters()"
+        for weight in self._weights.values():
+            table = require(values, Mapping, "start_from_(values)", allowed)
+            value = require(table.get(weight.name), Tensor, f"start_from_({weight.name})", allowed)
+            if value.shape != weight.target.shape:
+                raise PrecisionError(
+                    f"start_from_({weight.name}) got shape {tuple(value.shape)}; allowed: "
+                    f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
+                    "part of it"
+                )
         for weight in self._weights.values():
             if weight.keeper is None:
                 weight.target.copy_(values[weight.name])
@@ -403,7 +418,7 @@ class Loaded:
         self.weights = False
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Remember it."""
+        """Note that weights were loaded into the model: masters start from them anew."""
         self.weights = True
 
 

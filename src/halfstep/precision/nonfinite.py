@@ -40,12 +40,16 @@ class OnNonFinite:
     count: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> OnNonFinite:
-        """Read the written form.
+    def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
+        """Read the written form; a value is itself.
 
         Raises:
             PrecisionError: If it is neither of the three.
         """
+        if isinstance(text, OnNonFinite):
+            return text
+        if not isinstance(text, str):
+            text = repr(text)  # which is none of them
         name, _, number = text.partition(":")
         if text == "stop":
             return cls()

@@ -34,13 +34,13 @@ class KeepsMasters(Protocol):
         """Take a step with these gradients times a number."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """As :func:`halfstep.precision.gradients.global_norm`."""
+        """The 2-norm of all: :func:`halfstep.precision.gradients.global_norm`."""
 
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 numbers that a parameter stands for."""
 
     def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set them."""
+        """Round fp32 numbers into a parameter and what is kept beside it."""
 
 
 def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) -> Tensor:

@@ -92,7 +92,17 @@ class PrecisionPolicy:
         for name in ("param", "compute", "output", "grad", "reduce", "master"):
             dtype = getattr(self, f"{name}_dtype")
             if dtype not in DTYPES.values():
+                if isinstance(dtype, str):
+                    raise PrecisionError(
+                        f"{name}={dtype!r}; allowed: a torch.dtype; by name write a field string, "
+                        "such as halfstep.parse_policy('params=bf16')"
+                    )
                 raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+        if not isinstance(self.loss_scale, LossScaleConfig):
+            raise PrecisionError(
+                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
+                "LossScaleConfig(kind='dynamic')"
+            )
         ways = (("update", Update), ("moments", Moments), ("casts", Casts))
         for key, allowed in ((key, get_args(kind)) for key, kind in ways):
             if getattr(self, key) not in allowed:

@@ -64,7 +64,7 @@ def make_portable_(
 
 
 def make_plain_(model: nn.Module) -> None:
-    """Undo :func:`make_portable_`."""
+    """Take from a model what :func:`make_portable_` gave it for copies and pickles."""
     for module in model.modules():
         for name in _OF_A_MODULE:
             module.__dict__.pop(name, None)

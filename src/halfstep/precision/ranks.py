@@ -18,13 +18,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_device, require
 from halfstep.precision.gradients import NonFinite
 from halfstep.precision.local import is_sharded, parts_of
 
@@ -71,17 +72,17 @@ class OneRank:
     """A run of one process, or of processes that have nothing to do with each other."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own."""
+        """This process's own loss and norm: there is nobody to add up with."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every).to(loss.device)
         value, length = torch.stack([loss.to(total.dtype), total]).tolist()
         return value, length
 
     def cannot(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits for this one."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks."""
+        """The marks as they were given."""
         return list(marks)
 
     def worst_(self, marks: Tensor) -> None:
@@ -92,7 +93,7 @@ class OneRank:
         return 1
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """The same."""
+        """What this process found, as it is."""
         return found
 
 
@@ -101,7 +102,7 @@ class ManyRanks:
 
     def __init__(
         self,
-        device: torch.device,
+        device: str | torch.device,
         *,
         loss_share: float | None = None,
         model_parallel: int | None = None,
@@ -109,7 +110,8 @@ class ManyRanks:
         """Take part in the default group, which must exist.
 
         Args:
-            device: Where the ranks' sums are made; one that the group's backend serves.
+            device: Where the ranks' sums are made: one that the group's backend serves, or its
+                name.
             loss_share: What a rank's loss counts in the step's. None: 1 / number of ranks, the mean
                 of the ranks' losses, as with DDP and FSDP2 by themselves, which average gradients.
                 1 where ranks have different parts of a sum.
@@ -118,10 +120,17 @@ class ManyRanks:
                 of them holds another part. None: all ranks of the group.
 
         Raises:
-            PrecisionError: If ``model_parallel`` does not divide the number of ranks.
+            PrecisionError: If ``model_parallel`` does not divide the number of ranks, or no
+                process group has been initialised.
         """
+        self._device = as_device(device)
+        if not dist.is_available() or not dist.is_initialized():
+            raise PrecisionError(
+                "ManyRanks: there is no default process group to agree in; call "
+                "torch.distributed.init_process_group, or halfstep.distributed.open_world, before "
+                "it. Allowed without one: halfstep.OneRank()"
+            )
         self._size = dist.get_world_size()
-        self._device = device
         self._loss_share = 1 / self._size if loss_share is None else loss_share
         self._model_parallel = self._size if model_parallel is None else model_parallel
         if self._model_parallel < 1 or self._size % self._model_parallel:
@@ -200,6 +209,22 @@ def ranks_of_this_process(device: torch.device) -> Ranks:
     return OneRank()
 
 
+def as_ranks(value: object) -> Ranks:
+    """What ranks agree by: :class:`OneRank`, :class:`ManyRanks`, or one's own :class:`Ranks`.
+
+    Raises:
+        PrecisionError: For what has not its methods.
+    """
+    offered = (n for n in vars(Ranks) if not n.startswith("_"))
+    if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
+        raise PrecisionError(
+            f"ranks={value!r}; allowed: halfstep.OneRank(), halfstep.ManyRanks(device), an object "
+            "with all methods of halfstep.Ranks, or None for torch.distributed's default group"
+        )
+    ranks: Any = value
+    return cast(Ranks, ranks)
+
+
 @torch.no_grad()
 def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """Refuse trainable parameters that are neither sharded nor marked, and differ between ranks.
@@ -215,11 +240,16 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
 
     Raises:
         PrecisionError: The same on every rank, naming the first that differs; or that the ranks'
-            models have different parameters.
+            models have different parameters; or that these are no pairs of name and parameter.
     """
+    as_ranks(ranks)
+    allowed = "model.named_parameters()"
+    where = "check_replicas(named_parameters)"
+    every = list(require(named_parameters, Iterable, where, allowed))
+    for pair in every:
+        require(pair, tuple, where, allowed)
     if isinstance(ranks, OneRank):
         return
-    every = list(named_parameters)
     plain = [
         (name, p)
         for name, p in every

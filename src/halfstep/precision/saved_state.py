@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import require
 from halfstep.precision.local import local_part
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import DTYPES, PrecisionPolicy
@@ -51,9 +52,13 @@ def check_state(
     """
     counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
     expected = {"policy", "loss_scale", *counts, "masters"}
+    require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
+    if weights is not None:
+        require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
     if set(state) != expected:
         raise PrecisionError(
-            f"the saved precision state has keys {sorted(state)}, expected {sorted(expected)}"
+            f"the saved precision state has keys {sorted(map(str, state))}, expected "
+            f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
         )
     if state["policy"] != str(policy) and weights is None:
         raise PrecisionError(

@@ -29,6 +29,7 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.after_step import AfterStep, OnSkip
 from halfstep.precision.arrivals import Arrivals
 from halfstep.precision.autocast import Autocast, arithmetic, require_support
+from halfstep.precision.border import require
 from halfstep.precision.calibrate import calibrated
 from halfstep.precision.cast import cast_at_border, give_back_, is_cast
 from halfstep.precision.checks import (
@@ -54,7 +55,7 @@ from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
 from halfstep.precision.parse import parse_policy
 from halfstep.precision.policy import LOW, PrecisionPolicy
 from halfstep.precision.portable import make_plain_, make_portable_
-from halfstep.precision.ranks import Ranks, check_replicas, ranks_of_this_process
+from halfstep.precision.ranks import Ranks, as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.result import StepResult
 from halfstep.precision.saved_state import check_state, load_scale
 from halfstep.precision.wrappers import check_wrappers
@@ -81,7 +82,7 @@ class Precision:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        on_nonfinite: str = "stop",
+        on_nonfinite: str | OnNonFinite = "stop",
         schedulers: Sequence[Any] = (),
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
@@ -128,7 +129,7 @@ class Precision:
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
-        self._ranks = ranks_of_this_process(self.device) if ranks is None else ranks
+        self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
         check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
@@ -188,6 +189,10 @@ class Precision:
         """
         self._require_open()
         check_loss(loss)
+        if inputs is not None:
+            require(
+                inputs, (Tensor, list, tuple), "backward(inputs)", "a tensor, or a list of some"
+            )
         self._scalers.require(loss)
         self.masters.adopt()
         self._forget_cleared()
@@ -250,8 +255,8 @@ class Precision:
             NonFiniteError: If going on cannot help and ``on_nonfinite`` does not say otherwise: no
                 finite loss; no scale to lower, or one at its floor; or too many steps in a row
                 skipped. Weights and optimizer state are as before the step.
-            PrecisionError: If ``backward`` was not called, or no parameter got a gradient.
-            ValueError: If ``max_norm`` is not above 0.
+            PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
+                ``max_norm`` is not above 0.
         """
         self._require_open()
         check_max_norm(max_norm)

@@ -202,7 +202,7 @@ class ClassifyTask:
         return classifier_scores(self.model, batches, self.labels, judge, run.best_by)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer."""
+        """Write the tokenizer to ``folder/tokenizer``."""
         self.tokenizer.save(folder / "tokenizer")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:

@@ -119,7 +119,7 @@ class LMTask:
         return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
 
     def targets(self, batch: Batch) -> float:
-        """Tokens to learn."""
+        """Number of tokens of the batch that the loss counts."""
         return count_targets(batch)
 
     def tokens(self, step: int) -> int:

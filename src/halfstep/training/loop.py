@@ -205,7 +205,7 @@ class _Losses:
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
 
     def close(self) -> None:
-        """Unhook."""
+        """Take the meter's hooks off the optimizers."""
         self._meter.close()
 
 

@@ -108,7 +108,7 @@ class MetricsFile:
             raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close ``metrics.jsonl``; nothing can be written afterwards."""
         self._file.close()
 
 
@@ -116,10 +116,10 @@ class NoMetrics:
     """The null object: of ranks that do not write."""
 
     def write(self, record: Record) -> None:
-        """Nothing."""
+        """Write nothing: rank 0 does."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Close nothing: no file is open."""
 
 
 def _kept(path: Path, last_step: int) -> list[str]:

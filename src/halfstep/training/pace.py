@@ -20,11 +20,11 @@ class Pace:
         self._evaluations: list[float] = []
 
     def stepped(self, seconds: float) -> None:
-        """Count a step."""
+        """Take in the seconds of a step; the last 20 count."""
         self._steps = [*self._steps[-19:], seconds]
 
     def evaluated(self, seconds: float) -> None:
-        """Count an evaluation."""
+        """Take in the seconds of an evaluation; the last 5 count."""
         self._evaluations = [*self._evaluations[-4:], seconds]
 
     def seconds_left(self) -> float:

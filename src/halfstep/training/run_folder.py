@@ -55,7 +55,7 @@ class RunFolder:
     _lock: IO[str]
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, so that another process may write to the folder."""
         self._lock.close()
 
 

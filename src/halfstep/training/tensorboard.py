@@ -19,17 +19,17 @@ class MetricsSink(Protocol):
         """Take one step's record."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write out what is buffered, and take no more."""
 
 
 class NoSink:
-    """Nowhere."""
+    """The null object: records go to ``metrics.jsonl`` alone."""
 
     def write(self, record: Record) -> None:
-        """Do nothing."""
+        """Pass over the record: nobody asked for it."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close nothing: no writer is open."""
 
 
 class TensorBoardSink:
@@ -49,7 +49,7 @@ class TensorBoardSink:
                 self._writer.add_scalar(key, float(value), record.step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write out what is buffered, and close the writer."""
         self._writer.close()
 
 

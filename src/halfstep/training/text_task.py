@@ -127,7 +127,7 @@ class TextTask:
         return self.config.run.batch_size * self.config.block_size
 
     def flops(self, tokens: float) -> float:
-        """See :meth:`GPT.flops_per_token`."""
+        """Floating-point operations of a step over ``tokens``: :meth:`GPT.flops_per_token`."""
         return self.model.flops_per_token(self.config.block_size) * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
@@ -136,7 +136,7 @@ class TextTask:
         return evaluate(batches, judge, tokens_per_byte(self.data.validation))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer."""
+        """Write the tokenizer to ``folder/tokenizer``."""
         self.data.tokenizer.save(folder / "tokenizer")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
