@@ -1,0 +1,111 @@
+"""The training loop that people write by hand, around models of packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import halfstep
+from strangers.packages.runs import STEPS, Program, Run, lines_changed
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+
+def plain(model: nn.Module, optimizer: Optimizer, batches: Sequence[Any], loss_of: LossOf):
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mixed(policy, model: nn.Module, optimizer: Optimizer, batches: Sequence[Any], loss_of: LossOf):
+    losses = []
+    precision = halfstep.Precision(policy, model, optimizer)
+    for batch in batches:
+        with precision.autocast():
+            loss = loss_of(model, batch)
+        precision.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        result = precision.step()
+        assert result.applied, f"a step was skipped that fp32 takes: {result.reason}"
+        losses.append(loss.item())
+    return losses
+
+
+def torchs(parameters: Any, lr: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def halfsteps(parameters: Any, lr: float) -> Optimizer:
+    return halfstep.optim.AdamW(parameters, lr=lr)
+
+
+def sgd(parameters: Any, lr: float) -> Optimizer:
+    """For ``fp16-pure``, in which Adam's squares of small gradients are 0 (docs/limits.md)."""
+    return torch.optim.SGD(parameters, lr=30 * lr, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class HandLoop:
+    """What the loop needs of a program.
+
+    Attributes:
+        model: Makes it, from torch's generator.
+        batch: The i-th batch.
+        loss: Of a model and a batch.
+        lr: The learning rate.
+        different: How many different batches there are; they come again and again.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    loss: LossOf
+    lr: float = 1e-3
+    different: int = 3
+
+    def __call__(self, run: Run, rule: str = "") -> list[float]:
+        torch.manual_seed(0)
+        model = run.begin(self.model().train())
+        draws = [torch.Generator().manual_seed(i) for i in range(self.different)]
+        made = [self.batch(draw) for draw in draws]
+        batches = [made[i % self.different] for i in range(STEPS)]
+        weights = [p for p in model.parameters() if p.requires_grad]
+        torch.manual_seed(1)
+        make = sgd if run.sgd else torchs
+        if run.policy is None:
+            return plain(model, make(weights, self.lr * run.rate), batches, self.loss)
+        policy = with_rule(run.policy, rule)
+        if halfstep.parse_policy(policy).needs_own_optimizer:
+            make = halfsteps
+        return mixed(policy, model, make(weights, self.lr * run.rate), batches, self.loss)
+
+
+def with_rule(policy: str, rule: str) -> str:
+    """The policy with the rule where it stores 16-bit weights; elsewhere nobody needs one."""
+    stored = halfstep.parse_policy(policy).param_dtype
+    return f"{policy},{rule}" if rule and stored != torch.float32 else policy
+
+
+def by_hand(name: str, package: str, rule: str = "", refused=None, **parts: Any) -> Program:
+    """The program, trained by the loop above."""
+    loop = HandLoop(**parts)
+
+    def lines(policy: str) -> tuple[int, int]:
+        own = halfstep.parse_policy(policy).needs_own_optimizer
+        changed = [lines_changed(plain, mixed), lines_changed(torchs, halfsteps)]
+        added, removed = (sum(part) for part in zip(*changed[: 1 + own], strict=True))
+        return added + 1, removed  # and the import
+
+    return Program(
+        name, package, lambda run: loop(run, rule), lines, refused or {}, rule
+    )
