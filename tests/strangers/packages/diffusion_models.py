@@ -73,7 +73,8 @@ def autoencoder_loss(model, batch):
     ``sample()`` would draw it in the format of the weights, other numbers in each.
     """
     latent = model.encode(batch["clean"]).latent_dist
-    noise = batch["noise"][:, : latent.mean.shape[1], : latent.mean.shape[2], : latent.mean.shape[3]]
+    _, channels, height, width = latent.mean.shape
+    noise = batch["noise"][:, :channels, :height, :width]
     image = model.decode(latent.mean + latent.std * noise).sample
     return F.mse_loss(image, batch["clean"]) + 1e-4 * latent.kl().mean()
 

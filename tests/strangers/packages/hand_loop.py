@@ -42,17 +42,16 @@ def mixed(policy, model: nn.Module, optimizer: Optimizer, batches: Sequence[Any]
     return losses
 
 
+# Adam's default of 1e-8 is 0 in fp16, which fp16-pure refuses.
+EPS = 1e-4
+
+
 def torchs(parameters: Any, lr: float) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr)
+    return torch.optim.AdamW(parameters, lr=lr, eps=EPS)
 
 
 def halfsteps(parameters: Any, lr: float) -> Optimizer:
-    return halfstep.optim.AdamW(parameters, lr=lr)
-
-
-def sgd(parameters: Any, lr: float) -> Optimizer:
-    """For ``fp16-pure``, in which Adam's squares of small gradients are 0 (docs/limits.md)."""
-    return torch.optim.SGD(parameters, lr=30 * lr, momentum=0.9)
+    return halfstep.optim.AdamW(parameters, lr=lr, eps=EPS)
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,10 @@ class HandLoop:
         batches = [made[i % self.different] for i in range(STEPS)]
         weights = [p for p in model.parameters() if p.requires_grad]
         torch.manual_seed(1)
-        make = sgd if run.sgd else torchs
         if run.policy is None:
-            return plain(model, make(weights, self.lr * run.rate), batches, self.loss)
+            return plain(model, torchs(weights, self.lr * run.rate), batches, self.loss)
         policy = with_rule(run.policy, rule)
-        if halfstep.parse_policy(policy).needs_own_optimizer:
-            make = halfsteps
+        make = halfsteps if halfstep.parse_policy(policy).needs_own_optimizer else torchs
         return mixed(policy, model, make(weights, self.lr * run.rate), batches, self.loss)
 
 
@@ -106,6 +103,4 @@ def by_hand(name: str, package: str, rule: str = "", refused=None, **parts: Any)
         added, removed = (sum(part) for part in zip(*changed[: 1 + own], strict=True))
         return added + 1, removed  # and the import
 
-    return Program(
-        name, package, lambda run: loop(run, rule), lines, refused or {}, rule
-    )
+    return Program(name, package, lambda run: loop(run, rule), lines, refused or {}, rule, loop)

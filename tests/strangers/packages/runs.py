@@ -10,11 +10,18 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-import torch
 from torch import nn
 
+from strangers.losses import Prepare
+
 STEPS = 10
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def _leave(model: object) -> None:
+    """Prepare nothing."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +30,17 @@ class Run:
 
     Attributes:
         policy: None for the program as it stands.
-        unit: How far the initial weights are moved at random, relative to each.
-        draw: Which random numbers move them.
+        prepare: What is done to the model before its first forward.
         rate: A factor of the program's learning rate; other than 1 it is a wrong run.
-        sgd: Whether by SGD instead of AdamW.
     """
 
     policy: str | None = None
-    unit: float = 0.0
-    draw: int = 0
+    prepare: Prepare = _leave
     rate: float = 1.0
-    sgd: bool = False
 
-    def begin(self, model: nn.Module) -> nn.Module:
-        """The model, with its trainable weights moved as this run says."""
-        if self.unit:
-            source = torch.Generator().manual_seed(1000 + self.draw)
-            with torch.no_grad():
-                for weight in model.parameters():
-                    way = torch.rand(weight.shape, generator=source) * 2 - 1
-                    weight.mul_(1 + self.unit * way)
+    def begin(self, model: Model) -> Model:
+        """The model, prepared as this run says."""
+        self.prepare(model)
         return model
 
 
@@ -57,6 +55,7 @@ class Program:
         lines: Lines added and removed for a policy, in the user's code.
         refused: What the refusal says, by policy; a policy that is not named trains.
         rule: A policy's rule that the model needs under 16-bit weights, or none.
+        bare: One run without that rule.
     """
 
     name: str
@@ -65,6 +64,11 @@ class Program:
     lines: Callable[[str], tuple[int, int]]
     refused: Mapping[str, str] = field(default_factory=dict)
     rule: str = ""
+    bare: Callable[[Run], list[float]] | None = None
+
+    def __str__(self) -> str:
+        """Its name, for the name of a test."""
+        return self.name
 
 
 def lines_changed(before: Callable[..., object], after: Callable[..., object]) -> tuple[int, int]:

@@ -68,8 +68,9 @@ def loss_by(kind):
 
 def made(kind) -> Program:
     return by_hand(
-        kind.__name__, "sentence-transformers", model=encoder, batch=pairs, loss=loss_by(kind)
-    )
+        kind.__name__, "sentence-transformers", model=encoder, batch=pairs, loss=loss_by(kind),
+        lr=3e-4,
+    )  # fmt: skip
 
 
 def train(run: Run) -> list[float]:

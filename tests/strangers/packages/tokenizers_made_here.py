@@ -6,10 +6,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
-WORDS = (
-    "a the cat dog bird fish sees hears likes hates runs sleeps red blue green small large "
-    "is was here there now then why because and or not one two three"
-).split()
+_TEXT = """
+a the cat dog bird fish sees hears likes hates runs sleeps red blue green small large
+is was here there now then why because and or not one two three
+"""
+WORDS = _TEXT.split()
 # Of a cat, of a dog and so on; each line means nearly what its neighbour does.
 PAIRS = [
     (f"the {what} {animal} {does}", f"a {what} {animal} {does} now")

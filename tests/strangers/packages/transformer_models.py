@@ -81,8 +81,9 @@ def whisper() -> nn.Module:
         WhisperConfig(
             vocab_size=WORDS, d_model=32, encoder_layers=1, decoder_layers=1,
             encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64,
-            decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=12, max_target_positions=LENGTH,
-            pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+            decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=12,
+            max_target_positions=LENGTH, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+            decoder_start_token_id=0,
             dropout=0.0, use_cache=False,
         )
     )  # fmt: skip
