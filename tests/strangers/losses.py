@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +157,21 @@ def kept_in(dtype: torch.dtype, stochastic: bool) -> Iterator[Prepare]:
 
         model.register_forward_pre_hook(round_all)
 
-    def before(optimizer: Optimizer, *_: object) -> None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Go over to ``dtype``: at once, or behind the closure, whose forward is in fp32."""
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if closure is None:
+            lower(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            loss = closure()
+            lower(optimizer)
+            return loss
+
+        return args[:1], {**options, "closure": evaluate}
+
+    def lower(optimizer: Optimizer) -> None:
         for p in held(optimizer):
             gradients[p], p.grad = p.grad, None
             if not stochastic:

@@ -16,7 +16,7 @@ import halfstep
 from halfstep.integrations.hf_trainer import attach
 
 # Each without a way into the Trainer: nobody keeps masters of its 16-bit weights.
-NO_MASTERS = "loses most small updates"
+NO_MASTERS = "with nothing behind them"
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+import halfstep
 from halfstep.errors import HalfstepError
 from strangers.loops import POLICIES
 from strangers.losses import Beside
 from strangers.packages.runs import Program, Run
 
-TRAINED, REFUSED, SILENT, RAW, SKIPPED = "trained", "refused", "silent", "raw", "skipped"
+TRAINED, REFUSED, RAW, SKIPPED = "trained", "refused", "raw", "skipped"
+SILENT = "silent"  # losses apart from those of fp32, or the very same: then nothing was rounded
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,26 @@ def cell(program: Program, policy: str, plain: Beside) -> Cell:
         return Cell(RAW, f"{type(error).__name__}: {error}", *lines)
     finally:
         gc.collect()
-    apart = plain.apart(policy, losses)
-    if apart:
-        return Cell(SILENT, apart, *lines)
-    return Cell(TRAINED, f"{plain.ratio(policy, losses):.2f}", *lines)
+    if policy != "fp32" and losses == plain.plain:
+        return Cell(SILENT, "to the last bit the losses of plain fp32", *lines)
+    if program.own_loss and len(losses) == len(plain.plain):
+        losses = unrounded(policy, losses, plain.plain)
+    ratio = plain.ratio(policy, losses) / program.amplifies
+    if ratio > 1:
+        return Cell(SILENT, f"{ratio:.2f}: {plain.apart(policy, losses)}", *lines)
+    return Cell(TRAINED, f"{ratio:.2f}", *lines)
+
+
+def unrounded(policy: str, losses: list[float], plain: list[float]) -> list[float]:
+    """Losses that were rounded to the weights' format, as near to the plain ones as they may be."""
+    stored = halfstep.parse_policy(policy).param_dtype
+    if stored == torch.float32:
+        return losses
+    half_a_gap = torch.finfo(stored).eps / 2
+    return [
+        mine + max(-half_a_gap * abs(mine), min(own - mine, half_a_gap * abs(mine)))
+        for mine, own in zip(losses, plain, strict=True)
+    ]
 
 
 def unexpected(program: Program, cells: dict[str, Cell]) -> dict[str, Cell]:
@@ -67,7 +87,8 @@ def check(program: Program, record: Callable[[str, object], None]) -> None:
     """
     plain = beside(program)
     wrong_run = program.train(Run(rate=0.5))
-    blind = [p for p in ("bf16-mixed", "fp16-mixed") if not plain.apart(p, wrong_run)]
+    sharp = ("bf16-mixed", "fp16-mixed")
+    blind = [p for p in sharp if plain.ratio(p, wrong_run) <= program.amplifies]
     assert not blind, f"half the learning rate passes under {blind}"
     cells = {policy: cell(program, policy, plain) for policy in POLICIES}
     if program.rule and program.bare is not None:

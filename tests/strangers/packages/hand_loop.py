@@ -36,9 +36,9 @@ def mixed(policy, model: nn.Module, optimizer: Optimizer, batches: Sequence[Any]
             loss = loss_of(model, batch)
         precision.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        result = precision.step()
-        assert result.applied, f"a step was skipped that fp32 takes: {result.reason}"
+        precision.step()
         losses.append(loss.item())
+    assert not precision.skipped_total, "a step was skipped that fp32 takes"
     return losses
 
 
@@ -93,7 +93,9 @@ def with_rule(policy: str, rule: str) -> str:
     return f"{policy},{rule}" if rule and stored != torch.float32 else policy
 
 
-def by_hand(name: str, package: str, rule: str = "", refused=None, **parts: Any) -> Program:
+def by_hand(
+    name: str, package: str, rule: str = "", *, amplifies: float = 1.0, **parts: Any
+) -> Program:
     """The program, trained by the loop above."""
     loop = HandLoop(**parts)
 
@@ -103,4 +105,6 @@ def by_hand(name: str, package: str, rule: str = "", refused=None, **parts: Any)
         added, removed = (sum(part) for part in zip(*changed[: 1 + own], strict=True))
         return added + 1, removed  # and the import
 
-    return Program(name, package, lambda run: loop(run, rule), lines, refused or {}, rule, loop)
+    return Program(
+        name, package, lambda run: loop(run, rule), lines, rule=rule, bare=loop, amplifies=amplifies
+    )

@@ -41,19 +41,23 @@ def small_lstm() -> LightningModule:
     return module
 
 
-class Recorder:
-    """Takes the losses of a module's ``training_step`` as they come."""
+def recorded(module: LightningModule) -> list[float]:
+    """The list to which the losses of the module's ``training_step`` will be added."""
+    losses: list[float] = []
+    original = module.training_step
 
-    def __init__(self, module: LightningModule) -> None:
-        self.losses: list[float] = []
-        self._step = module.training_step
-        module.training_step = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, *args, **kwargs):
-        given = self._step(*args, **kwargs)
+    def training_step(*args, **kwargs):
+        given = original(*args, **kwargs)
         loss = given["loss"] if isinstance(given, dict) else given
-        self.losses.append(loss.item())
+        losses.append(loss.item())
         return given
+
+    module.training_step = training_step
+    return losses
+
+
+def fetch_nothing() -> None:
+    """The demos' ``prepare_data`` would fetch WikiText."""
 
 
 def plain(module, loader, options):
@@ -82,7 +86,8 @@ def train(run: Run, make, loader, lr: float) -> list[float]:
         choose = own_sgd
     # the demos' configure_optimizers, with a schedule or Adam, differ in the optimizer's class only
     module.configure_optimizers = lambda: choose(module, lr * run.rate)
-    recorder = Recorder(module)
+    module.prepare_data = fetch_nothing
+    losses = recorded(module)
     options = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "max_steps": STEPS,
@@ -92,7 +97,7 @@ def train(run: Run, make, loader, lr: float) -> list[float]:
         plain(module, loader(), options)
     else:
         mixed(run.policy, module, loader(), options)
-    return recorder.losses
+    return losses
 
 
 def lines(policy: str) -> tuple[int, int]:

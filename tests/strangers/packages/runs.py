@@ -56,6 +56,8 @@ class Program:
         refused: What the refusal says, by policy; a policy that is not named trains.
         rule: A policy's rule that the model needs under 16-bit weights, or none.
         bare: One run without that rule.
+        amplifies: By how much its code makes roundings larger that no rounding of weights shows.
+        own_loss: Whether the loss comes in the format of the weights, outside of any context.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Program:
     refused: Mapping[str, str] = field(default_factory=dict)
     rule: str = ""
     bare: Callable[[Run], list[float]] | None = None
+    own_loss: bool = False
+    amplifies: float = 1.0
 
     def __str__(self) -> str:
         """Its name, for the name of a test."""
@@ -78,7 +82,7 @@ def lines_changed(before: Callable[..., object], after: Callable[..., object]) -
 
 
 def _body(function: Callable[..., object]) -> list[str]:
-    """Its lines without name, arguments and docstring."""
+    """Its lines without name and arguments, and without what only a test asserts."""
     lines = inspect.getsource(function).splitlines()
     start = next(i for i, line in enumerate(lines) if line.rstrip().endswith(":"))
-    return [line for line in lines[start + 1 :] if line.strip() and '"""' not in line]
+    return [line for line in lines[start + 1 :] if line.strip() and "assert" not in line]

@@ -66,10 +66,10 @@ def loss_by(kind):
     return loss
 
 
-def made(kind) -> Program:
+def made(kind, lr: float = 3e-4, amplifies: float = 1.0) -> Program:
     return by_hand(
         kind.__name__, "sentence-transformers", model=encoder, batch=pairs, loss=loss_by(kind),
-        lr=3e-4,
+        lr=lr, amplifies=amplifies,
     )  # fmt: skip
 
 
@@ -99,11 +99,12 @@ def train(run: Run) -> list[float]:
 
 
 PROGRAMS = [
-    made(MultipleNegativesRankingLoss),
+    # cosines are products, which *-mixed rounds; the loss multiplies them by 20
+    made(MultipleNegativesRankingLoss, amplifies=4.0),
     made(CosineSimilarityLoss),
-    made(CoSENTLoss),
+    made(CoSENTLoss, lr=1e-3),
     Program(
         "SentenceTransformerTrainer", "sentence-transformers", train, attached.lines,
-        attached.REFUSED,
+        attached.REFUSED, own_loss=True,
     ),
 ]  # fmt: skip

@@ -52,7 +52,7 @@ def train(kind, run: Run) -> list[float]:
 def made(name: str) -> Program:
     return Program(
         f"{name} in Trainer", "transformers", lambda run: train(KINDS[name], run), attached.lines,
-        attached.REFUSED,
+        attached.REFUSED, own_loss=True,
     )  # fmt: skip
 
 
