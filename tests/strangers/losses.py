@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -150,12 +152,11 @@ def kept_in(dtype: torch.dtype, stochastic: bool) -> Iterator[Prepare]:
         else:
             value.copy_(value.to(dtype))
 
-    def prepare(model: nn.Module) -> None:
-        def round_all(*_: object) -> None:
-            for p in model.parameters():
-                round_(p)
+    prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-        model.register_forward_pre_hook(round_all)
+    def round_all(module: nn.Module, *_: object) -> None:
+        for p in module.parameters() if module in prepared else ():
+            round_(p)
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Go over to ``dtype``: at once, or behind the closure, whose forward is in fp32."""
@@ -191,9 +192,14 @@ def kept_in(dtype: torch.dtype, stochastic: bool) -> Iterator[Prepare]:
                 if isinstance(value, Tensor) and value.dim():
                     value.copy_(value.to(dtype))
 
-    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    # Hooks of torch, not of the model: a program may pickle its model.
+    hooks = [
+        register_module_forward_pre_hook(round_all),
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
     try:
-        yield prepare
+        yield prepared.add
     finally:
         for hook in hooks:
             hook.remove()
