@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 import halfstep
 from halfstep.integrations.hf_trainer import attach
@@ -28,7 +27,7 @@ class Way:
         arguments: Of ``TrainingArguments``.
         trainer: Of the Trainer.
         attach: Of ``attach``.
-        autocast: A policy that the model's forward is put under, or none.
+        autocast: A policy that the Trainer's ``training_step`` is put under, or none.
     """
 
     stored: torch.dtype = torch.float32
@@ -67,15 +66,9 @@ def recorded(trainer: Any) -> list[float]:
     return losses
 
 
-def prepared(model: nn.Module, way: Way) -> nn.Module:
-    """The model in the format, and under the context, that the way says."""
-    model.to(way.stored)
-    if way.autocast:
-        model.forward = halfstep.autocast(way.autocast, "cpu")(model.forward)  # type: ignore[method-assign]
-    return model
-
-
 def attach_to(trainer: Any, way: Way) -> None:
+    if way.autocast:  # the backward too: activation checkpointing computes forwards again there
+        trainer.training_step = halfstep.autocast(way.autocast, "cpu")(trainer.training_step)
     attach(trainer, lost_updates_every=0, **way.attach)
 
 

@@ -98,4 +98,5 @@ def check(program: Program, record: Callable[[str, object], None]) -> None:
         assert "keep_fp32" in needed.seen, needed
     row = {policy: dataclasses.astuple(found) for policy, found in cells.items()}
     record("cells", json.dumps([program.package, program.name, row]))
-    assert not unexpected(program, cells)
+    wrong = unexpected(program, cells)
+    assert not wrong, "; ".join(f"{p}: {found.kind}, {found.seen}" for p, found in wrong.items())

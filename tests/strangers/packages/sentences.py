@@ -87,7 +87,7 @@ def train(run: Run) -> list[float]:
             losses = attached.recorded(trainer)
         else:
             way = attached.way_of(run.policy, LR)
-            model = attached.prepared(model, way)
+            model = model.to(way.stored)
             trainer = SentenceTransformerTrainer(
                 model, arguments(folder, kind, **way.arguments), train_dataset=data,
                 loss=MultipleNegativesRankingLoss(model), **way.trainer,

@@ -44,7 +44,7 @@ def train(run: Run, adapters: LoraConfig | None = None) -> list[float]:
         else:
             way = attached.way_of(run.policy, rate)
             trainer = SFTTrainer(
-                attached.prepared(model, way),
+                model.to(way.stored),
                 arguments(folder, SFTConfig, **{**settings, **way.arguments}),
                 train_dataset=data, processing_class=tokenizer(), peft_config=adapters,
                 **way.trainer,

@@ -40,7 +40,7 @@ def train(kind, run: Run) -> list[float]:
         else:
             way = attached.way_of(run.policy, LR)
             trainer = Trainer(
-                attached.prepared(model, way), arguments(folder, **way.arguments),
+                model.to(way.stored), arguments(folder, **way.arguments),
                 train_dataset=rows_of(kind), **way.trainer,
             )  # fmt: skip
             losses = attached.recorded(trainer)
