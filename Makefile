@@ -4,16 +4,18 @@
 # make test-slow   the tests marked slow
 # make test-without-bf16   the tests as a CPU without bf16 instructions runs them
 # make test-distributed   all tests with several processes, slow ones included
+# make test-strangers   programs nobody here wrote, in an environment of their own (.venv-strangers)
 # make benchmark   the figures of benchmarks/README.md on this machine
 
 VENV ?= .venv
 BIN = $(VENV)/bin
 WORKERS ?= 2
+STRANGERS_VENV ?= .venv-strangers
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.
-test test-slow test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
+test test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-without-bf16 test-distributed lint check wheel benchmark clean
+.PHONY: demo test test-slow test-strangers test-without-bf16 test-distributed lint check wheel benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh
@@ -21,18 +23,24 @@ demo:
 
 test:
 	@VENV=$(VENV) scripts/setup-venv.sh test
-	@$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -m "not slow and not strangers" -n $(WORKERS)
 
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+# In an environment of its own, since the packages bring others; their warnings are theirs.
+test-strangers: VENV = $(STRANGERS_VENV)
+test-strangers:
+	@VENV=$(VENV) scripts/setup-venv.sh test strangers
+	@$(BIN)/python -m pytest -q -m strangers -n $(WORKERS) -W ignore --timeout 900 tests/strangers
 
 test-without-bf16: export PYTHONPATH := $(CURDIR)/tests/without_bf16$(if $(PYTHONPATH),:$(PYTHONPATH))
 test-without-bf16: export ONEDNN_MAX_CPU_ISA = AVX2
 test-without-bf16: export ATEN_CPU_CAPABILITY = avx2
 test-without-bf16:
 	@VENV=$(VENV) scripts/setup-venv.sh test
-	@$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -m "not slow and not strangers" -n $(WORKERS)
 
 test-distributed:
 	@VENV=$(VENV) scripts/setup-venv.sh test

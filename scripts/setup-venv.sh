@@ -69,5 +69,6 @@ else
 fi
 
 say "installing halfstep${extras:+ with $extras}"
-pip install --quiet --editable ".${extras:+[$extras]}"
+# Named again, since packages such as torchvision would bring another torch with CUDA.
+pip install --quiet --editable ".${extras:+[$extras]}" "torch==$torch"
 printf '%s' "$want" >"$venv/.installed-$extras"

@@ -1,0 +1,144 @@
+"""The classic scripts train under every policy what they train in plain torch, or are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import types
+from functools import cache
+
+import pytest
+
+import halfstep
+from halfstep.errors import HalfstepError
+from strangers.loops import POLICIES
+from strangers.losses import Beside, Prepare
+from strangers.scripts.edits import SCRIPTS, Script, apply
+
+pytestmark = pytest.mark.strangers
+
+
+def execute(script: Script, source: str, **given: object) -> list[float]:
+    """Run the source's ``main`` as a module of its own, so that its classes can be pickled."""
+    name = f"strangers.scripts.{script.module}_as_run"
+    module = types.ModuleType(name)
+    module.__dict__.update(given)
+    sys.modules[name] = module
+    try:
+        exec(compile(source, f"{script.module}.py, edited", "exec"), module.__dict__)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return module.main(script.argv) if script.argv else module.main()
+    finally:
+        del sys.modules[name]
+
+
+@cache
+def beside(name: str) -> Beside:
+    script = SCRIPTS[name]
+    source = apply(script.source, script.watch)
+
+    def train(prepare: Prepare) -> list[float]:
+        return execute(script, source, prepare=prepare)
+
+    return Beside(train)
+
+
+def verdict(name: str, policy: str) -> tuple[str, str]:
+    """``equal``, ``refused``, ``raw`` or ``silent``, and what was seen."""
+    script = SCRIPTS[name]
+    own = halfstep.parse_policy(policy).needs_own_optimizer
+    try:
+        losses = execute(script, script.edited(own), policy=policy)
+    except HalfstepError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "raw", f"{type(error).__name__}: {error}"
+    told = beside(name).apart(policy, losses)
+    return ("silent", told) if told else ("equal", f"{beside(name).ratio(policy, losses):.2f}")
+
+
+OWN_OPTIMIZER = tuple(p for p in POLICIES if halfstep.parse_policy(p).needs_own_optimizer)
+STORED_16_BIT = tuple(p for p in POLICIES if p != "fp32" and "mixed" not in p)
+NO_RUNNING_STATISTICS = "running statistics in fp32"
+NO_SUCH_OPTIMIZER = "needs an optimizer that keeps"
+NO_EPS = "the optimizer's eps=1e-08 is 0 in fp16"
+FP16_PURE = "fp16-pure,init_scale=256"
+REFUSED = {
+    "mnist": dict.fromkeys(OWN_OPTIMIZER, NO_SUCH_OPTIMIZER),  # Adadelta
+    "vae": {FP16_PURE: NO_EPS},
+    "dcgan": dict.fromkeys(STORED_16_BIT, NO_RUNNING_STATISTICS),
+    "imagenet": dict.fromkeys(STORED_16_BIT, NO_RUNNING_STATISTICS),
+    "gcn": dict.fromkeys(OWN_OPTIMIZER, NO_SUCH_OPTIMIZER) | {FP16_PURE: NO_EPS},  # Adam with L2
+    "nanogpt": {FP16_PURE: NO_EPS},
+}
+"""Script, policy and the reason for every cell that does not train."""
+CURE = ",keep_fp32=type:BatchNorm2d"
+"""The rule that the refusal of running statistics names."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.filterwarnings("ignore:the second moments of:UserWarning")  # it says what it does
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")  # torch's, at once
+def test_a_script_under_every_policy(name):
+    found = {policy: verdict(name, policy) for policy in POLICIES}
+    wrong = {p: v for p, v in found.items() if v[0] in ("silent", "raw")}
+    assert not wrong
+    expected = REFUSED.get(name, {})
+    assert {p for p, (kind, _) in found.items() if kind == "refused"} == set(expected)
+    for policy, reason in expected.items():
+        assert reason in found[policy][1]
+    added, removed = SCRIPTS[name].lines_changed()
+    print(
+        f"\n{name}: {len(found) - len(expected)} trained, {len(expected)} refused; +{added}", end=""
+    )
+    print(f"; +{added} -{removed} lines", end="")
+    if SCRIPTS[name].own:
+        print(" and for halfstep's optimizers +{} -{}".format(*SCRIPTS[name].lines_changed(True)))
+
+
+@pytest.mark.parametrize("name", ["dcgan", "imagenet"])
+@pytest.mark.filterwarnings("ignore:the second moments of:UserWarning")
+def test_the_rule_that_a_refusal_names_cures_it(name):
+    found = {policy: verdict(name, policy + CURE) for policy in STORED_16_BIT}
+    left = {policy: v for policy, v in found.items() if v[0] != "equal"}
+    if name == "dcgan":  # the next refusal, of Adam's eps
+        assert NO_EPS in left.pop(FP16_PURE)[1]
+    assert not left
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_few_lines_are_changed(name):
+    """Lines that are only indented under ``autocast`` count too."""
+    added, removed = SCRIPTS[name].lines_changed(own=True)
+    assert "halfstep" not in SCRIPTS[name].source
+    assert 0 < removed <= added <= 28
+
+
+def test_an_edit_that_fits_nowhere_or_twice_is_an_error():
+    for old in ("no such line", "import "):
+        with pytest.raises(AssertionError, match="where it should stand once"):
+            apply(SCRIPTS["mnist"].source, [(old, "")])
+
+
+LOST = {
+    "mnist": "        scheduler.step()\n",
+    "dcgan": "            netD.zero_grad()\n",  # what the generator's backward has left there
+    "imagenet": '        optimizer.load_state_dict(checkpoint["optimizer"])\n',
+    "word_language_model LSTM": (
+        "            torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)\n"
+    ),
+    "nanogpt": """\
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = lr
+""",
+}
+"""A line of each script without which it trains something else."""
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed,init_scale=256"])
+@pytest.mark.parametrize("name", LOST)
+def test_a_line_that_is_lost_is_seen(name, policy):
+    script = SCRIPTS[name]
+    losses = execute(script, apply(script.edited(), [(LOST[name], "")]), policy=policy)
+    assert beside(name).apart(policy, losses)
