@@ -25,11 +25,13 @@ def execute(script: Script, source: str, **given: object) -> list[float]:
     module = types.ModuleType(name)
     module.__dict__.update(given)
     sys.modules[name] = module
+    arguments, sys.argv = sys.argv, [f"{script.module}.py", *script.argv]
     try:
         exec(compile(source, f"{script.module}.py, edited", "exec"), module.__dict__)
         with contextlib.redirect_stdout(io.StringIO()):
-            return module.main(script.argv) if script.argv else module.main()
+            return module.main()
     finally:
+        sys.argv = arguments
         del sys.modules[name]
 
 
