@@ -25,11 +25,13 @@ def execute(script: Script, source: str, **given: object) -> list[float]:
     module = types.ModuleType(name)
     module.__dict__.update(given)
     sys.modules[name] = module
+    arguments, sys.argv = sys.argv, [f"{script.module}.py", *script.argv]
     try:
         exec(compile(source, f"{script.module}.py, edited", "exec"), module.__dict__)
         with contextlib.redirect_stdout(io.StringIO()):
-            return module.main(script.argv) if script.argv else module.main()
+            return module.main()
     finally:
+        sys.argv = arguments
         del sys.modules[name]
 
 
@@ -88,13 +90,11 @@ def test_a_script_under_every_policy(name):
     assert {p for p, (kind, _) in found.items() if kind == "refused"} == set(expected)
     for policy, reason in expected.items():
         assert reason in found[policy][1]
-    added, removed = SCRIPTS[name].lines_changed()
-    print(
-        f"\n{name}: {len(found) - len(expected)} trained, {len(expected)} refused; +{added}", end=""
-    )
-    print(f"; +{added} -{removed} lines", end="")
+    lines = ["+{} -{}".format(*SCRIPTS[name].lines_changed())]
     if SCRIPTS[name].own:
-        print(" and for halfstep's optimizers +{} -{}".format(*SCRIPTS[name].lines_changed(True)))
+        lines.append("+{} -{} for halfstep's optimizers".format(*SCRIPTS[name].lines_changed(True)))
+    trained = len(found) - len(expected)
+    print(f"\n{name}: {trained} trained, {len(expected)} refused; lines", ", ".join(lines))
 
 
 @pytest.mark.parametrize("name", ["dcgan", "imagenet"])

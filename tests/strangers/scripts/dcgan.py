@@ -60,7 +60,7 @@ def pictures(count):
     return TensorDataset(waves, torch.zeros(count))
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--nz", type=int, default=16)
@@ -70,7 +70,7 @@ def main(argv=None):
     parser.add_argument("--lr", type=float, default=0.0005)
     parser.add_argument("--beta1", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=3)
-    opt = parser.parse_args(argv)
+    opt = parser.parse_args()
     torch.manual_seed(opt.seed)
     device = torch.device("cpu")
     nc = 2

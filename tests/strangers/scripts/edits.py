@@ -324,7 +324,7 @@ TRANSFORMER = Script(
     WORDS_EDITS,
     WORDS_OWN,
     WORDS_WATCH,
-    ("--model", "Transformer", "--lr", "5"),
+    ("--model", "Transformer", "--lr", "1"),
 )
 
 GCN = Script(

@@ -83,7 +83,7 @@ def test(model, criterion, input, target, mask):
     return loss.item(), acc.item()
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--lr", type=float, default=0.01)
@@ -93,7 +93,7 @@ def main(argv=None):
     parser.add_argument("--val-every", type=int, default=10)
     parser.add_argument("--include-bias", action="store_true")
     parser.add_argument("--seed", type=int, default=42)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.manual_seed(args.seed)
     device = torch.device("cpu")
 

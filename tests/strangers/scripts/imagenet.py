@@ -167,7 +167,7 @@ def worker(args):
     return seen
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--start-epoch", type=int, default=0)
@@ -178,7 +178,7 @@ def main(argv=None):
     parser.add_argument("--print-freq", type=int, default=4)
     parser.add_argument("--resume", default="")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as args.folder:
         seen = worker(args)
         # as somebody does who asks for another epoch the next day

@@ -70,7 +70,7 @@ def test(model, device, test_loader, losses):
     print(f"test: loss {test_loss:.4f}, {correct} of {len(test_loader.dataset)} right")
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--test-batch-size", type=int, default=100)
@@ -79,7 +79,7 @@ def main(argv=None):
     parser.add_argument("--gamma", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=10)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.manual_seed(args.seed)
     device = torch.device("cpu")
 

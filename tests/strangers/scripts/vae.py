@@ -53,13 +53,13 @@ def loss_function(recon_x, x, mu, logvar):
     return bce + kld
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=10)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     torch.manual_seed(args.seed)
     device = torch.device("cpu")
     train_loader = DataLoader(pictures(512, 1), batch_size=args.batch_size, shuffle=True)
