@@ -199,6 +199,7 @@ def wrong_calls():
         "scaler of an optimizer": lambda: halfstep.GradScaler(optimizer),
         "scale in words": lambda: halfstep.GradScaler("cpu", init_scale="large"),
         "scale below 0": lambda: halfstep.GradScaler("cpu", init_scale=-1.0),
+        "scale of no number": lambda: halfstep.GradScaler("cpu", init_scale=float("nan")),
         "scaler of a number of ranks": lambda: halfstep.GradScaler("cpu", ranks=2),
         "scaler of a number of names": lambda: halfstep.GradScaler("cpu", names=5),
         "plugin of no policy": lambda: lightning.HalfstepPrecision(None),
