@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
+from halfstep.optim import SGD
 from halfstep.precision.autocast import (
     Autocast,
     Support,
@@ -624,3 +625,88 @@ def test_formats_without_instructions_are_simulated_in_forward_and_backward(
         precision.backward(loss)
     assert any("convolution_backward" in op for op, _ in witness.seen)
     assert bool(witness.products_in(low)) != simulated
+
+
+# --- one context around a whole loop --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+@pytest.mark.parametrize("how", ["with", "decorator"])
+def test_a_context_around_the_loop_computes_with_the_weights_as_they_are(name, how):
+    def losses(around):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if POLICIES[name].needs_own_optimizer:
+            optimizer = SGD(model.parameters(), lr=0.5)
+        precision = Precision(scaled(name), model, optimizer)
+        seen = []
+
+        def train():
+            for x, y in batches(4):
+                with contextlib.nullcontext() if around else precision.autocast():
+                    loss = mse(model(x), y)
+                seen.append(loss.item())
+                precision.step(loss)
+            with torch.no_grad():
+                next(model.parameters()).zero_()
+                with precision.autocast():
+                    seen.append(mse(model(x), y).item())
+
+        if not around:
+            train()
+        elif how == "decorator":
+            precision.autocast()(train)()
+        else:
+            with precision.autocast():
+                train()
+        return seen
+
+    assert losses(True) == losses(False)
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_an_autocast_to_another_format_inside_of_ours_is_refused(name):
+    model = mlp()
+    optimizer = (SGD if POLICIES[name].needs_own_optimizer else torch.optim.SGD)(model.parameters())
+    precision = Precision(scaled(name), model, optimizer)
+    low = precision.policy.compute_dtype
+    other = torch.bfloat16 if low == torch.float16 else torch.float16
+    (x, _), *_ = batches(1)
+    plain = model.forward
+    model.forward = torch.autocast("cpu", dtype=other)(plain)
+    with precision.autocast(), pytest.raises(PrecisionError, match=r"a torch\.autocast to"):
+        model(x)
+    model.forward = torch.autocast("cpu", enabled=False)(plain)
+    if low == torch.float32:
+        with precision.autocast():
+            model(x)
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_model_converted_afterwards_is_refused_where_the_context_is_entered(name):
+    model = mlp()
+    optimizer = (SGD if POLICIES[name].needs_own_optimizer else torch.optim.SGD)(model.parameters())
+    precision = Precision(scaled(name), model, optimizer)
+    model.double()
+    with pytest.raises(PrecisionError, match="is fp64 on cpu now"), precision.autocast():
+        pass
+    model.to(precision.policy.param_dtype)
+    with precision.autocast():
+        pass
+
+
+@pytest.mark.parametrize("name", CPU_POLICIES)
+def test_a_step_does_not_take_a_loss_a_second_time(name):
+    model = mlp()
+    optimizer = (SGD if POLICIES[name].needs_own_optimizer else torch.optim.SGD)(model.parameters())
+    precision = Precision(scaled(name), model, optimizer)
+    (x, y), *_ = batches(1)
+    with precision.autocast():
+        loss = mse(model(x), y)
+    precision.backward(loss, retain_graph=True)
+    kept = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(PrecisionError, match=r"call step\(\) without it"):
+        precision.step(loss)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), kept, strict=True))
+    assert precision.step().loss == pytest.approx(loss.item())

@@ -220,7 +220,6 @@ class PolicyPlugin:
             self._backwards = self._forwards = min(1, len(others))  # they were backward's, too
             self.last_step = engine.step(max_norm=max_norm)
         self._applied = self.last_step.applied
-        torch.clear_autocast_cache()  # a forward after it, in the same context, has new weights
 
     def _nothing_to_do(self, engine: Precision, optimizer: Optimizer) -> bool:
         """Whether no gradient came to this optimizer; torch's steps change nothing then."""

@@ -122,11 +122,15 @@ class MasterWeights:
         Those that are 16 bit by then start from their 16-bit values; others are cast.
 
         Raises:
-            PrecisionError: If an optimizer was given a tensor that is not the model's.
+            PrecisionError: If an optimizer was given a tensor that is not the model's, or a
+                parameter was converted since it was taken in.
         """
         self._install(False)  # in case that a load of a state has raised half-way
         settled = self._settled
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
+        for weight in self._weights.values():
+            if weight.parameter.dtype != weight.dtype:
+                raise _converted(weight)
         if all(id(p) in settled or not p.requires_grad for p in held):
             return
         for optimizer in self._optimizers:

@@ -103,15 +103,19 @@ class ForwardWatch:
 
     The output of a forward outside of it gets a hook that refuses gradients of
     ``Precision.backward``, so that a forward that is never trained on is free to run anywhere.
+    After each forward of the model autocast forgets the weights that it has cast, so that a context
+    around a whole loop computes with the weights as they are.
     """
 
     def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
         self._policy = policy
         self._device = device
         self._needed = policy.compute_dtype != torch.float32 or policy.tf32
+        self._model: weakref.ref[nn.Module] | None = None
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Watch a model, and its children for methods that are not its forward."""
+        self._model = weakref.ref(model)
         watched = {id(m): m for m in (model, *model.children())}
         return [module.register_forward_hook(self) for module in watched.values()]
 
@@ -122,7 +126,8 @@ class ForwardWatch:
 
         Raises:
             PrecisionError: If ``torch.export`` records it inside the context of a ``*-mixed``
-                policy: of that the program would keep some casts, and fail where it runs.
+                policy: of that the program would keep some casts, and fail where it runs. If a
+                ``torch.autocast`` of another format is on inside of the context.
         """
         if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
@@ -130,17 +135,35 @@ class ForwardWatch:
                 "torch.export.export(model, ...) outside of precision.autocast(): the program then "
                 "computes in fp32, and in 16 bits where it is called inside torch.autocast"
             )
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        if self._policy.casts_per_op and self._model is not None and self._model() is module:
+            torch.clear_autocast_cache()
+        if not torch.is_grad_enabled():
             return
         if is_running():  # activation checkpointing runs it again inside of a backward
             return
         context = active_autocast()
         if context is not None and context.policy.compute_dtype == self._policy.compute_dtype:
+            self._require_one_format(module)
             return
         if self._needed or torch.is_autocast_enabled(self._device.type):
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_RefuseGradient(self._policy))  # type: ignore[no-untyped-call]
+
+    def _require_one_format(self, module: nn.Module) -> None:
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind):
+            return
+        found = torch.get_autocast_dtype(kind)
+        if found != self._policy.compute_dtype:
+            raise PrecisionError(
+                f"a torch.autocast to {dtype_name(found)} was on in the forward of "
+                f"{type(module).__name__}, inside precision.autocast() of policy {self._policy}, "
+                f"which computes in {dtype_name(self._policy.compute_dtype)}. Take that autocast "
+                "out, be it a context or a decorator of forward; enabled=False is allowed"
+            )
 
 
 class _RefuseGradient:

@@ -124,6 +124,7 @@ class Precision:
         self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
+        self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
@@ -205,6 +206,7 @@ class Precision:
                 self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
+        self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
         self.masters.note()
@@ -221,7 +223,9 @@ class Precision:
         ``zero_grad()`` of the model or of all optimizers does the same.
         """
         self.masters.clear()
-        self._loss = None
+        self._loss = self._last = None
+        if self.policy.casts_per_op:  # a context that is still on must cast the new weights
+            torch.clear_autocast_cache()
 
     def close(self) -> None:
         """Give the model and the optimizers back: no hooks, no context needed, steps by hand.
@@ -264,6 +268,11 @@ class Precision:
         if loss is not None and not isinstance(loss, Tensor):
             return self._step_with(as_closure(loss), max_norm)
         if loss is not None:
+            if self._last is not None and self._last() is loss:
+                raise PrecisionError(
+                    "step(loss) back-propagates the loss, and backward(loss) has done so already: "
+                    "call step() without it"
+                )
             self.backward(loss)
         try:
             gradients = self._gradients()
