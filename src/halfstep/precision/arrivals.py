@@ -139,9 +139,10 @@ class Arrivals:
         self._handles = []
 
     def close(self) -> None:
-        """Let parameters take gradients as torch's do; those that are there must be dropped."""
+        """Let parameters take gradients as torch's do; 16-bit ones lose those that are there."""
         self.release()
         for parameter in self._low:
+            parameter.grad = None  # torch asks for that
             parameter.grad_dtype = parameter.dtype
         self._low, self._sharded, self._left = [], [], []
 

@@ -108,8 +108,8 @@ class MasterWeights:
         for optimizer in optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
         self._loaded = Loaded()
-        hook = model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
-        self.handles.append(hook)
+        if policy.keeps_more_than_weights:
+            self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
         self._adopt_all()
         if policy.param_dtype != torch.float32:  # what is frozen, or no optimizer's
             cast_parameters_(model, parameter_dtypes(policy, model))
@@ -191,7 +191,7 @@ class MasterWeights:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizers update, by the model's names: masters, parts or parameters."""
-        return {weight.name: weight.target for weight in self._weights.values()}
+        return {weight.name: weight.target for weight in self._current()}
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
         """The model's own parameter that a target stands for."""
@@ -289,18 +289,24 @@ class MasterWeights:
         """Let masters take over what was written into the model's weights.
 
         Where the weight is not its rounded master, it was written by somebody else. Beside a
-        remainder no comparison is needed: see :func:`halfstep.precision.rounding.join`. After
-        ``model.load_state_dict`` every weight is taken as it is, remainders dropped.
+        remainder no comparison is needed: see :func:`halfstep.precision.rounding.join`. Weights
+        that ``model.load_state_dict`` has changed are taken as they are, remainders dropped.
         """
-        if self._loaded.weights:
-            self.load_({weight.name: weight.visible for weight in self._weights.values()})
         for weight in self._weights.values():
-            if not weight.copied:
-                continue
+            self._take_(weight)
+        self._loaded.names.clear()
+
+    def _take_(self, weight: Weight) -> None:
+        """Let what stands behind one weight take over what was written into it."""
+        if weight.keeper is None and not weight.copied:
+            return
+        if weight.name in self._loaded.names:
+            self._set_(weight, weight.visible)
+        elif weight.copied:
             visible, master = weight.visible, weight.target.detach()
             if visible.stride() != master.stride() or not visible.is_contiguous():
                 _take_written_(master, visible)
-                continue
+                return
             pairs = zip(
                 torch.split(master.view(-1), _CHUNK),
                 torch.split(visible.view(-1), _CHUNK),
@@ -308,6 +314,22 @@ class MasterWeights:
             )
             for piece, seen in pairs:
                 _take_written_(piece, seen)
+
+    @torch.no_grad()
+    def take_all_(self) -> None:
+        """Take every weight exactly as it is, and drop what lies behind it."""
+        for weight in self._weights.values():
+            self._set_(weight, weight.visible)
+        self._loaded.names.clear()
+
+    def _set_(self, weight: Weight, value: Tensor) -> None:
+        """Let a weight, or its master, stand for a value of any floating dtype."""
+        keeper = self._keeper(weight)
+        if keeper is None:
+            weight.target.copy_(value)
+        else:
+            with self.installed():
+                keeper.write_master_(weight.target, value.float())
 
     def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
@@ -356,28 +378,45 @@ class MasterWeights:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Name and what the weight stands for, exact, one after the other."""
-        for weight in self._weights.values():
-            if weight.keeper is None:
+        for weight in self._current():
+            keeper = self._keeper(weight)
+            if keeper is None:
                 value = weight.target.detach()
                 # what no optimizer holds has no master, and is saved beside them in their format
                 alone = value.dtype in LOW and self._policy.keeps_more_than_weights
                 yield weight.name, value.float() if alone else value
             else:
                 with self.installed():
-                    value = weight.keeper.read_master(weight.target)
+                    value = keeper.read_master(weight.target)
                 yield weight.name, value
+
+    def _current(self) -> list[Weight]:
+        """One weight of each name: the newest, where a module was replaced by another."""
+        return [*{weight.name: weight for weight in self._weights.values()}.values()]
+
+    def _keeper(self, weight: Weight) -> KeepsMasters | None:
+        """The optimizer that keeps a weight's remainder; None once it has been taken from it."""
+        keeper: Any = weight.keeper
+        if keeper is None:
+            return None
+        targets = (weight.parameter, weight.target)
+        groups = keeper.param_groups
+        held = any(p is t for group in groups for p in group["params"] for t in targets)
+        return weight.keeper if held else None
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The fp32 values that a parameter stands for, in memory of their own."""
         weight = self._weights.get(parameter)
-        if weight is None or (weight.keeper is None and not weight.copied):
+        keeper = None if weight is None else self._keeper(weight)
+        if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
-        self.take_written_()
-        if weight.keeper is None:
+        self._take_(weight)
+        self._loaded.names.discard(weight.name)
+        if keeper is None:
             return weight.target.detach().clone()
         with self.installed():
-            return weight.keeper.read_master(weight.target)
+            return keeper.read_master(weight.target)
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
@@ -387,7 +426,7 @@ class MasterWeights:
             PrecisionError: If a weight is missing or of another shape; nothing is changed then.
         """
         allowed = "fp32 tensors by the names of Precision.named_parameters()"
-        for weight in self._weights.values():
+        for weight in self._current():
             table = require(values, Mapping, "start_from_(values)", allowed)
             value = require(table.get(weight.name), Tensor, f"start_from_({weight.name})", allowed)
             if value.shape != weight.target.shape:
@@ -396,14 +435,10 @@ class MasterWeights:
                     f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
                     "part of it"
                 )
-        for weight in self._weights.values():
-            if weight.keeper is None:
-                weight.target.copy_(values[weight.name])
-            else:
-                with self.installed():
-                    weight.keeper.write_master_(weight.target, values[weight.name].float())
+        for weight in self._current():
+            self._set_(weight, values[weight.name])
         self.push_()
-        self._loaded.weights = False
+        self._loaded.names.clear()
 
     def close(self) -> None:
         """Give the parameters back as plain ones; gradients are dropped."""
@@ -412,14 +447,26 @@ class MasterWeights:
 
 
 class Loaded:
-    """A hook that remembers that weights were loaded into the model."""
+    """A hook before a load of the model's state that remembers which weights it changes.
+
+    A weight that is loaded with the value it has keeps what lies behind it: a resume is then exact
+    whether the model or Precision is loaded first.
+    """
 
     def __init__(self) -> None:
-        self.weights = False
+        self.names: set[str] = set()
+        """Weights that must be taken as they are, without what lay behind them."""
 
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Note that weights were loaded into the model: masters start from them anew."""
-        self.weights = True
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Note the weights that are about to get another value."""
+        for name, parameter in module.named_parameters():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor):
+                own, new = local_part(parameter).detach(), local_part(value).detach()
+                if own.shape != new.shape or not torch.equal(new.to(own), own):
+                    self.names.add(name)
 
 
 def _load_into_targets(

@@ -1,0 +1,133 @@
+"""Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError
+from halfstep.optim.optimizers import SGD, AdamW
+
+MAKE = {"bf16-master": torch.optim.SGD, "fp16-master": torch.optim.SGD, "bf16-split": SGD}
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+def net(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+
+
+def under(policy, model, optimizer=None, **options):
+    optimizer = optimizer or MAKE.get(policy, torch.optim.SGD)(model.parameters(), lr=0.1)
+    return optimizer, Precision(policy, model, optimizer, **options)
+
+
+def step(model, precision):
+    with precision.autocast():
+        loss = model(X).square().mean()
+    return precision.step(loss)
+
+
+def test_a_constructor_that_failed_leaves_the_parameters_to_the_next_one():
+    model = net()
+    optimizer = AdamW(model.parameters(), update="split")
+    with pytest.raises(PrecisionError, match="update='split'") as kept:
+        Precision("bf16-kahan", model, optimizer)
+    assert kept.tb is not None  # as a notebook keeps it, with the frame of the constructor
+    _, precision = under("bf16-split", model, optimizer)
+    assert step(model, precision).applied
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
+    model = net()
+    _, precision = under(policy, model, MAKE[policy](model[1].parameters(), lr=0.1))
+    for _ in range(2):  # of a second one gradients are fp32
+        with precision.autocast():
+            loss = model(X).square().mean()
+        precision.backward(loss)
+    assert model[0].weight.grad.dtype == torch.float32
+    precision.close()
+    assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_state_is_loaded_after_the_weights_that_it_has_were_unfrozen(policy):
+    model = net()
+    _, precision = under(policy, model)
+    step(model, precision)
+    saved = copy.deepcopy(precision.state_dict())
+    other = net()
+    other[0].requires_grad_(False)
+    _, later = under(policy, other)
+    other[0].requires_grad_(True)
+    later.load_state_dict(saved)
+    for name, master in later.state_dict()["masters"].items():
+        assert torch.equal(master, saved["masters"][name]), name
+
+
+@pytest.mark.parametrize("order", ["mop", "pom", "mpo", "opm", "pmo"])
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
+    model = net()
+    optimizer, precision = under(policy, model)
+    for _ in range(3):
+        step(model, precision)
+    states = {"m": model.state_dict(), "o": optimizer.state_dict(), "p": precision.state_dict()}
+    states = copy.deepcopy(states)
+    step(model, precision)
+    other = net()
+    into = dict(zip("op", under(policy, other), strict=True)) | {"m": other}
+    for one in order:
+        into[one].load_state_dict(states[one])
+    step(other, into["p"])
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(into["p"].state_dict()["masters"][name], master), name
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_load_of_some_weights_takes_those_and_keeps_what_lies_behind_the_others(policy):
+    model = net()
+    _, precision = under(policy, model)
+    step(model, precision)
+    before = precision.state_dict()["masters"]
+    assert any((v.to(model[0].weight.dtype).float() != v).any() for v in before.values())
+    model.load_state_dict({"1.weight": torch.full((1, 4), 0.3)}, strict=False)
+    after = precision.state_dict()["masters"]
+    for name, master in after.items():
+        taken = torch.full((1, 4), 0.3).to(model[0].weight.dtype).float()
+        assert torch.equal(master, taken if name == "1.weight" else before[name]), name
+
+
+def test_a_copy_looks_at_each_master_once(monkeypatch):
+    model = net()
+    _, precision = under("bf16-master", model)
+    step(model, precision)
+    with torch.no_grad():
+        model[1].bias.fill_(7.0)
+    looks, take = [], precision.masters._take_
+    monkeypatch.setattr(precision.masters, "_take_", lambda w: (looks.append(w.name), take(w)))
+    copied = copy.deepcopy(model)
+    assert sorted(looks) == sorted(n for n, _ in model.named_parameters())
+    exact = precision.state_dict()["masters"]
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter, exact[name]), name
+    assert copied[1].bias.item() == 7.0
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
+    model = net()
+    optimizer, precision = under(policy, model)
+    step(model, precision)
+    model[1] = nn.Linear(4, 3)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    assert step(model, precision).applied
+    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
+    assert step(model, precision).applied
+    saved = precision.state_dict()
+    assert saved["masters"]["1.weight"].shape == (3, 4)
+    precision.load_state_dict(saved)
+    precision.take_weights_()
+    assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
