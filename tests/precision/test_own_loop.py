@@ -131,3 +131,61 @@ def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
     precision.load_state_dict(saved)
     precision.take_weights_()
     assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
+
+
+SCALED = ["fp16-mixed", "fp16-master"]
+# Rounding to fp16 of operands and results in a forward and a backward of two layers.
+NEAR = {"rtol": 0.02, "atol": 1e-3}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", *SCALED])
+def test_a_gradient_of_the_input_is_unscaled_and_its_loss_is_none_of_the_step(policy):
+    model = net()
+    expected = X.clone().requires_grad_()
+    net()(expected).square().mean().backward()
+    _, precision = under(policy, model)
+    for ask in (lambda x: x, lambda x: [x]):
+        x = X.clone().requires_grad_()
+        with precision.autocast():
+            loss = model(x).square().mean()
+        precision.backward(loss, inputs=ask(x))
+        torch.testing.assert_close(x.grad, expected.grad, **NEAR)
+        assert not x._backward_hooks
+        assert all(p.grad is None for p in model.parameters())
+    with precision.autocast():
+        loss = model(X).square().mean()
+    assert precision.step(loss).loss == loss.item()
+
+
+@pytest.mark.parametrize("policy", SCALED)
+def test_parameters_of_a_loss_module_get_unscaled_gradients(policy):
+    model, centre = net(), nn.Parameter(torch.tensor([0.5]))
+    reference, own = net(), nn.Parameter(torch.tensor([0.5]))
+    (reference(X) - own).square().mean().backward()
+    _, precision = under(policy, model)
+    with precision.autocast():
+        loss = (model(X) - centre).square().mean()
+    precision.backward(loss)
+    torch.testing.assert_close(centre.grad, own.grad, **NEAR)
+
+
+@pytest.mark.parametrize("first", SCALED)
+@pytest.mark.parametrize("second", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_a_loss_of_one_precision_reaches_the_model_of_another_unscaled(first, second):
+    body, head = net(outputs=4), nn.Linear(4, 1)
+    expected = copy.deepcopy(nn.Sequential(body, head))
+    loss = expected(X).square().mean()
+    loss.backward()
+    _, of_body = under(first, body)
+    _, of_head = under(second, head)
+    for _ in range(2):  # the head's own first, so that a hook of either may be there
+        with of_body.autocast():
+            hidden = body(X)
+        with of_head.autocast():
+            loss = head(hidden).square().mean()
+        of_head.backward(loss, retain_graph=True)
+        of_head.discard()
+        of_body.backward(loss)
+        torch.testing.assert_close(head.weight.grad, expected[1].weight.grad, **NEAR)
+        of_body.discard()
+        of_head.discard()

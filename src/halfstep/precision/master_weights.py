@@ -272,6 +272,11 @@ class MasterWeights:
                 gradient = gradient.to(parameter.grad_dtype)
             parameter.grad = place_like(gradient, parameter)
 
+    def trains(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether any of some tensors is a parameter that an optimizer holds."""
+        found = (self._weights.get(tensor) for tensor in tensors)
+        return any(weight is not None and weight.held for weight in found)
+
     def note(self) -> None:
         """Remember how a backward has left the gradients: see :meth:`Arrivals.cleared`."""
         self.arrivals.note(weight.parameter for weight in self._weights.values() if weight.held)

@@ -187,7 +187,8 @@ class Precision:
             loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
             retain_graph: As ``Tensor.backward``, and so are the other two.
             create_graph: See there.
-            inputs: See there.
+            inputs: See there. Where no parameter of the optimizers is among them, the loss counts
+                in no step.
 
         Raises:
             PrecisionError: If the loss is no scalar or has no gradient, was scaled by a GradScaler,
@@ -195,10 +196,11 @@ class Precision:
         """
         self._require_open()
         check_loss(loss)
+        asked: Sequence[Tensor] = ()
         if inputs is not None:
-            require(
-                inputs, (Tensor, list, tuple), "backward(inputs)", "a tensor, or a list of some"
-            )
+            allowed = "a tensor, or a list of some"
+            require(inputs, (Tensor, list, tuple), "backward(inputs)", allowed)
+            asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
         self._forget_cleared()
@@ -207,10 +209,13 @@ class Precision:
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
-            with self.masters.arrivals.running(self.loss_scale.value):
+            self.masters.arrivals.meet(loss)
+            with self.masters.arrivals.running(self.loss_scale.value, asked):
                 self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
+        if inputs is not None and not self.masters.trains(asked):
+            return  # as of an attack on the inputs: this loss is none of the step's
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
         self.masters.note()
