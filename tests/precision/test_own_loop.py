@@ -1,13 +1,15 @@
 """Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, PrecisionError
+from halfstep import EMA, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.precision import master_weights
 
 MAKE = {"bf16-master": torch.optim.SGD, "fp16-master": torch.optim.SGD, "bf16-split": SGD}
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -106,10 +108,12 @@ def test_a_copy_looks_at_each_master_once(monkeypatch):
     step(model, precision)
     with torch.no_grad():
         model[1].bias.fill_(7.0)
-    looks, take = [], precision.masters._take_
-    monkeypatch.setattr(precision.masters, "_take_", lambda w: (looks.append(w.name), take(w)))
+    looks, follow = [], master_weights._follow_
+    monkeypatch.setattr(
+        master_weights, "_follow_", lambda m, v: (looks.append(v.data_ptr()), follow(m, v))
+    )
     copied = copy.deepcopy(model)
-    assert sorted(looks) == sorted(n for n, _ in model.named_parameters())
+    assert sorted(looks) == sorted(p.data_ptr() for p in model.parameters())
     exact = precision.state_dict()["masters"]
     for name, parameter in copied.named_parameters():
         assert torch.equal(parameter, exact[name]), name
@@ -189,3 +193,60 @@ def test_a_loss_of_one_precision_reaches_the_model_of_another_unscaled(first, se
         torch.testing.assert_close(head.weight.grad, expected[1].weight.grad, **NEAR)
         of_body.discard()
         of_head.discard()
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(policy):
+    (model, other), losses = (net(), net()), []
+    _, precision = under(policy, model)
+    _, undisturbed = under(policy, other)
+    for _ in range(3):
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value / 2 for name, value in own.items()})
+        with precision.autocast(), torch.no_grad():
+            losses.append(model(X).square().mean().item())
+        model.load_state_dict(own)
+        step(model, precision)
+        step(other, undisturbed)
+    exact = undisturbed.state_dict()["masters"]
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(master, exact[name]), name
+    assert len({*losses}) == 3
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_copy_inside_of_an_average_leaves_the_masters_alone(policy):
+    model = net()
+    average = EMA(model, decay=0.5)
+    _, precision = under(policy, model, ema=average)
+    for _ in range(3):
+        step(model, precision)
+    before = precision.state_dict()["masters"]
+    with average.applied_to(model):
+        copied = copy.deepcopy(model)
+        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(master, before[name]), name
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter.to(shown[name].dtype), shown[name]), name
+
+
+def test_a_backward_in_one_thread_refuses_nothing_in_another():
+    model, free = net(), net()
+    _, precision = under("fp16-mixed", model)
+    _, _held = under("bf16-mixed", free)
+    inside, gradients = threading.Event(), []
+
+    def elsewhere():
+        inside.wait(10)
+        x = X.clone().requires_grad_()
+        gradients.extend(torch.autograd.grad(free(x).sum(), x))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    hook = model[0].weight.register_hook(lambda g: (inside.set(), thread.join(10))[1])
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    hook.remove()
+    assert len(gradients) == 1

@@ -33,9 +33,13 @@ _BY_FSDP: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 _RUNNING: dict[int, float] = {}
 
 
-def is_running() -> bool:
-    """Whether a backward of some Precision runs, in this thread or with CUDA's help in another."""
-    return threading.get_ident() in _RUNNING or len(_RUNNING) == 1
+def is_running(device: torch.device) -> bool:
+    """Whether this thread runs a backward of some Precision, or works for one, as on CUDA.
+
+    Args:
+        device: Of what is computed. A CPU's part of a backward runs in the thread that called it.
+    """
+    return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
 
 
 class _Unscale:
@@ -50,7 +54,7 @@ class _Unscale:
         inverse = self.inverse
         if inverse is None:
             inverse = _RUNNING.get(threading.get_ident())
-        if inverse is None and len(_RUNNING) == 1:  # on CUDA hooks run in a thread of their own
+        if inverse is None and is_running(gradient.device):  # on CUDA, in a thread of its own
             inverse = next(iter(_RUNNING.values()), None)
         return None if inverse is None or inverse == 1.0 else gradient * inverse
 

@@ -37,6 +37,7 @@ from halfstep.precision.gradients import multiply_
 from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
 from halfstep.precision.optimizer_masters import Gradients, KeepsMasters, step_optimizers
 from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
+from halfstep.precision.rounding import random_bits
 from halfstep.precision.rules import parameter_dtypes
 
 # Elements that are compared at a time: a rounded copy of them stays in the caches.
@@ -299,33 +300,23 @@ class MasterWeights:
         """
         for weight in self._weights.values():
             self._take_(weight)
-        self._loaded.names.clear()
+        self._loaded.before.clear()
 
     def _take_(self, weight: Weight) -> None:
         """Let what stands behind one weight take over what was written into it."""
         if weight.keeper is None and not weight.copied:
             return
-        if weight.name in self._loaded.names:
+        if self._loaded.changed(weight.name, weight.visible):
             self._set_(weight, weight.visible)
         elif weight.copied:
-            visible, master = weight.visible, weight.target.detach()
-            if visible.stride() != master.stride() or not visible.is_contiguous():
-                _take_written_(master, visible)
-                return
-            pairs = zip(
-                torch.split(master.view(-1), _CHUNK),
-                torch.split(visible.view(-1), _CHUNK),
-                strict=True,
-            )
-            for piece, seen in pairs:
-                _take_written_(piece, seen)
+            _follow_(weight.target.detach(), weight.visible)
 
     @torch.no_grad()
     def take_all_(self) -> None:
         """Take every weight exactly as it is, and drop what lies behind it."""
         for weight in self._weights.values():
             self._set_(weight, weight.visible)
-        self._loaded.names.clear()
+        self._loaded.before.clear()
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Let a weight, or its master, stand for a value of any floating dtype."""
@@ -416,10 +407,12 @@ class MasterWeights:
         keeper = None if weight is None else self._keeper(weight)
         if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
-        self._take_(weight)
-        self._loaded.names.discard(weight.name)
-        if keeper is None:
-            return weight.target.detach().clone()
+        if self._loaded.changed(weight.name, weight.visible):
+            return weight.visible.to(torch.float32, copy=True)
+        if keeper is None:  # the master stays: what was written may be there for a while only
+            value = weight.target.detach().clone(memory_format=torch.preserve_format)
+            _follow_(value, weight.visible)
+            return value
         with self.installed():
             return keeper.read_master(weight.target)
 
@@ -443,7 +436,7 @@ class MasterWeights:
         for weight in self._current():
             self._set_(weight, values[weight.name])
         self.push_()
-        self._loaded.names.clear()
+        self._loaded.before.clear()
 
     def close(self) -> None:
         """Give the parameters back as plain ones; gradients are dropped."""
@@ -454,13 +447,14 @@ class MasterWeights:
 class Loaded:
     """A hook before a load of the model's state that remembers which weights it changes.
 
-    A weight that is loaded with the value it has keeps what lies behind it: a resume is then exact
-    whether the model or Precision is loaded first.
+    A weight that is loaded with the value it has, or that gets it back before the next step, keeps
+    what lies behind it. So a resume is exact whether the model or Precision is loaded first, and
+    averages may be loaded for an evaluation and the weights again after it.
     """
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
-        """Weights that must be taken as they are, without what lay behind them."""
+        self.before: dict[str, int] = {}
+        """Names of weights that a load has changed, and what tells their value before it."""
 
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
@@ -468,10 +462,26 @@ class Loaded:
         """Note the weights that are about to get another value."""
         for name, parameter in module.named_parameters():
             value = state.get(prefix + name)
-            if isinstance(value, Tensor):
+            low = parameter.dtype in LOW  # nothing lies behind others
+            if low and isinstance(value, Tensor) and name not in self.before:
                 own, new = local_part(parameter).detach(), local_part(value).detach()
                 if own.shape != new.shape or not torch.equal(new.to(own), own):
-                    self.names.add(name)
+                    self.before[name] = _fingerprint(own)
+
+    def changed(self, name: str, visible: Tensor) -> bool:
+        """Whether a weight has another value by a load than before it."""
+        return name in self.before and self.before[name] != _fingerprint(visible)
+
+
+def _fingerprint(weight: Tensor) -> int:
+    """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
+    codes = weight.contiguous().view(torch.uint8).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=codes.device)
+    for start in range(0, codes.numel(), _CHUNK):
+        part = codes[start : start + _CHUNK].long()
+        factors = random_bits(0, 0, part.numel(), start=start, device=codes.device)
+        total += (part * factors).sum()
+    return int(total)
 
 
 def _load_into_targets(
@@ -497,7 +507,17 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _take_written_(master: Tensor, visible: Tensor) -> None:
+def _follow_(master: Tensor, visible: Tensor) -> None:
+    """Let a master be the weight where the weight is not the rounded master."""
+    if visible.stride() != master.stride() or not visible.is_contiguous():
+        _follow_piece_(master, visible)
+        return
+    pieces = torch.split(master.view(-1), _CHUNK), torch.split(visible.view(-1), _CHUNK)
+    for piece, seen in zip(*pieces, strict=True):
+        _follow_piece_(piece, seen)
+
+
+def _follow_piece_(master: Tensor, visible: Tensor) -> None:
     rounded = master.to(visible.dtype)
     if not torch.equal(rounded.view(torch.int16), visible.view(torch.int16)):
         written = rounded.view(torch.int16) != visible.view(torch.int16)

@@ -132,7 +132,7 @@ class ForwardWatch:
             )
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if is_running():  # activation checkpointing runs it again inside of a backward
+        if is_running(self._device):  # activation checkpointing runs it again inside of a backward
             return
         context = active_autocast()
         if context is not None and context.policy.compute_dtype == self._policy.compute_dtype:
@@ -150,7 +150,7 @@ class _RefuseGradient:
         self._policy = policy
 
     def __call__(self, gradient: Tensor) -> None:
-        if is_running():
+        if is_running(gradient.device):
             raise _outside(self._policy)
 
 
