@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import EMA, Precision, PrecisionError
+from halfstep import EMA, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.precision import master_weights
 
@@ -250,3 +250,45 @@ def test_a_backward_in_one_thread_refuses_nothing_in_another():
     precision.backward(loss)
     hook.remove()
     assert len(gradients) == 1
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
+def test_a_group_that_came_later_belongs_to_one_precision_too(policy):
+    model = net()
+    optimizer, precision = under(policy, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    step(model, precision)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    step(model, precision)
+    with pytest.raises(PrecisionError, match="trained by another Precision"):
+        under("fp32", model[1])
+    del optimizer.param_groups[-1]
+    step(model, precision)
+    _, other = under("fp32", model[1])
+    other.close()
+    precision.close()
+    precision.close()
+
+
+class Waits:
+    """Ranks of which the others wait in ``measure``; counts those that told them."""
+
+    def __init__(self):
+        self.told = 0
+
+    def cannot(self):
+        self.told += 1
+
+    def __getattr__(self, name):
+        return getattr(OneRank(), name)
+
+
+def test_a_rank_that_cannot_take_a_parameter_in_tells_the_others():
+    model, ranks = net(), Waits()
+    optimizer, precision = under("fp32", model, ranks=ranks)
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(PrecisionError, match="no parameter of the model"):
+        precision.step()
+    assert ranks.told == 1

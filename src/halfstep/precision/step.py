@@ -432,7 +432,12 @@ class Precision:
             raise no_backward()
         if self.masters.arrivals.cleared():  # as in torch, a step with zeros is one
             self._loss = torch.zeros_like(self._loss)
-        self.masters.adopt()
+        try:
+            self.masters.adopt()
+            self._door.take()
+        except PrecisionError:
+            self._ranks.cannot()
+            raise
         return self._examiner.gradients()
 
     def _judge(self, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
