@@ -440,3 +440,21 @@ def test_on_a_gpu_steps_and_skips_are_told(kind, precision):
         assert same(before, bits(model)) is (step == 1)
     assert scaler.skipped_total == 1
     assert scaler.get_scale() == (2.0**7 if precision == "fp16" else 1.0)
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_batch_that_the_loop_has_dropped_does_not_stop_the_next_step(value):
+    acc = accelerator()
+    scaler = attach(acc)
+    model = net()
+    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    acc.backward(loss_of(model, 0) * value)
+    optimizer.zero_grad()
+    loss = loss_of(model, 1)
+    acc.backward(loss)
+    optimizer.step()
+    assert scaler.last_step.applied
+    acc.backward(loss_of(model, 0) * value)  # of an accumulation: it stays, and counts
+    acc.backward(loss_of(model, 1))
+    with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf)"):
+        optimizer.step()

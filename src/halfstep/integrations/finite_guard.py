@@ -66,6 +66,9 @@ class FiniteGuard(LoopScaler):
     def scale(self, outputs: Any) -> Any:
         """The outputs times 1; a scalar is remembered as the loss of a micro-batch."""
         scaled = super().scale(outputs)
+        bound = self._bound()
+        if bound and not any(map(has_gradients, bound)):
+            self._losses_sum = None  # what was back-propagated before has been dropped
         if isinstance(outputs, Tensor) and outputs.numel() == 1:
             value = outputs.detach().float().reshape(())
             present = self._losses_sum

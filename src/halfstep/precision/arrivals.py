@@ -13,23 +13,33 @@ could not hold them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.precision.calibrate import graph_leaves
 from halfstep.precision.local import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy import LOW, PrecisionPolicy
 
+# The first losses whose graphs are searched for parameters of other models.
+_LOOKS = 3
+# Those whose model FSDP2 shards: its gathered parameters, which are plain, unscale later.
+_BY_FSDP: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 # Thread to 1 / S of the backward that it runs: a loss may reach models of another Precision.
 _RUNNING: dict[int, float] = {}
 
 
-def is_running() -> bool:
-    """Whether a backward of some Precision runs, in this thread or with CUDA's help in another."""
-    return threading.get_ident() in _RUNNING or len(_RUNNING) == 1
+def is_running(device: torch.device) -> bool:
+    """Whether this thread runs a backward of some Precision, or works for one, as on CUDA.
+
+    Args:
+        device: Of what is computed. A CPU's part of a backward runs in the thread that called it.
+    """
+    return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
 
 
 class _Unscale:
@@ -44,7 +54,7 @@ class _Unscale:
         inverse = self.inverse
         if inverse is None:
             inverse = _RUNNING.get(threading.get_ident())
-        if inverse is None and len(_RUNNING) == 1:  # on CUDA hooks run in a thread of their own
+        if inverse is None and is_running(gradient.device):  # on CUDA, in a thread of its own
             inverse = next(iter(_RUNNING.values()), None)
         return None if inverse is None or inverse == 1.0 else gradient * inverse
 
@@ -61,6 +71,8 @@ class Arrivals:
                 ones past autograd, so that no hook of theirs runs.
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
+        if self._by_fsdp:
+            _BY_FSDP.add(self)
         self._widens = policy.grad_dtype == torch.float32
         self._scaled = policy.loss_scale.kind != "none"
         self._unscale = _Unscale()
@@ -68,6 +80,7 @@ class Arrivals:
         self._low: list[nn.Parameter] = []
         self._sharded: list[nn.Parameter] = []
         self._left: list[tuple[nn.Parameter, int, int]] = []
+        self._looks = _LOOKS
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Let a trainable parameter, in its final dtype, receive as the policy says."""
@@ -83,20 +96,47 @@ class Arrivals:
             if gradient is not None:
                 parameter.grad = gradient.float()
         if self._scaled and not sharded:
-            handle = parameter.register_hook(self._unscale)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-            _move_first(parameter, handle.id)
+            for number in _hooks_of(parameter):  # that another Precision has put there
+                parameter._backward_hooks.pop(number)  # type: ignore[union-attr]
+            self._handles.append(self._hook(parameter))
+
+    def _hook(self, tensor: Tensor) -> RemovableHandle:
+        handle: RemovableHandle = tensor.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+        _move_first(tensor, handle.id)
+        return handle
+
+    def meet(self, loss: Tensor) -> None:
+        """Unscale parameters of other models, too, that a loss reaches; the first losses show them.
+
+        A loss module's own, or those of another Precision, whose policy may scale nothing.
+        """
+        if not self._scaled or self._looks == 0 or _BY_FSDP:
+            return
+        self._looks -= 1
+        for leaf in graph_leaves(loss):
+            if isinstance(leaf, nn.Parameter) and not is_sharded(leaf) and not _hooks_of(leaf):
+                self._handles.append(self._hook(leaf))
 
     @contextmanager
-    def running(self, scale: float) -> Iterator[None]:
-        """The context of a backward of ``loss * scale``."""
+    def running(self, scale: float, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The context of a backward of ``loss * scale``.
+
+        Args:
+            scale: S.
+            inputs: What the backward was asked to find gradients of, where it was asked.
+        """
         self._prepare(scale)
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
-        self._unscale.inverse = _RUNNING[thread] = 1.0 / scale
+        outer, self._unscale.inverse = self._unscale.inverse, 1.0 / scale
+        _RUNNING[thread] = 1.0 / scale
         try:
-            yield
+            with ExitStack() as stack:
+                for tensor in inputs if scale != 1.0 else ():
+                    if tensor.is_leaf and not _hooks_of(tensor):
+                        stack.callback(self._hook(tensor).remove)
+                yield
         finally:
-            self._unscale.inverse = None
+            self._unscale.inverse = outer
             if before is None:
                 del _RUNNING[thread]
             else:
@@ -139,14 +179,21 @@ class Arrivals:
         self._handles = []
 
     def close(self) -> None:
-        """Let parameters take gradients as torch's do; those that are there must be dropped."""
+        """Let parameters take gradients as torch's do; 16-bit ones lose those that are there."""
         self.release()
         for parameter in self._low:
+            parameter.grad = None  # torch asks for that
             parameter.grad_dtype = parameter.dtype
         self._low, self._sharded, self._left = [], [], []
 
 
-def _move_first(parameter: nn.Parameter, number: int) -> None:
+def _hooks_of(tensor: Tensor) -> list[int]:
+    """The numbers of the hooks that unscale a tensor's gradient: one, or none."""
+    hooks = tensor._backward_hooks or {}
+    return [number for number, hook in hooks.items() if isinstance(hook, _Unscale)]
+
+
+def _move_first(parameter: Tensor, number: int) -> None:
     """Let a hook run before the user's, which then see the gradient unscaled.
 
     torch calls them in the order in which the dict was filled.

@@ -37,6 +37,7 @@ from halfstep.precision.gradients import multiply_
 from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
 from halfstep.precision.optimizer_masters import Gradients, KeepsMasters, step_optimizers
 from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
+from halfstep.precision.rounding import random_bits
 from halfstep.precision.rules import parameter_dtypes
 
 # Elements that are compared at a time: a rounded copy of them stays in the caches.
@@ -108,8 +109,8 @@ class MasterWeights:
         for optimizer in optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
         self._loaded = Loaded()
-        hook = model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
-        self.handles.append(hook)
+        if policy.keeps_more_than_weights:
+            self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
         self._adopt_all()
         if policy.param_dtype != torch.float32:  # what is frozen, or no optimizer's
             cast_parameters_(model, parameter_dtypes(policy, model))
@@ -195,7 +196,7 @@ class MasterWeights:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizers update, by the model's names: masters, parts or parameters."""
-        return {weight.name: weight.target for weight in self._weights.values()}
+        return {weight.name: weight.target for weight in self._current()}
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
         """The model's own parameter that a target stands for."""
@@ -276,6 +277,11 @@ class MasterWeights:
                 gradient = gradient.to(parameter.grad_dtype)
             parameter.grad = place_like(gradient, parameter)
 
+    def trains(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether any of some tensors is a parameter that an optimizer holds."""
+        found = (self._weights.get(tensor) for tensor in tensors)
+        return any(weight is not None and weight.held for weight in found)
+
     def note(self) -> None:
         """Remember how a backward has left the gradients: see :meth:`Arrivals.cleared`."""
         self.arrivals.note(weight.parameter for weight in self._weights.values() if weight.held)
@@ -293,25 +299,37 @@ class MasterWeights:
         """Let masters take over what was written into the model's weights.
 
         Where the weight is not its rounded master, it was written by somebody else. Beside a
-        remainder no comparison is needed: see :func:`halfstep.precision.rounding.join`. After
-        ``model.load_state_dict`` every weight is taken as it is, remainders dropped.
+        remainder no comparison is needed: see :func:`halfstep.precision.rounding.join`. Weights
+        that ``model.load_state_dict`` has changed are taken as they are, remainders dropped.
         """
-        if self._loaded.weights:
-            self.load_({weight.name: weight.visible for weight in self._weights.values()})
         for weight in self._weights.values():
-            if not weight.copied:
-                continue
-            visible, master = weight.visible, weight.target.detach()
-            if visible.stride() != master.stride() or not visible.is_contiguous():
-                _take_written_(master, visible)
-                continue
-            pairs = zip(
-                torch.split(master.view(-1), _CHUNK),
-                torch.split(visible.view(-1), _CHUNK),
-                strict=True,
-            )
-            for piece, seen in pairs:
-                _take_written_(piece, seen)
+            self._take_(weight)
+        self._loaded.before.clear()
+
+    def _take_(self, weight: Weight) -> None:
+        """Let what stands behind one weight take over what was written into it."""
+        if weight.keeper is None and not weight.copied:
+            return
+        if self._loaded.changed(weight.name, weight.visible):
+            self._set_(weight, weight.visible)
+        elif weight.copied:
+            _follow_(weight.target.detach(), weight.visible)
+
+    @torch.no_grad()
+    def take_all_(self) -> None:
+        """Take every weight exactly as it is, and drop what lies behind it."""
+        for weight in self._weights.values():
+            self._set_(weight, weight.visible)
+        self._loaded.before.clear()
+
+    def _set_(self, weight: Weight, value: Tensor) -> None:
+        """Let a weight, or its master, stand for a value of any floating dtype."""
+        keeper = self._keeper(weight)
+        if keeper is None:
+            weight.target.copy_(value)
+        else:
+            with self.installed():
+                keeper.write_master_(weight.target, value.float())
 
     def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
@@ -360,28 +378,47 @@ class MasterWeights:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Name and what the weight stands for, exact, one after the other."""
-        for weight in self._weights.values():
-            if weight.keeper is None:
+        for weight in self._current():
+            keeper = self._keeper(weight)
+            if keeper is None:
                 value = weight.target.detach()
                 # what no optimizer holds has no master, and is saved beside them in their format
                 alone = value.dtype in LOW and self._policy.keeps_more_than_weights
                 yield weight.name, value.float() if alone else value
             else:
                 with self.installed():
-                    value = weight.keeper.read_master(weight.target)
+                    value = keeper.read_master(weight.target)
                 yield weight.name, value
+
+    def _current(self) -> list[Weight]:
+        """One weight of each name: the newest, where a module was replaced by another."""
+        return [*{weight.name: weight for weight in self._weights.values()}.values()]
+
+    def _keeper(self, weight: Weight) -> KeepsMasters | None:
+        """The optimizer that keeps a weight's remainder; None once it has been taken from it."""
+        keeper: Any = weight.keeper
+        if keeper is None:
+            return None
+        targets = (weight.parameter, weight.target)
+        groups = keeper.param_groups
+        held = any(p is t for group in groups for p in group["params"] for t in targets)
+        return weight.keeper if held else None
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The fp32 values that a parameter stands for, in memory of their own."""
         weight = self._weights.get(parameter)
-        if weight is None or (weight.keeper is None and not weight.copied):
+        keeper = None if weight is None else self._keeper(weight)
+        if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
-        self.take_written_()
-        if weight.keeper is None:
-            return weight.target.detach().clone()
+        if self._loaded.changed(weight.name, weight.visible):
+            return weight.visible.to(torch.float32, copy=True)
+        if keeper is None:  # the master stays: what was written may be there for a while only
+            value = weight.target.detach().clone(memory_format=torch.preserve_format)
+            _follow_(value, weight.visible)
+            return value
         with self.installed():
-            return weight.keeper.read_master(weight.target)
+            return keeper.read_master(weight.target)
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
@@ -391,7 +428,7 @@ class MasterWeights:
             PrecisionError: If a weight is missing or of another shape; nothing is changed then.
         """
         allowed = "fp32 tensors by the names of Precision.named_parameters()"
-        for weight in self._weights.values():
+        for weight in self._current():
             table = require(values, Mapping, "start_from_(values)", allowed)
             value = require(table.get(weight.name), Tensor, f"start_from_({weight.name})", allowed)
             if value.shape != weight.target.shape:
@@ -400,14 +437,10 @@ class MasterWeights:
                     f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
                     "part of it"
                 )
-        for weight in self._weights.values():
-            if weight.keeper is None:
-                weight.target.copy_(values[weight.name])
-            else:
-                with self.installed():
-                    weight.keeper.write_master_(weight.target, values[weight.name].float())
+        for weight in self._current():
+            self._set_(weight, values[weight.name])
         self.push_()
-        self._loaded.weights = False
+        self._loaded.before.clear()
 
     def close(self) -> None:
         """Give the parameters back as plain ones; gradients are dropped."""
@@ -416,14 +449,43 @@ class MasterWeights:
 
 
 class Loaded:
-    """A hook that remembers that weights were loaded into the model."""
+    """A hook before a load of the model's state that remembers which weights it changes.
+
+    A weight that is loaded with the value it has, or that gets it back before the next step, keeps
+    what lies behind it. So a resume is exact whether the model or Precision is loaded first, and
+    averages may be loaded for an evaluation and the weights again after it.
+    """
 
     def __init__(self) -> None:
-        self.weights = False
+        self.before: dict[str, int] = {}
+        """Names of weights that a load has changed, and what tells their value before it."""
 
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Note that weights were loaded into the model: masters start from them anew."""
-        self.weights = True
+    def __call__(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+    ) -> None:
+        """Note the weights that are about to get another value."""
+        for name, parameter in module.named_parameters():
+            value = state.get(prefix + name)
+            low = parameter.dtype in LOW  # nothing lies behind others
+            if low and isinstance(value, Tensor) and name not in self.before:
+                own, new = local_part(parameter).detach(), local_part(value).detach()
+                if own.shape != new.shape or not torch.equal(new.to(own), own):
+                    self.before[name] = _fingerprint(own)
+
+    def changed(self, name: str, visible: Tensor) -> bool:
+        """Whether a weight has another value by a load than before it."""
+        return name in self.before and self.before[name] != _fingerprint(visible)
+
+
+def _fingerprint(weight: Tensor) -> int:
+    """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
+    codes = weight.contiguous().view(torch.uint8).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=codes.device)
+    for start in range(0, codes.numel(), _CHUNK):
+        part = codes[start : start + _CHUNK].long()
+        factors = random_bits(0, 0, part.numel(), start=start, device=codes.device)
+        total += (part * factors).sum()
+    return int(total)
 
 
 def _load_into_targets(
@@ -449,7 +511,17 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _take_written_(master: Tensor, visible: Tensor) -> None:
+def _follow_(master: Tensor, visible: Tensor) -> None:
+    """Let a master be the weight where the weight is not the rounded master."""
+    if visible.stride() != master.stride() or not visible.is_contiguous():
+        _follow_piece_(master, visible)
+        return
+    pieces = torch.split(master.view(-1), _CHUNK), torch.split(visible.view(-1), _CHUNK)
+    for piece, seen in zip(*pieces, strict=True):
+        _follow_piece_(piece, seen)
+
+
+def _follow_piece_(master: Tensor, visible: Tensor) -> None:
     rounded = master.to(visible.dtype)
     if not torch.equal(rounded.view(torch.int16), visible.view(torch.int16)):
         written = rounded.view(torch.int16) != visible.view(torch.int16)

@@ -43,21 +43,37 @@ class StepDoor:
         Raises:
             PrecisionError: If another Precision trains one of the parameters; nothing is changed.
         """
-        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        for parameter in parameters:
+        self._optimizers = optimizers
+        self._names = names
+        self._parameters: list[Tensor] = []
+        self._open = False
+        self.take()
+        own = weakref.ref(self)
+        self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+
+    def take(self) -> None:
+        """Own what the optimizers hold by now; groups may have come and gone.
+
+        Raises:
+            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        """
+        held = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        if len(held) == len(self._parameters):
+            return
+        for parameter in held:
             other = _OWNERS.get(parameter, lambda: None)()
-            if other is not None:
+            if other is not None and other is not self:
                 raise PrecisionError(
-                    f"{names.get(parameter, 'a parameter')} is trained by another Precision "
+                    f"{self._names.get(parameter, 'a parameter')} is trained by another Precision "
                     "already, whose masters and loss scale this one would overrule. Call close() "
                     "on that one first; for several optimizers give one Precision a list of them"
                 )
         own = weakref.ref(self)
-        for parameter in parameters:
+        for parameter in self._parameters:
+            _OWNERS.pop(parameter, None)
+        for parameter in held:
             _OWNERS[parameter] = own
-        self._parameters = parameters
-        self._open = False
-        self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+        self._parameters = held
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -79,7 +95,7 @@ class StepDoor:
             handle.remove()
         for parameter in self._parameters:
             _OWNERS.pop(parameter, None)
-        self._handles, self._parameters = [], []
+        self._handles, self._parameters, self._optimizers = [], [], []
 
 
 class _Refuse:
@@ -141,7 +157,7 @@ class ForwardWatch:
             torch.clear_autocast_cache()
         if not torch.is_grad_enabled():
             return
-        if is_running():  # activation checkpointing runs it again inside of a backward
+        if is_running(self._device):  # activation checkpointing runs it again inside of a backward
             return
         context = active_autocast()
         if context is not None and context.policy.compute_dtype == self._policy.compute_dtype:
@@ -173,7 +189,7 @@ class _RefuseGradient:
         self._policy = policy
 
     def __call__(self, gradient: Tensor) -> None:
-        if is_running():
+        if is_running(gradient.device):
             raise _outside(self._policy)
 
 

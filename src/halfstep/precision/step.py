@@ -46,7 +46,7 @@ from halfstep.precision.checks import (
 from halfstep.precision.ema import EMA
 from halfstep.precision.examiner import Examiner, Judged
 from halfstep.precision.gradients import clip_factor
-from halfstep.precision.local import is_sharded, local_part, reshard_
+from halfstep.precision.local import is_sharded, reshard_
 from halfstep.precision.loss_scale import make_loss_scale
 from halfstep.precision.master_weights import Loaded, MasterWeights
 from halfstep.precision.nonfinite import Guard, OnNonFinite, Snapshot, broken_loss, incurable
@@ -137,26 +137,32 @@ class Precision:
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self._ranks)
         self._door = StepDoor(self.optimizers, names)
-        if upcast_trainable and self.policy.param_dtype == torch.float32:
-            upcast_trainable_(model)
-        self.masters = MasterWeights(self.policy, model, self.optimizers)
-        self.masters.clear()  # what is left from before belongs to no step of this Precision
-        self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
-        self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
-        self._scalers = OneScaler()
-        self._watch = ForwardWatch(self.policy, self.device)
-        self.model = model
-        cast_at_border(model, self.policy)
-        hooks = [*self._watch.attach(model), *self.masters.handles]
-        stays = self.policy.param_dtype != torch.float32  # 16-bit weights need their casts for ever
-        low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
-        make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
-        left = None if stays else model
-        self._released = weakref.finalize(
-            self, _release, self._door, self.masters.arrivals, hooks, left
-        )
-        with self.masters.installed():
-            self._guard.start(0)
+        try:
+            if upcast_trainable and self.policy.param_dtype == torch.float32:
+                upcast_trainable_(model)
+            self.masters = MasterWeights(self.policy, model, self.optimizers)
+            self.masters.clear()  # what is left from before belongs to no step of this Precision
+            self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
+            self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+            self._scalers = OneScaler()
+            self._watch = ForwardWatch(self.policy, self.device)
+            self.model = model
+            cast_at_border(model, self.policy)
+            hooks = [*self._watch.attach(model), *self.masters.handles]
+            stays = (
+                self.policy.param_dtype != torch.float32
+            )  # 16-bit weights need their casts for ever
+            low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
+            make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
+            left = None if stays else model
+            self._released = weakref.finalize(
+                self, _release, self._door, self.masters.arrivals, hooks, left
+            )
+            with self.masters.installed():
+                self._guard.start(0)
+        except BaseException:  # an error that is kept, as in a notebook, keeps this object alive
+            self._door.close()
+            raise
 
     def autocast(self) -> Autocast:
         """The context for the forward and the loss, for any policy; also usable as a decorator.
@@ -182,7 +188,8 @@ class Precision:
             loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
             retain_graph: As ``Tensor.backward``, and so are the other two.
             create_graph: See there.
-            inputs: See there.
+            inputs: See there. Where no parameter of the optimizers is among them, the loss counts
+                in no step.
 
         Raises:
             PrecisionError: If the loss is no scalar or has no gradient, was scaled by a GradScaler,
@@ -190,10 +197,11 @@ class Precision:
         """
         self._require_open()
         check_loss(loss)
+        asked: Sequence[Tensor] = ()
         if inputs is not None:
-            require(
-                inputs, (Tensor, list, tuple), "backward(inputs)", "a tensor, or a list of some"
-            )
+            allowed = "a tensor, or a list of some"
+            require(inputs, (Tensor, list, tuple), "backward(inputs)", allowed)
+            asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
         self._forget_cleared()
@@ -202,10 +210,13 @@ class Precision:
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
-            with self.masters.arrivals.running(self.loss_scale.value):
+            self.masters.arrivals.meet(loss)
+            with self.masters.arrivals.running(self.loss_scale.value, asked):
                 self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
+        if inputs is not None and not self.masters.trains(asked):
+            return  # as of an attack on the inputs: this loss is none of the step's
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
@@ -344,11 +355,16 @@ class Precision:
         )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by the model's names: masters, or the parameters."""
+        """What the optimizer updates, by the model's names: masters, or the parameters.
+
+        Masters are there to be read. What is written into one is overruled by its weight, if that
+        does not round to the same; write the weight, or give :meth:`start_from_` exact values.
+        """
         return self.masters.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the model's and the optimizer's state."""
+        self.masters.adopt()
         return {
             "policy": str(self.policy),
             "loss_scale": self.loss_scale.state_dict(),
@@ -378,6 +394,7 @@ class Precision:
         Raises:
             PrecisionError: If it is damaged, or of another policy or model; nothing is changed.
         """
+        self.masters.adopt()
         masters = check_state(state, self.policy, self.named_parameters(), weights)
         if load_scale(self.loss_scale, state, str(self.policy)):
             self._uncalibrated = False
@@ -392,6 +409,7 @@ class Precision:
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Begin at fp32 values, by name, that the weights (or parts) were rounded from."""
+        self.masters.adopt()
         self.masters.load_(values)
         with self.masters.installed():
             self._guard.start(self.applied_total)
@@ -402,9 +420,8 @@ class Precision:
         Weights that are written, or loaded with ``load_state_dict``, are taken over by themselves
         to half a gap of the weights' format; this takes them to the last bit.
         """
-        weights = self.model.state_dict()
-        named = self.named_parameters()
-        self.masters.load_({name: local_part(weights[name]) for name in named})
+        self.masters.adopt()
+        self.masters.take_all_()
 
     def _require_open(self) -> None:
         if not self._released.alive:
@@ -424,7 +441,12 @@ class Precision:
             raise no_backward()
         if self.masters.arrivals.cleared():  # as in torch, a step with zeros is one
             self._loss = torch.zeros_like(self._loss)
-        self.masters.adopt()
+        try:
+            self.masters.adopt()
+            self._door.take()
+        except PrecisionError:
+            self._ranks.cannot()
+            raise
         return self._examiner.gradients()
 
     def _judge(self, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
@@ -475,6 +497,7 @@ class _BrokenClosure(Exception):
 
 def is_ours(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
+    value = getattr(value, "hook", value)  # torch wraps hooks that come before a load
     return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
 
 

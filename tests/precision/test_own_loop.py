@@ -1,0 +1,294 @@
+"""Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import EMA, OneRank, Precision, PrecisionError
+from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.precision import master_weights
+
+MAKE = {"bf16-master": torch.optim.SGD, "fp16-master": torch.optim.SGD, "bf16-split": SGD}
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+def net(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+
+
+def under(policy, model, optimizer=None, **options):
+    optimizer = optimizer or MAKE.get(policy, torch.optim.SGD)(model.parameters(), lr=0.1)
+    return optimizer, Precision(policy, model, optimizer, **options)
+
+
+def step(model, precision):
+    with precision.autocast():
+        loss = model(X).square().mean()
+    return precision.step(loss)
+
+
+def test_a_constructor_that_failed_leaves_the_parameters_to_the_next_one():
+    model = net()
+    optimizer = AdamW(model.parameters(), update="split")
+    with pytest.raises(PrecisionError, match="update='split'") as kept:
+        Precision("bf16-kahan", model, optimizer)
+    assert kept.tb is not None  # as a notebook keeps it, with the frame of the constructor
+    _, precision = under("bf16-split", model, optimizer)
+    assert step(model, precision).applied
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
+    model = net()
+    _, precision = under(policy, model, MAKE[policy](model[1].parameters(), lr=0.1))
+    for _ in range(2):  # of a second one gradients are fp32
+        with precision.autocast():
+            loss = model(X).square().mean()
+        precision.backward(loss)
+    assert model[0].weight.grad.dtype == torch.float32
+    precision.close()
+    assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_state_is_loaded_after_the_weights_that_it_has_were_unfrozen(policy):
+    model = net()
+    _, precision = under(policy, model)
+    step(model, precision)
+    saved = copy.deepcopy(precision.state_dict())
+    other = net()
+    other[0].requires_grad_(False)
+    _, later = under(policy, other)
+    other[0].requires_grad_(True)
+    later.load_state_dict(saved)
+    for name, master in later.state_dict()["masters"].items():
+        assert torch.equal(master, saved["masters"][name]), name
+
+
+@pytest.mark.parametrize("order", ["mop", "pom", "mpo", "opm", "pmo"])
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
+    model = net()
+    optimizer, precision = under(policy, model)
+    for _ in range(3):
+        step(model, precision)
+    states = {"m": model.state_dict(), "o": optimizer.state_dict(), "p": precision.state_dict()}
+    states = copy.deepcopy(states)
+    step(model, precision)
+    other = net()
+    into = dict(zip("op", under(policy, other), strict=True)) | {"m": other}
+    for one in order:
+        into[one].load_state_dict(states[one])
+    step(other, into["p"])
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(into["p"].state_dict()["masters"][name], master), name
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_load_of_some_weights_takes_those_and_keeps_what_lies_behind_the_others(policy):
+    model = net()
+    _, precision = under(policy, model)
+    step(model, precision)
+    before = precision.state_dict()["masters"]
+    assert any((v.to(model[0].weight.dtype).float() != v).any() for v in before.values())
+    model.load_state_dict({"1.weight": torch.full((1, 4), 0.3)}, strict=False)
+    after = precision.state_dict()["masters"]
+    for name, master in after.items():
+        taken = torch.full((1, 4), 0.3).to(model[0].weight.dtype).float()
+        assert torch.equal(master, taken if name == "1.weight" else before[name]), name
+
+
+def test_a_copy_looks_at_each_master_once(monkeypatch):
+    model = net()
+    _, precision = under("bf16-master", model)
+    step(model, precision)
+    with torch.no_grad():
+        model[1].bias.fill_(7.0)
+    looks, follow = [], master_weights._follow_
+    monkeypatch.setattr(
+        master_weights, "_follow_", lambda m, v: (looks.append(v.data_ptr()), follow(m, v))
+    )
+    copied = copy.deepcopy(model)
+    assert sorted(looks) == sorted(p.data_ptr() for p in model.parameters())
+    exact = precision.state_dict()["masters"]
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter, exact[name]), name
+    assert copied[1].bias.item() == 7.0
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
+    model = net()
+    optimizer, precision = under(policy, model)
+    step(model, precision)
+    model[1] = nn.Linear(4, 3)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    assert step(model, precision).applied
+    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
+    assert step(model, precision).applied
+    saved = precision.state_dict()
+    assert saved["masters"]["1.weight"].shape == (3, 4)
+    precision.load_state_dict(saved)
+    precision.take_weights_()
+    assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
+
+
+SCALED = ["fp16-mixed", "fp16-master"]
+# Rounding to fp16 of operands and results in a forward and a backward of two layers.
+NEAR = {"rtol": 0.02, "atol": 1e-3}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", *SCALED])
+def test_a_gradient_of_the_input_is_unscaled_and_its_loss_is_none_of_the_step(policy):
+    model = net()
+    expected = X.clone().requires_grad_()
+    net()(expected).square().mean().backward()
+    _, precision = under(policy, model)
+    for ask in (lambda x: x, lambda x: [x]):
+        x = X.clone().requires_grad_()
+        with precision.autocast():
+            loss = model(x).square().mean()
+        precision.backward(loss, inputs=ask(x))
+        torch.testing.assert_close(x.grad, expected.grad, **NEAR)
+        assert not x._backward_hooks
+        assert all(p.grad is None for p in model.parameters())
+    with precision.autocast():
+        loss = model(X).square().mean()
+    assert precision.step(loss).loss == loss.item()
+
+
+@pytest.mark.parametrize("policy", SCALED)
+def test_parameters_of_a_loss_module_get_unscaled_gradients(policy):
+    model, centre = net(), nn.Parameter(torch.tensor([0.5]))
+    reference, own = net(), nn.Parameter(torch.tensor([0.5]))
+    (reference(X) - own).square().mean().backward()
+    _, precision = under(policy, model)
+    with precision.autocast():
+        loss = (model(X) - centre).square().mean()
+    precision.backward(loss)
+    torch.testing.assert_close(centre.grad, own.grad, **NEAR)
+
+
+@pytest.mark.parametrize("first", SCALED)
+@pytest.mark.parametrize("second", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_a_loss_of_one_precision_reaches_the_model_of_another_unscaled(first, second):
+    body, head = net(outputs=4), nn.Linear(4, 1)
+    expected = copy.deepcopy(nn.Sequential(body, head))
+    loss = expected(X).square().mean()
+    loss.backward()
+    _, of_body = under(first, body)
+    _, of_head = under(second, head)
+    for _ in range(2):  # the head's own first, so that a hook of either may be there
+        with of_body.autocast():
+            hidden = body(X)
+        with of_head.autocast():
+            loss = head(hidden).square().mean()
+        of_head.backward(loss, retain_graph=True)
+        of_head.discard()
+        of_body.backward(loss)
+        torch.testing.assert_close(head.weight.grad, expected[1].weight.grad, **NEAR)
+        of_body.discard()
+        of_head.discard()
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(policy):
+    (model, other), losses = (net(), net()), []
+    _, precision = under(policy, model)
+    _, undisturbed = under(policy, other)
+    for _ in range(3):
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value / 2 for name, value in own.items()})
+        with precision.autocast(), torch.no_grad():
+            losses.append(model(X).square().mean().item())
+        model.load_state_dict(own)
+        step(model, precision)
+        step(other, undisturbed)
+    exact = undisturbed.state_dict()["masters"]
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(master, exact[name]), name
+    assert len({*losses}) == 3
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_copy_inside_of_an_average_leaves_the_masters_alone(policy):
+    model = net()
+    average = EMA(model, decay=0.5)
+    _, precision = under(policy, model, ema=average)
+    for _ in range(3):
+        step(model, precision)
+    before = precision.state_dict()["masters"]
+    with average.applied_to(model):
+        copied = copy.deepcopy(model)
+        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, master in precision.state_dict()["masters"].items():
+        assert torch.equal(master, before[name]), name
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter.to(shown[name].dtype), shown[name]), name
+
+
+def test_a_backward_in_one_thread_refuses_nothing_in_another():
+    model, free = net(), net()
+    _, precision = under("fp16-mixed", model)
+    _, _held = under("bf16-mixed", free)
+    inside, gradients = threading.Event(), []
+
+    def elsewhere():
+        inside.wait(10)
+        x = X.clone().requires_grad_()
+        gradients.extend(torch.autograd.grad(free(x).sum(), x))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    hook = model[0].weight.register_hook(lambda g: (inside.set(), thread.join(10))[1])
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    hook.remove()
+    assert len(gradients) == 1
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
+def test_a_group_that_came_later_belongs_to_one_precision_too(policy):
+    model = net()
+    optimizer, precision = under(policy, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    step(model, precision)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    step(model, precision)
+    with pytest.raises(PrecisionError, match="trained by another Precision"):
+        under("fp32", model[1])
+    del optimizer.param_groups[-1]
+    step(model, precision)
+    _, other = under("fp32", model[1])
+    other.close()
+    precision.close()
+    precision.close()
+
+
+class Waits:
+    """Ranks of which the others wait in ``measure``; counts those that told them."""
+
+    def __init__(self):
+        self.told = 0
+
+    def cannot(self):
+        self.told += 1
+
+    def __getattr__(self, name):
+        return getattr(OneRank(), name)
+
+
+def test_a_rank_that_cannot_take_a_parameter_in_tells_the_others():
+    model, ranks = net(), Waits()
+    optimizer, precision = under("fp32", model, ranks=ranks)
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(PrecisionError, match="no parameter of the model"):
+        precision.step()
+    assert ranks.told == 1
