@@ -7,19 +7,26 @@ two and p.grad fp32, so the division is exact.
 
 Gradients of 16-bit weights stay 16 bit after one backward, as autograd made them, and become fp32
 when a second one is about to be added. Under fp16 they are fp32 from the start: unscaled, fp16
-could not hold them.
+could not hold them; and so are those of parameters with hooks of the user's, which may multiply
+them by an fp32 mask. Between two backwards ``p.grad`` takes a tensor of any format.
+
+A loss may reach leaves that are not the model's: an image that is attacked or painted, a module
+that another optimizer trains. Their gradients are unscaled too, for the time of the backward.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.precision.calibrate import graph_leaves
 from halfstep.precision.local import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy import LOW, PrecisionPolicy
 
@@ -37,7 +44,8 @@ class _Unscale:
 
     __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
 
-    def __init__(self) -> None:
+    def __init__(self, widens: bool) -> None:
+        self.widens = widens  # gradients that arrive add up in fp32
         self.inverse: float | None = None  # of a backward of the parameter's own Precision
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
@@ -63,9 +71,10 @@ class Arrivals:
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
         self._scaled = policy.loss_scale.kind != "none"
-        self._unscale = _Unscale()
+        self._unscale = _Unscale(self._widens)
         self._handles: list[RemovableHandle] = []
-        self._low: list[nn.Parameter] = []
+        self._low: list[nn.Parameter] = []  # whose gradients add up in fp32
+        self._received: list[nn.Parameter] = []  # of 16 bits, by autograd
         self._sharded: list[nn.Parameter] = []
         self._left: list[tuple[nn.Parameter, int, int]] = []
 
@@ -74,23 +83,36 @@ class Arrivals:
         sharded = self._by_fsdp and is_sharded(parameter)
         if sharded:
             self._sharded.append(parameter)
-        if parameter.dtype in LOW and self._widens:
-            self._low.append(parameter)
-            # None: of any format, so that 16 bits stay 16 until they would have to be added
-            any_format = sharded or parameter.dtype == torch.bfloat16
+        if parameter.dtype in LOW:
             gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = None if any_format else torch.float32
-            if gradient is not None:
-                parameter.grad = gradient.float()
+            parameter.grad_dtype = None  # of any format
+            if self._widens:
+                self._low.append(parameter)
+                gradient = None if gradient is None else gradient.float()
+            if not sharded:
+                self._received.append(parameter)
+            parameter.grad = gradient
         if self._scaled and not sharded:
             handle = parameter.register_hook(self._unscale)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
             _move_first(parameter, handle.id)
 
     @contextmanager
-    def running(self, scale: float) -> Iterator[None]:
-        """The context of a backward of ``loss * scale``."""
-        self._prepare(scale)
+    def running(
+        self, scale: float, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None
+    ) -> Iterator[None]:
+        """The context of a backward of ``loss * scale``.
+
+        Args:
+            scale: A power of two.
+            loss: Whose graph is searched for leaves that are not the model's.
+            inputs: What alone gets a gradient; None: all leaves.
+        """
+        wide = self._prepare(scale)
+        leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
+        passing = self._receive_foreign(leaves, wide)
+        inner = [] if scale == 1.0 or inputs is None else _not_leaves(inputs)
+        _multiply_gradients_(inner, scale)
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
         self._unscale.inverse = _RUNNING[thread] = 1.0 / scale
         try:
@@ -101,20 +123,53 @@ class Arrivals:
                 del _RUNNING[thread]
             else:
                 _RUNNING[thread] = before
-            for parameter in self._sharded if scale != 1.0 else ():
-                if parameter.grad is not None:
-                    if parameter.grad.dtype in LOW and self._widens:
-                        parameter.grad = parameter.grad.float()
-                    local_part(parameter.grad).mul_(1.0 / scale)
+            for handle in passing:
+                handle.remove()
+            for parameter in wide:
+                parameter.grad_dtype = None
+            if scale != 1.0:
+                for parameter in self._sharded:
+                    gradient = parameter.grad
+                    if gradient is not None and gradient.dtype in LOW and self._widens:
+                        parameter.grad = gradient.float()
+                _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
 
-    def _prepare(self, scale: float) -> None:
-        """Make what is there ready for more to be added by autograd."""
+    def _prepare(self, scale: float) -> list[Tensor]:
+        """Make what is there ready for more to be added by autograd; return what gets fp32."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
                 parameter.grad = parameter.grad.float()
-        for parameter in self._sharded if scale != 1.0 else ():
-            if parameter.grad is not None:
-                local_part(parameter.grad).mul_(scale)
+        wide: list[Tensor] = []
+        for parameter in self._received:
+            if (self._widens and parameter.dtype == torch.float16) or _has_hooks(parameter):
+                wide.append(_widened(parameter))
+        if scale != 1.0:
+            _multiply_gradients_(self._sharded, scale)
+        return wide
+
+    def _receive_foreign(
+        self, leaves: Iterable[Tensor], wide: list[Tensor]
+    ) -> list[RemovableHandle]:
+        """Unscale gradients of leaves that are not the model's; widen those of another Precision.
+
+        Args:
+            leaves: All that a loss reaches.
+            wide: What gets fp32; what is widened here is appended.
+
+        Returns:
+            Hooks of leaves that no Precision unscales already.
+        """
+        handles = []
+        for leaf in leaves:
+            hooks: list[Any] = [*(leaf._backward_hooks or {}).values()]
+            other = next((hook for hook in hooks if isinstance(hook, _Unscale)), None)
+            if other is None:
+                handle = leaf.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+                _move_first(leaf, handle.id)
+                handles.append(handle)
+            elif other.widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
+                wide.append(_widened(leaf))
+        return handles
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember how a backward has left the gradients."""
@@ -139,14 +194,44 @@ class Arrivals:
         self._handles = []
 
     def close(self) -> None:
-        """Let parameters take gradients as torch's do; those that are there must be dropped."""
+        """Let parameters take gradients as torch's do, in the format of the weight."""
         self.release()
-        for parameter in self._low:
+        for parameter in {*self._low, *self._received}:
+            gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
-        self._low, self._sharded, self._left = [], [], []
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        self._low, self._received, self._sharded, self._left = [], [], [], []
 
 
-def _move_first(parameter: nn.Parameter, number: int) -> None:
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
+    hooks: dict[int, Any] | None = parameter._backward_hooks
+    return bool(hooks) and not all(isinstance(hook, _Unscale) for hook in hooks.values())
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    """Let autograd give a parameter fp32 gradients, and make the one that is there fp32."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = torch.float32
+    parameter.grad = None if gradient is None else gradient.float()
+    return parameter
+
+
+def _not_leaves(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    found = [inputs] if isinstance(inputs, Tensor) else inputs
+    return [tensor for tensor in found if not tensor.is_leaf]
+
+
+def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
+            warnings.simplefilter("ignore", UserWarning)
+            gradient = tensor.grad
+        if gradient is not None:
+            local_part(gradient).mul_(factor)
+
+
+def _move_first(parameter: Tensor, number: int) -> None:
     """Let a hook run before the user's, which then see the gradient unscaled.
 
     torch calls them in the order in which the dict was filled.

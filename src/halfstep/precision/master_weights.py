@@ -34,7 +34,12 @@ from halfstep.precision.arrivals import Arrivals
 from halfstep.precision.cast import cast_parameters_
 from halfstep.precision.gradients import multiply_
 from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
-from halfstep.precision.optimizer_masters import Gradients, KeepsMasters, step_optimizers
+from halfstep.precision.optimizer_masters import (
+    Gradients,
+    KeepsMasters,
+    step_optimizers,
+    takes_gradients,
+)
 from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.rules import parameter_dtypes
 
@@ -131,7 +136,8 @@ class MasterWeights:
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeepsMasters):
                 self._take_in(optimizer)
-        self._adopt_all()
+        with torch.inference_mode(False):  # a master made inside could never be updated
+            self._adopt_all()
         strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
         if strangers:
             raise PrecisionError(
@@ -311,7 +317,7 @@ class MasterWeights:
     def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
         with self.installed():
-            others = [o for o in self._optimizers if not isinstance(o, KeepsMasters)]
+            others = [o for o in self._optimizers if not takes_gradients(o)]
             self.hand_over(others, gradients, factor)
             step_optimizers(self._optimizers, gradients, factor)
         self.push_(gradients)

@@ -196,7 +196,7 @@ class Precision:
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
-            with self.masters.arrivals.running(self.loss_scale.value):
+            with self.masters.arrivals.running(self.loss_scale.value, loss, inputs):
                 self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
