@@ -205,8 +205,8 @@ class Arrivals:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
-    hooks: dict[int, Any] | None = parameter._backward_hooks
-    return bool(hooks) and not all(isinstance(hook, _Unscale) for hook in hooks.values())
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    return not all(isinstance(hook, _Unscale) for hook in hooks.values())
 
 
 def _widened(parameter: Tensor) -> Tensor:
