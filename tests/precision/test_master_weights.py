@@ -268,3 +268,30 @@ def test_sparse_gradients_reach_the_masters(name):
     assert result.grad_norm == pytest.approx(math.sqrt(3 * 16 + 3 * 4), rel=2**-22, abs=0)
     expected = before - 0.5 * torch.tensor([0.0, 4, 0, 0, 2, 0])[:, None]
     assert torch.equal(precision.named_parameters()["0.weight"], expected)
+
+
+def test_close_gives_gradients_of_what_no_optimizer_holds_in_the_weights_format():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    precision = Precision("bf16-master", model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    for _ in range(2):  # the second one makes gradients fp32
+        with precision.autocast():
+            loss = model(torch.ones(2, 4)).mean()
+        precision.backward(loss)
+    seen = model[0].weight.grad
+    assert seen.dtype == torch.float32
+    precision.close()
+    assert torch.equal(model[0].weight.grad, seen.to(torch.bfloat16))
+
+
+def test_masters_that_are_made_in_inference_mode_can_be_updated():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    precision = Precision("bf16-master", model, optimizer)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    with torch.inference_mode(), precision.autocast():
+        model(torch.ones(2, 4))
+    before = model[0].weight.clone()
+    with precision.autocast():
+        loss = model(torch.ones(2, 4)).mean()
+    assert precision.step(loss).applied
+    assert not torch.equal(model[0].weight, before)

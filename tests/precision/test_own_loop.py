@@ -50,8 +50,11 @@ def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
             loss = model(X).square().mean()
         precision.backward(loss)
     assert model[0].weight.grad.dtype == torch.float32
+    expected = model[0].weight.grad.to(model[0].weight.dtype)
     precision.close()
-    assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+    assert all(p.grad_dtype == p.dtype for p in model.parameters())
+    assert torch.equal(model[0].weight.grad, expected)  # nobody's to clear
+    assert all(p.grad is None for p in model[1].parameters())
 
 
 @pytest.mark.parametrize("policy", MAKE)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune as pruning
 from torch.utils.checkpoint import checkpoint
 
-from strangers.loops import Idiom, Kit, Loop
+from strangers.loops import HalfLoop, Idiom, Kit, Loop, flat
 
 IDIOMS: dict[str, Idiom] = {}
 STEPS = 6
@@ -1054,5 +1056,555 @@ def sparse_embedding(kit: Kit) -> None:
         ids = torch.randint(11, (16, 4), generator=torch.Generator().manual_seed(number))
         with loop.autocast():
             loss = F.mse_loss(model(ids), torch.ones(16, 8))
+        loop.backward(loss)
+        loop.step()
+
+
+# --- the same, as others write it -----------------------------------------------------------------
+
+
+@idiom
+def clamp_gradients_through_data(kit: Kit) -> None:
+    def clamp(loop: Loop, _: int) -> None:
+        for p in loop.model.parameters():
+            p.grad.data.clamp_(-0.02, 0.02)
+
+    steps(kit, clamp)
+
+
+@idiom
+def total_norm_then_clip(kit: Kit) -> None:
+    def clip(loop: Loop, _: int) -> None:
+        held = [*loop.model.parameters()]
+        norm = nn.utils.get_total_norm([p.grad for p in held])
+        kit.seen.append(float(norm))
+        nn.utils.clip_grads_with_norm_(held, 0.2, norm)
+
+    steps(kit, clip)
+
+
+@idiom
+def multiply_all_gradients_at_once(kit: Kit) -> None:
+    steps(kit, lambda loop, _: torch._foreach_mul_([p.grad for p in loop.model.parameters()], 0.3))
+
+
+@idiom
+def gradients_assigned_in_fp32(kit: Kit) -> None:
+    def noisy(loop: Loop, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for p in loop.model.parameters():
+            p.grad = p.grad.float() + 0.1 * torch.randn(p.shape, generator=generator)
+
+    steps(kit, noisy)
+
+
+@idiom
+def gradients_assigned_in_the_weights_format(kit: Kit) -> None:
+    def towards(loop: Loop, number: int) -> None:
+        for p, q in zip(loop.model.parameters(), mlp(number).parameters(), strict=True):
+            p.grad = p.grad.to(p.dtype) + 0.1 * (p.data - q.data.to(p.dtype))
+
+    steps(kit, towards)
+
+
+@idiom
+def hook_that_takes_gradients_away(kit: Kit) -> None:
+    """As offloading does: each is moved out when it has arrived, and back before the step."""
+    loop = usual(kit)
+    away: dict[Tensor, Tensor] = {}
+
+    def take(p: Tensor) -> None:
+        away[p] = away.get(p, 0) + p.grad.float()
+        p.grad = None
+
+    for p in loop.model.parameters():
+        p.register_post_accumulate_grad_hook(take)
+    for number in range(STEPS):
+        back(loop, number, 0.5)
+        back(loop, number + 1, 0.5)
+        for p, gradient in away.items():
+            p.grad = gradient
+        away.clear()
+        loop.step()
+
+
+@idiom
+def hook_with_an_fp32_mask(kit: Kit) -> None:
+    loop = usual(kit)
+    mask = torch.ones(16, 8)
+    mask[:4] = 0
+    loop.model[0].weight.register_hook(lambda gradient: gradient * mask)
+    for number in range(STEPS):
+        back(loop, number, 0.5)
+        back(loop, number + 1, 0.5)
+        loop.step()
+
+
+@idiom
+def hooks_of_the_optimizer(kit: Kit) -> None:
+    loop = usual(kit)
+    held = [*loop.model.parameters()]
+
+    @torch.no_grad()
+    def decay(*_: object) -> None:
+        for p in held:
+            p.mul_(0.98)
+
+    def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    loop.optimizers[0].register_step_pre_hook(halve)
+    loop.optimizers[0].register_step_post_hook(decay)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def optimizer_with_a_step_of_its_own(kit: Kit) -> None:
+    model = mlp()
+    kind = type(kit.sgd(model.parameters()))
+
+    class Clamped(kind):  # type: ignore[misc,valid-type]
+        def step(self, closure: object = None) -> object:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.clamp_(-0.05, 0.05)
+            return super().step(closure)
+
+    loop = kit.take(model, Clamped(model.parameters(), lr=0.1, momentum=0.9))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+
+
+# --- gradients of what is not the model -----------------------------------------------------------
+
+
+@idiom
+def attacked_inputs(kit: Kit) -> None:
+    """FGSM: the gradient of the images comes by backward."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        x, y = data(number)
+        x.requires_grad_(True)
+        with loop.autocast():
+            loss = F.mse_loss(loop.model(x), y)
+        loop.backward(loss)
+        kit.seen.append(float(x.grad.norm()))
+        loop.model.zero_grad()
+        with loop.autocast():
+            loss = F.mse_loss(loop.model((x + 5 * x.grad).detach()), y)
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def plain_optimizer_beside(kit: Kit) -> None:
+    """A module in front that an optimizer of torch trains, stepped by hand."""
+    front, model = nn.Linear(8, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 2))
+    front.load_state_dict(mlp()[0].state_dict())
+    loop = kit.take(model, kit.sgd(model.parameters()))
+    kit.trained.append(front)
+    kit.start.append(flat(front))
+    other = torch.optim.SGD(front.parameters(), lr=0.1)
+    for number in range(STEPS):
+        x, y = data(number)
+        other.zero_grad()
+        with loop.autocast():
+            loss = F.mse_loss(model(front(x)), y)
+        loop.backward(loss)
+        other.step()
+        loop.step()
+
+
+@idiom
+def gradient_of_an_activation_by_inputs(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        x, y = data(number)
+        with loop.autocast():
+            hidden = loop.model[0](x)
+            loss = F.mse_loss(loop.model[2](loop.model[1](hidden)), y)
+        loop.backward(loss, inputs=[hidden, *loop.model.parameters()])
+        kit.seen.append(float(hidden.grad.norm()))
+        loop.step()
+
+
+# --- research -------------------------------------------------------------------------------------
+
+
+@idiom
+def gradients_per_sample(kit: Kit) -> None:
+    """DP-SGD by vmap: each sample's gradient is clipped before they are averaged."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        x, y = data(number)
+        back(loop, number)
+        held = {name: p.detach() for name, p in loop.model.named_parameters()}
+
+        def one(weights: dict[str, Tensor], a: Tensor, b: Tensor) -> Tensor:
+            out = torch.func.functional_call(loop.model, weights, (a[None],))
+            return F.mse_loss(out, b[None])
+
+        with loop.autocast():
+            each = torch.func.vmap(torch.func.grad(one), (None, 0, 0))(held, x, y)
+        norms = torch.stack([g.float().flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+        share = (0.5 / (norms + 1e-3)).clamp(max=1) / 16
+        for name, p in loop.model.named_parameters():
+            p.grad.copy_(torch.einsum("b,b...->...", share, each[name].float()))
+        loop.step()
+
+
+@idiom
+def inner_loop(kit: Kit) -> None:
+    """MAML: through one step of gradient descent."""
+    loop = usual(kit)
+    for number in range(STEPS):
+        x, y = data(number)
+        with loop.autocast():
+            held = dict(loop.model.named_parameters())
+            first = F.mse_loss(torch.func.functional_call(loop.model, held, (x[:8],)), y[:8])
+            slopes = torch.autograd.grad(first, [*held.values()], create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(held.items(), slopes, strict=True)}
+            loss = F.mse_loss(torch.func.functional_call(loop.model, fast, (x[8:],)), y[8:])
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def reptile(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(3):
+        old = copy.deepcopy(loop.model.state_dict())
+        for part in range(2):
+            back(loop, 2 * number + part)
+            loop.step()
+        new = loop.model.state_dict()
+        loop.model.load_state_dict({k: old[k] + 0.5 * (new[k] - old[k]) for k in old})
+
+
+@idiom
+def critic_with_gradient_penalty(kit: Kit) -> None:
+    """WGAN-GP: the critic steps more often, and is frozen while the maker steps."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+    critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    make = kit.take(maker, kit.sgd(maker.parameters(), lr=0.05, momentum=0.0))
+    judge = kit.take(critic, kit.sgd(critic.parameters(), lr=0.05, momentum=0.0))
+    for number in range(STEPS):
+        real, _ = data(number)
+        noise = real[:, :4].flip(0)
+        critic.requires_grad_(True)
+        critic.zero_grad()
+        with judge.autocast():
+            fake = maker(noise).detach()
+            mix = (0.5 * real + 0.5 * fake).requires_grad_(True)
+            (slope,) = torch.autograd.grad(critic(mix).sum(), mix, create_graph=True)
+            loss = critic(fake).mean() - critic(real).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+        judge.backward(loss)
+        judge.step()
+        if number % 2:
+            critic.requires_grad_(False)
+            maker.zero_grad()
+            with make.autocast():
+                loss = -critic(maker(noise)).mean()
+            make.backward(loss)
+            make.step()
+
+
+@idiom
+def two_networks_in_one_optimizer(kit: Kit) -> None:
+    there, back_again = mlp(1), nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 8))
+    both = nn.ModuleList([there, back_again])
+    chain = itertools.chain(there.parameters(), back_again.parameters())
+    loop = kit.take(both, kit.sgd(chain))
+    for number in range(STEPS):
+        x, y = data(number)
+        with loop.autocast():
+            loss = F.l1_loss(back_again(there(x)), x) + F.l1_loss(there(back_again(y)), y)
+        loop.backward(loss)
+        loop.step()
+
+
+@idiom
+def loss_after_the_context(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        x, y = data(number)
+        with loop.autocast():
+            out = loop.model(x)
+        loop.backward(F.mse_loss(out, y))
+        loop.step()
+
+
+@idiom
+def exception_in_the_context(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        try:
+            with loop.autocast():
+                loss_of(loop.model, number)
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            third = torch.full((2, 2), 1 / 3)
+            kit.seen.append(1000 * float((third @ third).sum()))  # in fp32 again
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def generator_suspended_in_the_context(kit: Kit) -> None:
+    loop = usual(kit)
+
+    def losses(number: int) -> object:
+        with loop.autocast():
+            yield loss_of(loop.model, number)
+
+    for number in range(STEPS):
+        waiting = losses(number)
+        loop.backward(next(waiting))
+        loop.step()
+        waiting.close()
+
+
+# --- changes of model, optimizer and schedule -----------------------------------------------------
+
+
+@idiom
+def prune_by_torch_and_remove(kit: Kit) -> None:
+    loop = usual(kit)
+    layer = loop.model[0]
+    for number in range(STEPS):
+        if number == 2:
+            pruning.custom_from_mask(layer, "weight", pattern(layer.weight))
+        if number == 4:
+            pruning.remove(layer, "weight")
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def low_rank_merged_for_an_evaluation(kit: Kit) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.a = nn.Parameter(0.3 * torch.randn(4, 8))
+            self.b = nn.Parameter(torch.zeros(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + x @ self.a.T @ self.b.T
+
+    model = mlp()
+    model[0] = Adapted(model[0])
+    adapted = model[0]
+    loop = kit.take(model, kit.sgd([p for p in model.parameters() if p.requires_grad]))
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        kept = adapted.base.weight.data.clone()
+        adapted.base.weight.data += adapted.b.data @ adapted.a.data
+        with torch.no_grad(), loop.autocast():
+            kit.seen.append(float(model[2](model[1](adapted.base(data(number)[0]))).mean()))
+        adapted.base.weight.data.copy_(kept)
+
+
+@idiom
+def weights_tied_on_the_way(kit: Kit) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    loop = kit.take(model, kit.sgd(model.parameters(), lr=0.05))
+    for number in range(STEPS):
+        if number == 2:
+            model[2].weight = model[0].weight
+            kit.start[-1] = flat(model)
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def head_replaced_on_the_way(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        if number == 2:
+            loop.model[2] = mlp(5)[2]
+            loop.optimizers[0].add_param_group({"params": loop.model[2].parameters()})
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def optimizer_exchanged_on_the_way(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        if number == 3:
+            if isinstance(loop, HalfLoop):
+                loop.precision.close()
+            start, model = kit.start.pop(), kit.trained.pop()
+            loop = kit.take(model, kit.sgd(model.parameters(), lr=0.02, nesterov=True))
+            kit.start[-1] = start
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def optimizers_state_forgotten(kit: Kit) -> None:
+    def forget(loop: Loop, number: int) -> None:
+        if number == 2:
+            loop.optimizers[0].state.clear()
+
+    after(kit, forget)
+
+
+@idiom
+def groups_edited(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        for group in loop.optimizers[0].param_groups:
+            group.update(lr=0.1 / (number + 1), weight_decay=0.05 * number, momentum=0.5)
+        back(loop, number)
+        loop.step()
+
+
+@idiom
+def warm_restarts(kit: Kit) -> None:
+    loop = usual(kit)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(loop.optimizers[0], 2)
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        schedule.step()
+        kit.seen.append(loop.optimizers[0].param_groups[0]["lr"])
+
+
+@idiom
+def back_to_a_file(kit: Kit) -> None:
+    """All of it through a file of ``torch.save``, into the loop that goes on."""
+    loop = usual(kit)
+    file = io.BytesIO()
+    for number in range(STEPS):
+        back(loop, number)
+        loop.step()
+        if number == 1:
+            state = (loop.model.state_dict(), loop.optimizers[0].state_dict(), loop.state())
+            torch.save(state, file)
+        if number == 3:
+            file.seek(0)
+            model, optimizer, more = torch.load(file, weights_only=True)
+            loop.model.load_state_dict(model)
+            loop.optimizers[0].load_state_dict(optimizer)
+            loop.load(more)
+
+
+# --- more kinds of modules ------------------------------------------------------------------------
+
+
+@idiom
+def function_with_a_backward_of_its_own(kit: Kit) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w.T
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return gradient @ w, gradient.T @ x
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Product.apply(x, self.weight) + self.bias
+
+    torch.manual_seed(0)
+    of(kit, nn.Sequential(Layer(8, 16), nn.Tanh(), Layer(16, 2)), 0.1)
+
+
+@idiom
+def experts(kit: Kit) -> None:
+    """Routed rows are written, and added, into fresh fp32 tensors."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 3)
+            self.experts = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.gate(x).softmax(-1).topk(3, -1)
+            mixed, written = torch.zeros(16, 2), x.new_zeros(16, 2)
+            for number, expert in enumerate(self.experts):
+                row, rank = torch.where(chosen == number)
+                mixed.index_add_(0, row, expert(x[row]) * weights[row, rank, None])
+                mine = torch.arange(16) % 3 == number
+                written[mine] = expert(x[mine])
+            return mixed + written.scatter_add(0, torch.zeros(1, 2).long(), expert(x[:1]))
+
+    torch.manual_seed(0)
+    of(kit, Experts(), 0.02)
+
+
+@idiom
+def buffer_that_a_forward_updates(kit: Kit) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.body(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(out.mean(0), alpha=0.1)
+            return out - self.mean
+
+    model = Centred()
+    of(kit, model, 0.1)
+    kit.seen.extend(model.mean.tolist())
+
+
+@idiom
+def temperature(kit: Kit) -> None:
+    """A parameter of no dimension that is clamped before every forward, as CLIP's."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.scale.clamp_(0, 1)
+            return self.body(x) * self.scale.exp()
+
+    of(kit, Tempered(), 0.1)
+
+
+# --- slips ----------------------------------------------------------------------------------------
+
+
+@idiom
+def backward_of_the_loss_itself(kit: Kit) -> None:
+    loop = usual(kit)
+    for number in range(STEPS):
+        with loop.autocast():
+            loss = loss_of(loop.model, number)
+        loss.backward()
+        loop.step()
+
+
+@idiom
+def losses_weights_that_are_not_the_models(kit: Kit) -> None:
+    model, weights = mlp(), nn.Parameter(torch.zeros(2))
+    loop = kit.take(model, kit.sgd([*model.parameters(), weights]))
+    for number in range(STEPS):
+        x, y = data(number)
+        with loop.autocast():
+            each = (model(x) - y).square().mean(0)
+            loss = (each * torch.exp(-weights) + weights).sum()
         loop.backward(loss)
         loop.step()

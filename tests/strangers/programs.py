@@ -49,13 +49,13 @@ def program(seed: int) -> Idiom:
     actions = [generator.choice(ACTIONS) for _ in range(generator.randint(12, 25))]
 
     def run(kit: Kit) -> None:
-        _Run(kit).all(["step", *actions, "step"])
+        Run(kit).all(["step", *actions, "step"])
 
     run.__doc__ = " ".join(actions)
     return run
 
 
-class _Run:
+class Run:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.number = 0
@@ -195,7 +195,7 @@ class _Run:
         self.loop.step(max_norm=0.2)
 
 
-def _grown_loop(run: _Run, groups: int) -> Loop:
+def _grown_loop(run: Run, groups: int) -> Loop:
     """A fresh loop with as many groups as the one that was saved."""
     start = run.kit.start
     held: list[dict[str, object]] = [{"params": [*run.model[:3].parameters()]}]

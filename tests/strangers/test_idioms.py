@@ -24,6 +24,8 @@ REFUSED = {
     "averaged_model": STORED_16_BIT,  # it would average in 16 bits; halfstep.EMA does not
     "batch_norm": STORED_16_BIT,  # with the rule that cures it
     "sparse_embedding": OWN_OPTIMIZER,  # halfstep's optimizers take dense gradients
+    "backward_of_the_loss_itself": POLICIES,  # not scaled, and not seen
+    "losses_weights_that_are_not_the_models": POLICIES,  # in no model that could be saved
 }
 
 

@@ -7,15 +7,20 @@ two and p.grad fp32, so the division is exact.
 
 Gradients of 16-bit weights stay 16 bit after one backward, as autograd made them, and become fp32
 when a second one is about to be added. Under fp16 they are fp32 from the start: unscaled, fp16
-could not hold them.
+could not hold them; and so are those of parameters with hooks of the user's, which may multiply
+them by an fp32 mask. Between two backwards ``p.grad`` takes a tensor of any format.
+
+A loss may reach leaves that are not the model's: an image that is attacked or painted, a module
+that another optimizer trains. Their gradients are unscaled too, for the time of the backward.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +30,6 @@ from halfstep.precision.calibrate import graph_leaves
 from halfstep.precision.local import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy import LOW, PrecisionPolicy
 
-# The first losses whose graphs are searched for parameters of other models.
-_LOOKS = 3
-# Those whose model FSDP2 shards: its gathered parameters, which are plain, unscale later.
-_BY_FSDP: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 # Thread to 1 / S of the backward that it runs: a loss may reach models of another Precision.
 _RUNNING: dict[int, float] = {}
 
@@ -47,7 +48,8 @@ class _Unscale:
 
     __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
 
-    def __init__(self) -> None:
+    def __init__(self, widens: bool) -> None:
+        self.widens = widens  # gradients that arrive add up in fp32
         self.inverse: float | None = None  # of a backward of the parameter's own Precision
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
@@ -71,30 +73,29 @@ class Arrivals:
                 ones past autograd, so that no hook of theirs runs.
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
-        if self._by_fsdp:
-            _BY_FSDP.add(self)
         self._widens = policy.grad_dtype == torch.float32
         self._scaled = policy.loss_scale.kind != "none"
-        self._unscale = _Unscale()
+        self._unscale = _Unscale(self._widens)
         self._handles: list[RemovableHandle] = []
-        self._low: list[nn.Parameter] = []
+        self._low: list[nn.Parameter] = []  # whose gradients add up in fp32
+        self._received: list[nn.Parameter] = []  # of 16 bits, by autograd
         self._sharded: list[nn.Parameter] = []
         self._left: list[tuple[nn.Parameter, int, int]] = []
-        self._looks = _LOOKS
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Let a trainable parameter, in its final dtype, receive as the policy says."""
         sharded = self._by_fsdp and is_sharded(parameter)
         if sharded:
             self._sharded.append(parameter)
-        if parameter.dtype in LOW and self._widens:
-            self._low.append(parameter)
-            # None: of any format, so that 16 bits stay 16 until they would have to be added
-            any_format = sharded or parameter.dtype == torch.bfloat16
+        if parameter.dtype in LOW:
             gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = None if any_format else torch.float32
-            if gradient is not None:
-                parameter.grad = gradient.float()
+            parameter.grad_dtype = None  # of any format
+            if self._widens:
+                self._low.append(parameter)
+                gradient = None if gradient is None else gradient.float()
+            if not sharded:
+                self._received.append(parameter)
+            parameter.grad = gradient
         if self._scaled and not sharded:
             for number in _hooks_of(parameter):  # that another Precision has put there
                 parameter._backward_hooks.pop(number)  # type: ignore[union-attr]
@@ -105,56 +106,78 @@ class Arrivals:
         _move_first(tensor, handle.id)
         return handle
 
-    def meet(self, loss: Tensor) -> None:
-        """Unscale parameters of other models, too, that a loss reaches; the first losses show them.
-
-        A loss module's own, or those of another Precision, whose policy may scale nothing.
-        """
-        if not self._scaled or self._looks == 0 or _BY_FSDP:
-            return
-        self._looks -= 1
-        for leaf in graph_leaves(loss):
-            if isinstance(leaf, nn.Parameter) and not is_sharded(leaf) and not _hooks_of(leaf):
-                self._handles.append(self._hook(leaf))
-
     @contextmanager
-    def running(self, scale: float, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+    def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         """The context of a backward of ``loss * scale``.
 
         Args:
-            scale: S.
-            inputs: What the backward was asked to find gradients of, where it was asked.
+            scale: A power of two.
+            loss: Whose graph is searched for leaves that are not the model's.
+            inputs: What alone gets a gradient; none: all leaves.
         """
-        self._prepare(scale)
+        wide = self._prepare(scale)
+        leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
+        passing = self._receive_foreign(leaves, wide)
+        inner = [tensor for tensor in inputs if scale != 1.0 and not tensor.is_leaf]
+        _multiply_gradients_(inner, scale)
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
         outer, self._unscale.inverse = self._unscale.inverse, 1.0 / scale
         _RUNNING[thread] = 1.0 / scale
         try:
-            with ExitStack() as stack:
-                for tensor in inputs if scale != 1.0 else ():
-                    if tensor.is_leaf and not _hooks_of(tensor):
-                        stack.callback(self._hook(tensor).remove)
-                yield
+            yield
         finally:
             self._unscale.inverse = outer
             if before is None:
                 del _RUNNING[thread]
             else:
                 _RUNNING[thread] = before
-            for parameter in self._sharded if scale != 1.0 else ():
-                if parameter.grad is not None:
-                    if parameter.grad.dtype in LOW and self._widens:
-                        parameter.grad = parameter.grad.float()
-                    local_part(parameter.grad).mul_(1.0 / scale)
+            for handle in passing:
+                handle.remove()
+            for parameter in wide:
+                parameter.grad_dtype = None
+            if scale != 1.0:
+                for parameter in self._sharded:
+                    gradient = parameter.grad
+                    if gradient is not None and gradient.dtype in LOW and self._widens:
+                        parameter.grad = gradient.float()
+                _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
 
-    def _prepare(self, scale: float) -> None:
-        """Make what is there ready for more to be added by autograd."""
+    def _prepare(self, scale: float) -> list[Tensor]:
+        """Make what is there ready for more to be added by autograd; return what gets fp32."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
                 parameter.grad = parameter.grad.float()
-        for parameter in self._sharded if scale != 1.0 else ():
-            if parameter.grad is not None:
-                local_part(parameter.grad).mul_(scale)
+        wide: list[Tensor] = []
+        for parameter in self._received:
+            if (self._widens and parameter.dtype == torch.float16) or _has_hooks(parameter):
+                wide.append(_widened(parameter))
+        if scale != 1.0:
+            _multiply_gradients_(self._sharded, scale)
+        return wide
+
+    def _receive_foreign(
+        self, leaves: Iterable[Tensor], wide: list[Tensor]
+    ) -> list[RemovableHandle]:
+        """Unscale gradients of leaves that are not the model's; widen those of another Precision.
+
+        Args:
+            leaves: All that a loss reaches.
+            wide: What gets fp32; what is widened here is appended.
+
+        Returns:
+            Hooks of leaves that no Precision unscales already.
+        """
+        handles = []
+        for leaf in leaves:
+            hooks: Any = leaf._backward_hooks or {}
+            numbers = _hooks_of(leaf)
+            if not numbers:
+                handles.append(self._hook(leaf))
+            elif (
+                leaf.dtype == torch.float16 and leaf.grad_dtype is None and hooks[numbers[0]].widens
+            ):
+                wide.append(_widened(leaf))
+        return handles
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember how a backward has left the gradients."""
@@ -173,24 +196,48 @@ class Arrivals:
         return bool(self._left)
 
     def release(self) -> None:
-        """Remove the hooks from all parameters; gradients that are there stay."""
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def close(self) -> None:
-        """Let parameters take gradients as torch's do; 16-bit ones lose those that are there."""
+        """Let parameters take gradients as torch's do, in the format of the weight."""
         self.release()
-        for parameter in self._low:
-            parameter.grad = None  # torch asks for that
+        for parameter in {*self._low, *self._received}:
+            gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
-        self._low, self._sharded, self._left = [], [], []
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        self._low, self._received, self._sharded, self._left = [], [], [], []
 
 
 def _hooks_of(tensor: Tensor) -> list[int]:
     """The numbers of the hooks that unscale a tensor's gradient: one, or none."""
-    hooks = tensor._backward_hooks or {}
+    hooks: dict[int, Any] = tensor._backward_hooks or {}
     return [number for number, hook in hooks.items() if isinstance(hook, _Unscale)]
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    return not all(isinstance(hook, _Unscale) for hook in hooks.values())
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    """Let autograd give a parameter fp32 gradients, and make the one that is there fp32."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = torch.float32
+    parameter.grad = None if gradient is None else gradient.float()
+    return parameter
+
+
+def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
+            warnings.simplefilter("ignore", UserWarning)
+            gradient = tensor.grad
+        if gradient is not None:
+            local_part(gradient).mul_(factor)
 
 
 def _move_first(parameter: Tensor, number: int) -> None:

@@ -34,11 +34,17 @@ from halfstep.precision.arrivals import Arrivals
 from halfstep.precision.border import require
 from halfstep.precision.cast import cast_parameters_
 from halfstep.precision.gradients import multiply_
+from halfstep.precision.loaded_weights import Loaded
 from halfstep.precision.local import is_sharded, local_gradient, local_part, place_like
-from halfstep.precision.optimizer_masters import Gradients, KeepsMasters, step_optimizers
+from halfstep.precision.optimizer_masters import (
+    Gradients,
+    KeepsMasters,
+    step_optimizers,
+    takes_gradients,
+)
 from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
-from halfstep.precision.rounding import random_bits
 from halfstep.precision.rules import parameter_dtypes
+from halfstep.precision.step_hooks import StepHooks
 
 # Elements that are compared at a time: a rounded copy of them stays in the caches.
 _CHUNK = 2**15
@@ -106,8 +112,11 @@ class MasterWeights:
         self._installed = False
         self.handles: list[RemovableHandle] = []
         """Hooks of the optimizers, to be removed with this."""
+        self._hooks = StepHooks()
         for optimizer in optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
+            if policy.has_masters:
+                self.handles += self._hooks.surround(optimizer, weakref.ref(self))
         self._loaded = Loaded()
         if policy.keeps_more_than_weights:
             self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
@@ -137,7 +146,8 @@ class MasterWeights:
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeepsMasters):
                 self._take_in(optimizer)
-        self._adopt_all()
+        with torch.inference_mode(False):  # a master made inside could never be updated
+            self._adopt_all()
         strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
         if strangers:
             raise PrecisionError(
@@ -334,9 +344,10 @@ class MasterWeights:
     def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
         with self.installed():
-            others = [o for o in self._optimizers if not isinstance(o, KeepsMasters)]
+            others = [o for o in self._optimizers if not takes_gradients(o)]
             self.hand_over(others, gradients, factor)
-            step_optimizers(self._optimizers, gradients, factor)
+            with self._hooks.stepping(self, gradients):
+                step_optimizers(self._optimizers, gradients, factor)
         self.push_(gradients)
 
     def hand_over(
@@ -373,6 +384,11 @@ class MasterWeights:
         ]
         if copies:
             torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
+
+    def rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """Masters and the weights that are rounded from them."""
+        weights = self._weights.values()
+        return [(w.target.detach(), w.visible) for w in weights if w.copied]
 
     # Exact values
 
@@ -446,46 +462,6 @@ class MasterWeights:
         """Give the parameters back as plain ones; gradients are dropped."""
         self.clear()
         self.arrivals.close()
-
-
-class Loaded:
-    """A hook before a load of the model's state that remembers which weights it changes.
-
-    A weight that is loaded with the value it has, or that gets it back before the next step, keeps
-    what lies behind it. So a resume is exact whether the model or Precision is loaded first, and
-    averages may be loaded for an evaluation and the weights again after it.
-    """
-
-    def __init__(self) -> None:
-        self.before: dict[str, int] = {}
-        """Names of weights that a load has changed, and what tells their value before it."""
-
-    def __call__(
-        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
-    ) -> None:
-        """Note the weights that are about to get another value."""
-        for name, parameter in module.named_parameters():
-            value = state.get(prefix + name)
-            low = parameter.dtype in LOW  # nothing lies behind others
-            if low and isinstance(value, Tensor) and name not in self.before:
-                own, new = local_part(parameter).detach(), local_part(value).detach()
-                if own.shape != new.shape or not torch.equal(new.to(own), own):
-                    self.before[name] = _fingerprint(own)
-
-    def changed(self, name: str, visible: Tensor) -> bool:
-        """Whether a weight has another value by a load than before it."""
-        return name in self.before and self.before[name] != _fingerprint(visible)
-
-
-def _fingerprint(weight: Tensor) -> int:
-    """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
-    codes = weight.contiguous().view(torch.uint8).reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=codes.device)
-    for start in range(0, codes.numel(), _CHUNK):
-        part = codes[start : start + _CHUNK].long()
-        factors = random_bits(0, 0, part.numel(), start=start, device=codes.device)
-        total += (part * factors).sum()
-    return int(total)
 
 
 def _load_into_targets(

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from halfstep.precision.arrivals import is_running
 from halfstep.precision.fp32_pins import Pins
 from halfstep.precision.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS, PRODUCTS
 from halfstep.precision.policy import LOW
@@ -83,6 +84,8 @@ class OpCasts(TorchFunctionMode):
         kwargs = kwargs or {}
         if cast is not None and self.is_on():
             return self.cast(cast, func, args, kwargs)
+        if cast == "product":
+            args, kwargs = self.agreed(args, kwargs)
         if plain or torch.compiler.is_compiling() or not self.looks_inside(func):
             return self.call(func, args, kwargs)
         if not all(map(_overrides_nothing, types)):
@@ -100,6 +103,10 @@ class OpCasts(TorchFunctionMode):
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of the table."""
         raise NotImplementedError
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The operands of a product, while the table does not apply."""
+        return args, kwargs
 
     def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function as it is."""
@@ -140,8 +147,11 @@ class AutocastCasts(OpCasts):
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function with its operands in the format of its list."""
-        if kwargs.get("out") is not None:  # autocast leaves these alone on CUDA as well
+        if kwargs.get("out") is not None or cast == "product":
+            # autocast leaves out= alone on CUDA as well; products it casts by itself
             return self.call(func, args, kwargs)
+        if cast == "into_self":
+            return self.call(func, *_into_self(args, kwargs))
         if cast == "half":
             to = torch.get_autocast_dtype("cpu")
         elif cast == "fp32":
@@ -158,6 +168,17 @@ class AutocastCasts(OpCasts):
                 return self.call(func, args, kwargs)
         args, kwargs = _cast((args, kwargs), to, on_cpu=True)
         return self.call(func, args, kwargs)
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """In a backward, 16-bit gradients meet fp32 tensors that a Function of the user's saved.
+
+        Their product runs in 16 bits, as it would under ``torch.amp.custom_bwd``.
+        """
+        if is_running(torch.device("cpu")):
+            found = _formats((args, kwargs), on_cpu=True)
+            if len(found) == 2 and torch.float32 in found:
+                return _cast((args, kwargs), min(found, key=_bytes), on_cpu=True)  # type: ignore[no-any-return]
+        return args, kwargs
 
 
 class StoredCasts(OpCasts):
@@ -274,6 +295,10 @@ def _low_to_fp32(value: Any) -> Any:
     if type(value) is dict:
         return {key: _low_to_fp32(item) for key, item in value.items()}
     return value
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _widest(found: set[torch.dtype]) -> torch.dtype:

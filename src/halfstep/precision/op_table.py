@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-Cast = Literal["half", "fp32", "widest", "as_given"]
+Cast = Literal["half", "fp32", "widest", "as_given", "into_self", "product"]
 Mixed = Literal["product", "statistics", "norm", "fp32", "loss", "widest", "into_self"]
 Function = Callable[..., Any]
 
@@ -189,6 +189,14 @@ AUTOCAST_ON_CPU: dict[Function, Cast] = {
     for _, function in spellings(name)
 }
 """What is left to do for a CPU whose own autocast is on. It widens ``grid_sampler`` always."""
+_CAST_ANYWAY = frozenset(name for names in AUTOCAST.values() for name in names)
+# What torch refuses under autocast, on every device: a source of another format than the tensor
+# that it is written into, and products of two formats in the backward of a Function of the user's.
+AUTOCAST_ON_CPU |= {f: "product" for f in functions(AUTOCAST["half"]) if f not in AUTOCAST_ON_CPU}
+AUTOCAST_ON_CPU |= {
+    f: "widest" for f in functions(n for n in MIXED["widest"] if n not in _CAST_ANYWAY)
+}
+AUTOCAST_ON_CPU |= {f: "into_self" for f in functions(MIXED["into_self"])}
 MIXED_FUNCTIONS: dict[Function, Mixed] = {
     function: mixed
     for mixed, names in MIXED.items()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -55,14 +57,28 @@ def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) ->
     return global_norm(gradients)
 
 
+def takes_gradients(optimizer: Optimizer) -> bool:
+    """Whether ``step`` can be given gradients; a user's subclass may have a ``step`` of its own."""
+    return isinstance(optimizer, KeepsMasters) and _has_gradients(type(optimizer))
+
+
+@cache
+def _has_gradients(kind: type[Any]) -> bool:
+    accepted = inspect.signature(kind.step).parameters
+    return {"gradients", "multiplier"} <= accepted.keys() or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
+    )
+
+
 def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
-    """Step: halfstep's optimizers with these gradients times ``factor``, others as they are."""
+    """Step: those that take them with these gradients times ``factor``, others as they are."""
     own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
     for optimizer in own if len(optimizers) > 1 else ():  # a single one checks for itself
         optimizer.check_step(gradients)
     for optimizer in optimizers:
-        if isinstance(optimizer, KeepsMasters):
-            optimizer.step(gradients=gradients, multiplier=factor)
+        if takes_gradients(optimizer):
+            step: Any = optimizer.step
+            step(gradients=gradients, multiplier=factor)
         else:
             optimizer.step()
 

@@ -233,12 +233,17 @@ class OneScaler:
             return
         factors = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
         for factor in factors:
-            if isinstance(factor, Tensor) and factor.numel() == 1 and _is_of_scaler(factor):
+            if isinstance(factor, Tensor) and _may_be_scale(factor) and _is_of_scaler(factor):
                 raise PrecisionError(
                     f"the loss was scaled by a GradScaler (times {float(factor):g}) before "
                     "precision.backward, which scales by itself where the policy says so. Give it "
                     "the plain loss and leave the GradScaler out"
                 )
+
+
+def _may_be_scale(factor: Tensor) -> bool:
+    """Whether it has the form of a scaler's scale; a Python number is saved as an fp64 scalar."""
+    return factor.numel() == 1 and factor.dtype == torch.float32
 
 
 def _is_of_scaler(factor: Tensor) -> bool:

@@ -46,9 +46,10 @@ from halfstep.precision.checks import (
 from halfstep.precision.ema import EMA
 from halfstep.precision.examiner import Examiner, Judged
 from halfstep.precision.gradients import clip_factor
+from halfstep.precision.loaded_weights import Loaded
 from halfstep.precision.local import is_sharded, reshard_
 from halfstep.precision.loss_scale import make_loss_scale
-from halfstep.precision.master_weights import Loaded, MasterWeights
+from halfstep.precision.master_weights import MasterWeights
 from halfstep.precision.nonfinite import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.optimizer_masters import require_own_optimizer
 from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
@@ -210,8 +211,7 @@ class Precision:
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
-            self.masters.arrivals.meet(loss)
-            with self.masters.arrivals.running(self.loss_scale.value, asked):
+            with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
                 self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
