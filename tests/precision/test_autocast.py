@@ -648,10 +648,8 @@ def test_a_context_around_the_loop_computes_with_the_weights_as_they_are(name, h
                     loss = mse(model(x), y)
                 seen.append(loss.item())
                 precision.step(loss)
-            with torch.no_grad():
-                next(model.parameters()).zero_()
-                with precision.autocast():
-                    seen.append(mse(model(x), y).item())
+            with torch.no_grad(), precision.autocast():
+                seen.append(mse(model(x), y).item())
 
         if not around:
             train()

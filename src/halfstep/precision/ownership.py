@@ -119,19 +119,15 @@ class ForwardWatch:
 
     The output of a forward outside of it gets a hook that refuses gradients of
     ``Precision.backward``, so that a forward that is never trained on is free to run anywhere.
-    After each forward of the model autocast forgets the weights that it has cast, so that a context
-    around a whole loop computes with the weights as they are.
     """
 
     def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
         self._policy = policy
         self._device = device
         self._needed = policy.compute_dtype != torch.float32 or policy.tf32
-        self._model: weakref.ref[nn.Module] | None = None
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
         """Watch a model, and its children for methods that are not its forward."""
-        self._model = weakref.ref(model)
         watched = {id(m): m for m in (model, *model.children())}
         return [module.register_forward_hook(self) for module in watched.values()]
 
@@ -151,11 +147,7 @@ class ForwardWatch:
                 "torch.export.export(model, ...) outside of precision.autocast(): the program then "
                 "computes in fp32, and in 16 bits where it is called inside torch.autocast"
             )
-        if torch.compiler.is_compiling():
-            return
-        if self._policy.casts_per_op and self._model is not None and self._model() is module:
-            torch.clear_autocast_cache()
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if is_running(self._device):  # activation checkpointing runs it again inside of a backward
             return
