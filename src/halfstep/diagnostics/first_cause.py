@@ -254,7 +254,7 @@ class NonFiniteTrace(TorchDispatchMode):
         frame: FrameType | None = sys._current_frames().get(self._thread)
         while frame is not None:
             code = frame.f_code
-            if code.co_filename == simulate.__file__ and code.co_name == "__torch_dispatch__":
+            if code is simulate.SimulatedProducts.run.__code__:
                 if simulated is None and "wide" in frame.f_locals:
                     simulated = frame.f_locals  # its operands are converted to fp32
             elif not code.co_filename.startswith(_NOT_THE_CALLER):

@@ -283,8 +283,8 @@ class MasterWeights:
         """Set finished gradients by target: the sums over all ranks; others keep theirs."""
         for target, gradient in gradients.items():
             parameter = self._to_parameter.get(target, target)
-            if parameter.grad_dtype is not None:
-                gradient = gradient.to(parameter.grad_dtype)
+            if parameter.dtype in LOW and self._policy.grad_dtype != torch.float32:
+                gradient = gradient.to(parameter.dtype)
             parameter.grad = place_like(gradient, parameter)
 
     def trains(self, tensors: Sequence[Tensor]) -> bool:

@@ -174,7 +174,7 @@ class AutocastCasts(OpCasts):
 
         Their product runs in 16 bits, as it would under ``torch.amp.custom_bwd``.
         """
-        if is_running(torch.device("cpu")):
+        if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
             found = _formats((args, kwargs), on_cpu=True)
             if len(found) == 2 and torch.float32 in found:
                 return _cast((args, kwargs), min(found, key=_bytes), on_cpu=True)  # type: ignore[no-any-return]

@@ -108,9 +108,10 @@ class SimulatedProducts(TorchDispatchMode):
     ) -> Any:
         # modes that cast have had the call already, and what follows is no call of the model's
         with torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs or {})
+            return self.run(func, args, kwargs or {})
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, through fp32 if it is a 16-bit product."""
         low = self.dtype
         rerouted = func in _REROUTED
         if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
