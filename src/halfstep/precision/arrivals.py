@@ -169,13 +169,10 @@ class Arrivals:
         """
         handles = []
         for leaf in leaves:
-            hooks: Any = leaf._backward_hooks or {}
-            numbers = _hooks_of(leaf)
-            if not numbers:
+            theirs = [*_hooks_of(leaf).values()]
+            if not theirs:
                 handles.append(self._hook(leaf))
-            elif (
-                leaf.dtype == torch.float16 and leaf.grad_dtype is None and hooks[numbers[0]].widens
-            ):
+            elif theirs[0].widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
                 wide.append(_widened(leaf))
         return handles
 
@@ -196,7 +193,7 @@ class Arrivals:
         return bool(self._left)
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks from all parameters; gradients that are there stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -211,16 +208,15 @@ class Arrivals:
         self._low, self._received, self._sharded, self._left = [], [], [], []
 
 
-def _hooks_of(tensor: Tensor) -> list[int]:
-    """The numbers of the hooks that unscale a tensor's gradient: one, or none."""
+def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
+    """The hooks that unscale a tensor's gradient, by their numbers: one, or none."""
     hooks: dict[int, Any] = tensor._backward_hooks or {}
-    return [number for number, hook in hooks.items() if isinstance(hook, _Unscale)]
+    return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
-    hooks: dict[int, Any] = parameter._backward_hooks or {}
-    return not all(isinstance(hook, _Unscale) for hook in hooks.values())
+    return len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
 
 
 def _widened(parameter: Tensor) -> Tensor:
@@ -233,11 +229,15 @@ def _widened(parameter: Tensor) -> Tensor:
 
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
     for tensor in tensors:
-        with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
-            warnings.simplefilter("ignore", UserWarning)
-            gradient = tensor.grad
+        gradient = tensor.grad if tensor.is_leaf else _gradient_inside(tensor)
         if gradient is not None:
             local_part(gradient).mul_(factor)
+
+
+def _gradient_inside(activation: Tensor) -> Tensor | None:
+    with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
+        warnings.simplefilter("ignore", UserWarning)
+        return activation.grad
 
 
 def _move_first(parameter: Tensor, number: int) -> None:

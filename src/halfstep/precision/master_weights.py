@@ -78,6 +78,22 @@ class Weight:
         """What the model computes with on this rank."""
         return local_part(self.parameter).detach()
 
+    def require_unconverted(self) -> None:
+        """Refuse a parameter that was converted or moved since it was taken in.
+
+        Raises:
+            PrecisionError: Naming it, what it is now and what it was.
+        """
+        parameter, device = self.parameter, self.target.device
+        if parameter.dtype == self.dtype and parameter.device == device:
+            return
+        raise PrecisionError(
+            f"{self.name} is {dtype_name(parameter.dtype)} on {parameter.device} now, and was "
+            f"{dtype_name(self.dtype)} on {device} when Precision took it: the model was "
+            "converted or moved since (model.to, .half, .float, .cuda). Do that first, then make "
+            "the optimizer and Precision"
+        )
+
 
 class MasterWeights:
     """All that is trained, by the model's names, and its way from the gradient to the weight."""
@@ -139,8 +155,7 @@ class MasterWeights:
         settled = self._settled
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
         for weight in self._weights.values():
-            if weight.parameter.dtype != weight.dtype:
-                raise _converted(weight)
+            weight.require_unconverted()
         if all(id(p) in settled or not p.requires_grad for p in held):
             return
         for optimizer in self._optimizers:
@@ -272,8 +287,7 @@ class MasterWeights:
             weight = self._weights.get(parameter)
             if weight is None:  # frozen
                 continue
-            if parameter.dtype != weight.dtype or parameter.device != weight.target.device:
-                raise _converted(weight)
+            weight.require_unconverted()
             gradient = local_gradient(parameter)
             if gradient is not None:
                 found[weight.target] = gradient
@@ -502,14 +516,3 @@ def _follow_piece_(master: Tensor, visible: Tensor) -> None:
     if not torch.equal(rounded.view(torch.int16), visible.view(torch.int16)):
         written = rounded.view(torch.int16) != visible.view(torch.int16)
         master.copy_(torch.where(written, visible.float(), master))
-
-
-def _converted(weight: Weight) -> PrecisionError:
-    parameter = weight.parameter
-    is_now = f"{dtype_name(parameter.dtype)} on {parameter.device}"
-    was = f"{dtype_name(weight.dtype)} on {weight.target.device}"
-    return PrecisionError(
-        f"{weight.name} is {is_now} now, and was {was} when Precision took it: the model was "
-        "converted or moved since (model.to, .half, .float, .cuda). Do that first, then make the "
-        "optimizer and Precision"
-    )

@@ -150,9 +150,8 @@ class Precision:
             self.model = model
             cast_at_border(model, self.policy)
             hooks = [*self._watch.attach(model), *self.masters.handles]
-            stays = (
-                self.policy.param_dtype != torch.float32
-            )  # 16-bit weights need their casts for ever
+            # 16-bit weights need their casts for ever
+            stays = self.policy.param_dtype != torch.float32
             low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
             make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
             left = None if stays else model
