@@ -295,3 +295,129 @@ def test_a_rank_that_cannot_take_a_parameter_in_tells_the_others():
     with pytest.raises(PrecisionError, match="no parameter of the model"):
         precision.step()
     assert ranks.told == 1
+
+
+@pytest.mark.parametrize("policy", [*MAKE, "bf16-sr"])
+def test_a_second_optimizer_would_update_16_bit_weights_in_16_bits(policy):
+    model = net()
+    optimizer = SGD if policy == "bf16-sr" else MAKE[policy]
+    _, precision = under(policy, model, optimizer(model[1].parameters(), lr=0.1))
+    second = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    with pytest.raises(PrecisionError, match=r"0\.weight.*all optimizers of the model"):
+        second.step()
+    assert precision.step().applied
+    precision.close()
+    second.step()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-pure"])
+def test_a_second_optimizer_is_free_where_it_trains_as_the_policy_does(policy):
+    model = net()
+    _, precision = under(policy, model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    second = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with precision.autocast():
+        loss = model(X).square().mean()
+    precision.backward(loss)
+    second.step()
+    assert precision.step().applied
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_parts_of_one_model_may_have_a_precision_each(policy):
+    model = net()
+    _, first = under(policy, model, MAKE[policy](model[0].parameters(), lr=0.1))
+    _, second = under(policy, model[1])
+    with first.autocast():
+        loss = model(X).square().mean()
+    first.backward(loss, retain_graph=True)
+    second.backward(loss)
+    assert first.step().applied
+    assert second.step().applied
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that lets another one step, as Lookahead does."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master"])
+def test_an_optimizer_inside_of_another_may_step(policy):
+    model = net()
+    _, precision = under(policy, model, Around(torch.optim.SGD(model.parameters(), lr=0.1)))
+    before = model[0].weight.detach().clone()
+    assert step(model, precision).applied
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_precision_that_nobody_keeps_leaves_its_optimizer_shut(policy):
+    model = net()
+    optimizer, _ = under(policy, model)
+    del _
+    model(X).float().square().mean().backward()
+    with pytest.raises(PrecisionError, match="in a variable"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_a_precision_that_nobody_keeps_leaves_a_plain_model_where_weights_are_fp32(policy):
+    model = net()
+    optimizer, _ = under(policy, model)
+    del _
+    model(X).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-split"])
+def test_a_loss_is_dropped_with_gradients_that_are_cleared_past_torchs_notice(policy):
+    model = net()
+    model[1].bias.requires_grad_(False)
+    _, precision = under(policy, model)
+    with precision.autocast():
+        dropped, kept = model(1e3 * X).square().mean(), model(X).square().mean()
+    precision.backward(dropped, retain_graph=True)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+    result = precision.step(kept)
+    assert result.loss == pytest.approx(kept.item())
+
+
+def test_a_gradient_that_is_zero_by_itself_drops_no_loss():
+    model = net()
+    _, precision = under("fp32", model)
+    for _ in range(2):
+        loss = model[1](model[0](X).detach() * 0).square().mean()  # the weight's gradient is 0
+        precision.backward(loss)
+    assert precision.step().loss == pytest.approx(2 * loss.item())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_weight_that_is_unfrozen_later_is_averaged_from_then_on(dtype):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = EMA(model, decay=0.5, dtype=dtype)
+    _, precision = under("fp32", model, optimizer, ema=ema)
+    step(model, precision)
+    assert {*ema.averages} == {"1.weight", "1.bias"}
+    model[0].requires_grad_(True)
+    step(model, precision)
+    average = model[0].weight.detach().clone()
+    for _ in range(3):
+        step(model, precision)
+        average.lerp_(model[0].weight.detach(), 0.5)
+    gap = 3 * 2.0**-8 if dtype == "bf16" else 1e-7
+    assert torch.allclose(ema.averages["0.weight"].float(), average, rtol=gap, atol=gap)
+    with ema.applied_to(model):
+        assert torch.equal(model[0].weight, ema.averages["0.weight"].float())

@@ -75,7 +75,7 @@ class AfterStep:
             weights: Name and exact value; read only if there is an average to move.
         """
         if applied and self._ema is not None:
-            self._ema.update_(weights)
+            self._ema.update_(weights, grow=True)
         if applied:
             for scheduler in self._schedulers:
                 scheduler.step()

@@ -61,6 +61,7 @@ class EMA:
         if dtype not in (torch.float32, torch.bfloat16):
             raise PrecisionError(f"an average in {dtype}; allowed: fp32 or bf16")
         self.decay = decay
+        self.dtype = dtype
         self.seed = seed
         self.updates = 0
         self.applied = False
@@ -72,18 +73,21 @@ class EMA:
         }
 
     @torch.no_grad()
-    def update_(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update_(self, weights: Iterable[tuple[str, Tensor]], *, grow: bool = False) -> None:
         """Move every average towards its weight; call after applied steps only.
 
         Args:
-            weights: Name and value, of any floating dtype; names that are not averaged are passed
-                over.
+            weights: Name and value, of any floating dtype.
+            grow: Whether weights that are not averaged yet, as they were frozen until now, start
+                an average; otherwise they are passed over.
         """
         self.updates += 1
         seen = 0
         for name, weight in weights:
             average = self.averages.get(name)
             if average is None:
+                if grow:
+                    self.averages[name] = weight.detach().to(self.dtype, copy=True)
                 continue
             value = average.float().lerp_(weight.detach().float(), 1 - self.decay)
             if average.dtype == torch.bfloat16:
@@ -155,7 +159,10 @@ class EMA:
         saved = state["averages"]
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.averages.items()}:
             odd = sorted(set(saved) ^ set(self.averages)) or ["shapes differ"]
-            raise PrecisionError(f"the saved average is of another model: {', '.join(odd[:5])}")
+            raise PrecisionError(
+                f"the saved average is of another model: {', '.join(odd[:5])}; make EMA of a model "
+                "whose parameters are trainable and frozen as they were when it was saved"
+            )
         for name, average in self.averages.items():
             average.copy_(saved[name])
         self.updates = state["updates"]

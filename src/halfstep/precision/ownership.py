@@ -2,7 +2,8 @@
 
 Each slip here is one that a loop written for plain torch or ``torch.amp`` makes easily, and that
 would otherwise train a wrong model without a word: an ``optimizer.step()`` by hand, a second
-Precision over the same parameters, another loss scaler, a forward outside of the policy's context.
+Precision over the same parameters, an optimizer beside it that would update 16-bit weights in 16
+bits, another loss scaler, a forward outside of the policy's context.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.arrivals import is_running
 from halfstep.precision.autocast import active_autocast
-from halfstep.precision.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
 
 # The first losses that are looked at for another scaler; a loop that has one has it from the start.
 _LOOKS = 3
@@ -33,16 +35,26 @@ _OWNERS: Any = WeakIdKeyDictionary()
 class StepDoor:
     """Hooks of optimizers that let nobody step but their Precision."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[Tensor, str],
+    ) -> None:
         """Take the optimizers' parameters.
 
         Args:
+            policy: Where it keeps more than its 16-bit weights, these are watched in all optimizers
+                of the process, and stay so when the Precision is gone.
             optimizers: To be stepped by one Precision from here on.
             names: Of the model's parameters.
 
         Raises:
             PrecisionError: If another Precision trains one of the parameters; nothing is changed.
         """
+        self._policy = policy
+        # 16-bit weights of which an optimizer alone would lose updates
+        self._keeps = policy.keeps_more_than_weights or policy.update != "nearest"
         self._optimizers = optimizers
         self._names = names
         self._parameters: list[Tensor] = []
@@ -50,6 +62,9 @@ class StepDoor:
         self.take()
         own = weakref.ref(self)
         self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+        self._others: RemovableHandle | None = None
+        if self._keeps:
+            self._others = register_optimizer_step_pre_hook(_RefuseOthers(own))
 
     def take(self) -> None:
         """Own what the optimizers hold by now; groups may have come and gone.
@@ -93,9 +108,39 @@ class StepDoor:
         """Let the optimizers and parameters go."""
         for handle in self._handles:
             handle.remove()
+        self.leave()
+
+    def leave(self) -> None:
+        """Go with the Precision; where that kept more than its weights, optimizers stay shut."""
+        if not self._keeps:
+            for handle in self._handles:
+                handle.remove()
         for parameter in self._parameters:
             _OWNERS.pop(parameter, None)
+        if self._others is not None:
+            self._others.remove()
         self._handles, self._parameters, self._optimizers = [], [], []
+
+    def require_mine(self, optimizer: Optimizer) -> None:
+        """Refuse the step of another optimizer over weights that would lose it.
+
+        Raises:
+            PrecisionError: If it holds a 16-bit weight of the model, and is no other Precision's.
+        """
+        if self._open or any(optimizer is mine for mine in self._optimizers):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype not in LOW or parameter not in self._names:
+                    continue
+                if _OWNERS.get(parameter, lambda: None)() in (None, self):
+                    raise PrecisionError(
+                        f"{type(optimizer).__name__}.step() would update "
+                        f"{self._names[parameter]}, which policy {self._policy} keeps in "
+                        f"{dtype_name(parameter.dtype)}, in {dtype_name(parameter.dtype)}: this "
+                        "optimizer is not the Precision's. Give it all optimizers of the model: "
+                        "Precision(policy, model, [first, second])"
+                    )
 
 
 class _Refuse:
@@ -106,12 +151,31 @@ class _Refuse:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         door = self._door()
-        if door is not None and not door.is_open:
+        name = type(optimizer).__name__
+        if door is None:
             raise PrecisionError(
-                f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
-                "this optimizer belongs to a Precision, which checks, clips and rounds. Call "
-                "precision.step() instead, or precision.close() to go on without it"
+                f"{name}.step(): the Precision of this optimizer is gone, and with it what its "
+                "16-bit weights cannot hold. Keep the Precision in a variable for as long as the "
+                "model is trained, or call its close() to go on without it"
             )
+        if not door.is_open:
+            raise PrecisionError(
+                f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
+                "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
+                "instead, or precision.close() to go on without it"
+            )
+
+
+class _RefuseOthers:
+    """A hook before the step of every optimizer of the process."""
+
+    def __init__(self, door: weakref.ref[StepDoor]) -> None:
+        self._door = door
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        door = self._door()
+        if door is not None:
+            door.require_mine(optimizer)
 
 
 class ForwardWatch:

@@ -137,7 +137,7 @@ class Precision:
         check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self._ranks)
-        self._door = StepDoor(self.optimizers, names)
+        self._door = StepDoor(self.policy, self.optimizers, names)
         try:
             if upcast_trainable and self.policy.param_dtype == torch.float32:
                 upcast_trainable_(model)
@@ -244,6 +244,7 @@ class Precision:
         are. The model can then be exported, or taken by another Precision.
         """
         self.discard()
+        self._door.close()
         self._released()
         _give_back_(self.model)
         self.masters.close()
@@ -507,7 +508,7 @@ def _release(
     model: nn.Module | None,
 ) -> None:
     """What must go with a Precision, or would refuse what comes after it."""
-    door.close()
+    door.leave()
     arrivals.release()
     for hook in hooks:
         hook.remove()
