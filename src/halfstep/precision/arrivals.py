@@ -178,8 +178,8 @@ class Arrivals:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember how a backward has left the gradients."""
-        with_gradients = sorted((p for p in parameters if p.grad is not None), key=Tensor.numel)
-        self._left = [(p, id(p.grad), p.grad._version) for p in with_gradients]
+        self._left = [(p, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+        self._left.sort(key=lambda left: left[0].numel())
 
     def cleared(self) -> bool:
         """Whether all gradients that the last backward has left were dropped or set to zero.
