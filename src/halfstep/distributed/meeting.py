@@ -107,13 +107,17 @@ def meet(store: Any, place: Place, timeout_seconds: float) -> tuple[int, Any]:
     """
     end = time.monotonic() + timeout_seconds
 
-    def pause() -> None:
+    def refuse_over() -> None:
         if store.check([_OVER]):
             raise RuntimeError(f"the run is over, by {store.get(_OVER).decode()}")
+
+    def pause() -> None:
+        refuse_over()
         if time.monotonic() > end:
             raise RuntimeError("not all ranks have come")
         time.sleep(0.02)
 
+    refuse_over()
     if place.rank:
         name = uuid.uuid4().hex
         store.set(f"hello/{place.rank}", name)
