@@ -40,9 +40,9 @@ from transformers.utils.logging import disable_progress_bar
 import docstring_data
 from classify_rows import ROWS
 from common import save
-from halfstep.data.labelled import read_labelled
-from halfstep.data.labelled_config import LabelledConfig
-from halfstep.precision.autocast import cpu_has_bf16
+from halfstep.precision.casting.autocast import cpu_has_bf16
+from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.data.labelled.labelled import read_labelled
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

@@ -30,11 +30,11 @@ from halfstep import Precision
 from halfstep.distributed.world import open_world
 from halfstep.integrations.accelerate import attach
 from halfstep.integrations.hf_trainer import attach as attach_trainer
-from halfstep.training.allocator import keep_freed_memory
-from halfstep.training.config import load_config
-from halfstep.training.loop import train
-from halfstep.training.run_folder import create_run
-from halfstep.training.session import open_session
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.environment import keep_freed_memory
+from halfstep.trainer.loop import train
+from halfstep.trainer.run.folder import create_run
+from halfstep.trainer.session import open_session
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from halfstep.training.environment import environment
+from halfstep.trainer.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 

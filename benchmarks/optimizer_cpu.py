@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from common import save, summary
-from halfstep.optim.dispatch import kernel_name
+from halfstep.optim.kernels.dispatch import kernel_name
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.gradients import clip_factor
+from halfstep.precision.scaling.gradients import clip_factor
 
 WIDTH, LAYERS, VOCABULARY, POSITIONS = 768, 12, 50257, 1024
 BLOCK = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH,),

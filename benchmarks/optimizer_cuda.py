@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from common import save, summary
-from halfstep.models.gpt import GPT
-from halfstep.optim.device_scaler import DeviceScaler
-from halfstep.optim.dispatch import kernel_name
+from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.loss_scale import LossScaleConfig
-from halfstep.training.config import load_config
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.models.gpt.gpt import GPT
 
 VOCABULARY = 50304  # 50257 rounded up to a multiple of 64, as GPT-2 training codes do
 REPEATS = 10

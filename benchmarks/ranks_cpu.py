@@ -41,11 +41,11 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
-from halfstep.models.gpt import GPT, GPTConfig
-from halfstep.precision.autocast import cpu_has_bf16
+from halfstep.precision.casting.autocast import cpu_has_bf16
 from halfstep.precision.step import Precision
-from halfstep.training.allocator import keep_freed_memory
-from halfstep.training.step import train_step
+from halfstep.trainer.environment import keep_freed_memory
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.step import train_step
 
 RANKS = 2
 CONFIG = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=128, vocab_size=8192)

@@ -51,10 +51,10 @@ from halfstep.distributed.traffic import (
     fully_sharded,
     tensor_parallel,
 )
-from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
 MACHINE = 8
 NVLINK = 450e9  # bytes per second of one GPU, one direction

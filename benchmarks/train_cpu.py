@@ -20,13 +20,13 @@ import torch
 from common import save, summary
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
-from halfstep.models.gpt import GPT
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.allocator import keep_freed_memory
-from halfstep.training.config import load_config
-from halfstep.training.optimizer import make_optimizer
-from halfstep.training.step import train_step
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.environment import keep_freed_memory
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import train_step
 
 VOCABULARY = 8192
 SHAPES = {"gpt-small-cpu": (8, 256), "gpt-tiny": (16, 128)}

@@ -19,14 +19,14 @@ import torch
 from common import save, summary
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
-from halfstep.models.gpt import GPT
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import POLICIES
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.config import load_config
-from halfstep.training.environment import gemm_flops_per_second
-from halfstep.training.optimizer import make_optimizer
-from halfstep.training.step import train_step
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.environment import gemm_flops_per_second
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import train_step
 
 # Dense bf16 tensor-core FLOP/s. Source: NVIDIA data sheets of the SXM parts, without sparsity.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from halfstep.precision.rounding import join, kahan_add, random_bits, round_stochastic, split
+from halfstep.precision.masters.rounding import (
+    join,
+    kahan_add,
+    random_bits,
+    round_stochastic,
+    split,
+)
 
 START, UPDATE, STEPS, SEEDS = 1.0, 1e-3, 100, 64
 TRUTH = START + STEPS * UPDATE

@@ -18,11 +18,11 @@ import pathlib, sys
 import halfstep
 assert pathlib.Path(halfstep.__file__).is_relative_to(sys.argv[1]), halfstep.__file__
 assert "torch" not in sys.modules
-from halfstep.training.config import shipped_configs
+from halfstep.trainer.config.config import shipped_configs
 assert "gpt-tiny" in shipped_configs()
 for name in dir(halfstep):
     getattr(halfstep, name)
-assert (pathlib.Path(halfstep.__file__).parent / "optim" / "native.cpp").is_file()
+assert (pathlib.Path(halfstep.__file__).parent / "optim" / "kernels" / "cpu.cpp").is_file()
 print("wheel: imports, public names and configurations are there:", halfstep.__version__)
 """
 

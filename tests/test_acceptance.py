@@ -245,7 +245,7 @@ def test_l_a_rope_table_is_not_cast_and_a_doubled_mask_is_flagged():
 
 
 def test_m_a_nan_run_never_evicts_the_last_finite_checkpoint(tmp_path):
-    from halfstep.checkpoint.store import Checkpoint, list_checkpoints, save_checkpoint
+    from halfstep.trainer.checkpoint.store import Checkpoint, list_checkpoints, save_checkpoint
 
     good = Checkpoint({"w": torch.ones(2)}, {}, {"step": 1})
     save_checkpoint(tmp_path, 1, good, keep=1)

@@ -119,7 +119,7 @@ ROWS = ("torch fp32", "torch fp32, length groups", "accelerate fp32", "trainer f
 def test_every_row_starts_from_the_same_weights_and_counts_every_example(
     name, benchmarks, job, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     # a row has a process of its own; here other tests came before
     accelerate.state.AcceleratorState._reset_state(True)
     row, *rest = benchmarks["classify_rows"].ROWS[name]
@@ -131,7 +131,7 @@ def test_every_row_starts_from_the_same_weights_and_counts_every_example(
 
 
 def test_a_short_row_stops_without_evaluation(benchmarks, job, tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     short = job | {"count": 2, "short": True, "scratch": str(tmp_path)}
     ours, theirs = (benchmarks["classify_rows"].ROWS[n] for n in (ROWS[-1], ROWS[0]))
     for row, *rest in (ours, theirs):

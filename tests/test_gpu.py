@@ -10,13 +10,13 @@ import torch
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
-from halfstep.models.gpt import GPT, GPTConfig
-from halfstep.precision.autocast import float32_matmul
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import POLICIES
+from halfstep.precision.casting.autocast import float32_matmul
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.optimizer import OptimizerConfig, make_optimizer
-from halfstep.training.step import train_step
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.cli.arguments import build_parser, split_launcher, split_overrides
+from halfstep.cli.grammar import build_parser, split_launcher, split_overrides
 from halfstep.errors import ConfigError
-from halfstep.precision.autocast import support
+from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.policy import ALIASES, POLICIES
-from halfstep.training.environment import choose_device
+from halfstep.precision.policy.policy import ALIASES, POLICIES
+from halfstep.trainer.environment import choose_device
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "README.zh.md")

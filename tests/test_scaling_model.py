@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from halfstep.distributed import Layout, choose_strategy
 from halfstep.distributed.plan import plan_of
-from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.optim import AdamW
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "distributed.md"

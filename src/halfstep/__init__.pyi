@@ -1,9 +1,9 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, optim as optim
-from .diagnostics.cause import Cause as Cause
-from .diagnostics.first_cause import trace_nonfinite as trace_nonfinite
-from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
+from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
+from .diagnostics.nonfinite.operations import Cause as Cause
+from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -21,29 +21,32 @@ from .formats import (
     TF32 as TF32,
     FloatFormat as FloatFormat,
 )
-from .integrations.grad_scaler import GradScaler as GradScaler
-from .precision.autocast import support as support
-from .precision.buffers import (
-    CastReport as CastReport,
-    cast_module_ as cast_module_,
-    check_buffers as check_buffers,
-)
-from .precision.cast import autocast as autocast
-from .precision.checks import lift_eps_ as lift_eps_
-from .precision.ema import EMA as EMA
-from .precision.explain import explain as explain, explain_model as explain_model
-from .precision.loss_scale import LossScaleConfig as LossScaleConfig
-from .precision.masks import check_mask as check_mask, mask_value as mask_value
-from .precision.parse import parse_policy as parse_policy
-from .precision.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
-from .precision.ranks import (
+from .integrations.grad_scaler.scaler import GradScaler as GradScaler
+from .precision.after_step import EMA as EMA
+from .precision.agreement import (
     ManyRanks as ManyRanks,
     OneRank as OneRank,
     Ranks as Ranks,
     check_replicas as check_replicas,
 )
+from .precision.casting.autocast import support as support
+from .precision.casting.buffers import (
+    CastReport as CastReport,
+    cast_module_ as cast_module_,
+    check_buffers as check_buffers,
+)
+from .precision.casting.cast import autocast as autocast
+from .precision.casting.masks import check_mask as check_mask, mask_value as mask_value
+from .precision.casting.simulate import (
+    simulated_bf16 as simulated_bf16,
+    simulated_fp16 as simulated_fp16,
+)
+from .precision.checks import lift_eps_ as lift_eps_
+from .precision.explain import explain as explain, explain_model as explain_model
+from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
+from .precision.policy.spelling import parse_policy as parse_policy
 from .precision.result import StepResult as StepResult
-from .precision.simulate import simulated_bf16 as simulated_bf16, simulated_fp16 as simulated_fp16
+from .precision.scaling.loss_scale import LossScaleConfig as LossScaleConfig
 from .precision.step import Precision as Precision
 
 __version__: str

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from tests.reference.adam import EPS, assert_near
 
-from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.cli import train
 from halfstep.cli.main import main
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 LAUNCH = [sys.executable, "-m", "halfstep", "train"]
@@ -88,7 +88,7 @@ def ranks(words, **options):
 def alone(words, monkeypatch):
     """The same command as one process: this one, without the run's own measurements."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

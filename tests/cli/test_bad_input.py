@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.cli.main import main
-from halfstep.models.gpt import GPT
-from halfstep.models.gpt_config import GPTConfig
-from halfstep.precision.parse import parse_policy
-from halfstep.training import memory
-from halfstep.training.memory import Need, memory_bytes, require_room, require_rows
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer import memory
+from halfstep.trainer.memory import Need, memory_bytes, require_room, require_rows
+from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.gpt.gpt import GPT
 
 TINY = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu", "--precision", "fp32",

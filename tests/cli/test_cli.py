@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.checkpoint.store import list_checkpoints, load_checkpoint
-from halfstep.cli.arguments import split_overrides
+from halfstep.cli.grammar import split_overrides
 from halfstep.cli.main import main
-from halfstep.models.gpt import GPT
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.models.gpt.gpt import GPT
 
 SMALL = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu",

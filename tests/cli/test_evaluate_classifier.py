@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.training.classifiers import (
+from tests.trainer.classifiers import (
     classify_config,
     rows,
     whole_run,
@@ -20,7 +20,7 @@ from tests.training.classifiers import (
 )
 
 from halfstep.cli.main import main
-from halfstep.training.predict import Predictor
+from halfstep.trainer.tasks.predict import Predictor
 
 
 @pytest.fixture(scope="module", params=["scratch", "bert"])
@@ -28,7 +28,7 @@ def finished(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     patch = pytest.MonkeyPatch()
     patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
-    patch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     bert = request.param == "bert"
     source = str(write_bert(folder / "encoder")) if bert else "scratch:tiny"
     config = classify_config(
@@ -179,7 +179,7 @@ def tiny_run(folder, files, **changes):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
 
 
 def test_validation_texts_keep_the_classes_of_the_run(quick, tmp_path, halfstep):

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cli.ranks import Run
-from tests.models.pretrained_folders import edit_json
-from tests.training.classifiers import (
+from tests.trainer.classifiers import (
     TELLING,
     checkpoint_of,
     checkpoint_steps,
@@ -25,10 +24,11 @@ from tests.training.classifiers import (
     write_csv,
     write_files,
 )
+from tests.trainer.models.pretrained_folders import edit_json
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.training.config import load_config
+from halfstep.trainer.config.config import load_config
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune", "classify"]
 
@@ -47,7 +47,7 @@ def bert(tmp_path_factory):
 def halfstep(capsys, monkeypatch):
     """Runs a command in this process: exit code, stdout, stderr."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -244,7 +244,7 @@ def finished(files, tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "r"
     patch = pytest.MonkeyPatch()
     patch.setattr(train, "keep_freed_memory", lambda: None)
-    patch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     words = words_of(files, path, "--quiet", "--eval-every", 2, "--keep", 9, "--save-every", 1)

@@ -11,12 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests.cli.ranks import assert_one_line, assert_same_state, losses, ranks as run_ranks
-from tests.training.lm_folders import EOS, alpaca, chats, save_base, write
+from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.models.pretrained import quiet
-from halfstep.training.run_folder import run_config
+from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.run.folder import run_config
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
 
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 def halfstep(monkeypatch, capsys):
     """Runs a command in this process; gives exit code, stdout and stderr."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
 
     def call(*words):
         capsys.readouterr()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.cli.arguments import shield_negative_value
 from halfstep.cli.formats import read_value
+from halfstep.cli.grammar import shield_negative_value
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from reference import floats

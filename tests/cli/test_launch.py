@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli import launch, outcome
-from halfstep.cli.arguments import build_parser, split_launcher, split_overrides
+from halfstep.cli.grammar import build_parser, split_launcher, split_overrides
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError, PeerError
 

@@ -125,7 +125,7 @@ def test_a_killed_rank_starts_again(two, corpus, tmp_path):
 DIES_SAVING = """
 import os, signal
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
-    from halfstep.checkpoint import saver
+    from halfstep.trainer.checkpoint import saver
     real = saver.save_part
     def save_part(folder, step, *more):
         if step == 12:

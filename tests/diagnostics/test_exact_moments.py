@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 
 N = 4096

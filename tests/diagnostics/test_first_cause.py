@@ -19,8 +19,8 @@ from halfstep import (
     simulated_fp16,
     trace_nonfinite,
 )
-from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.operations import count, inputs, kind_of, operation
+from halfstep.diagnostics.nonfinite.operations import count, inputs, kind_of, operation
+from halfstep.diagnostics.nonfinite.trace import ModuleCalls
 
 INF = math.inf
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.diagnostics.intended_update import half_gap, intended_updates, plain
-from halfstep.diagnostics.lost_updates import LostUpdateMeter
-from halfstep.diagnostics.sampling import Chooser, after_step, before_step
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates.replay import half_gap, intended_updates, plain
+from halfstep.diagnostics.lost_updates.sampling import Chooser, after_step, before_step
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 

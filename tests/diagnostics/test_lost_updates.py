@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.precision.step import Precision
 

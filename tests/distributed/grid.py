@@ -15,7 +15,7 @@ from distributed.loops import Split, Tied, data, mse, net, wrap
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.select import choose_strategy
-from halfstep.precision.local import local_part
+from halfstep.precision.masters.local_part import local_part
 
 OPTIMIZERS = ("single", "foreach", "fused", "halfstep")
 OWN_LOOP = ("plain", "ddp", "fsdp", "tied", "ddp tied", "fsdp tied", "tp", "hand")

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.parity import fingerprint, whole
-from halfstep.precision.ema import EMA
-from halfstep.precision.local import local_part
-from halfstep.precision.ranks import MARK
+from halfstep.precision.after_step import EMA
+from halfstep.precision.agreement import MARK
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision
 
 ROWS = 8

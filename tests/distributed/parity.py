@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
-from halfstep.models.gpt import GPT, GPTConfig
-from halfstep.precision.local import local_part
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 51}
 SEQUENCES = 8

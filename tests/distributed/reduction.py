@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.distributed.gradient_reducer import GradientReducer
+from halfstep.distributed.data.reducer import GradientReducer
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
 VOCABULARY, WIDTH, ROWS = 11, 8, 6

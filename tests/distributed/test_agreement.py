@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed import parity
-from halfstep.distributed.agreement import check_agreement, checksum
+from halfstep.distributed.consistency import check_agreement, checksum
 from halfstep.distributed.layout import Layout
 from halfstep.errors import PrecisionError
-from halfstep.precision.local import local_part
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision
 
 LAYOUTS = [("data=2", 2), ("shard=2", 2), ("tensor=2", 2), ("data=2,tensor=2", 4),

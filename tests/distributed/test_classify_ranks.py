@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests.cli.ranks import Run, ranks
 from tests.reference.adam import EPS, assert_near
-from tests.training import classifiers
-from tests.training.classifiers import (
+from tests.trainer import classifiers
+from tests.trainer.classifiers import (
     SPELLED,
     checkpoint_of,
     checkpoint_steps,
@@ -26,14 +26,15 @@ from tests.training.classifiers import (
     write_files,
 )
 
-from halfstep.data.progress import no_progress
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, PeerError
-from halfstep.training import classify_task, loop
-from halfstep.training.loop import train
-from halfstep.training.resume import resume, with_run_folder
-from halfstep.training.run_folder import create_run, finish_run
-from halfstep.training.session import open_session
+from halfstep.trainer import loop
+from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.loop import train
+from halfstep.trainer.run.folder import create_run, finish_run
+from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.session import open_session
+from halfstep.trainer.tasks import classify as classify_task
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +59,7 @@ def bert(tmp_path_factory):
 def lean():
     """Without the measurement of the matrix rate, and without pictures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep.training.pace.gemm_flops_per_second", lambda *_: 1e9)
+        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         patch.setitem(sys.modules, "matplotlib.figure", None)
         yield patch
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed import parity
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
-from halfstep.precision.local import reshard_
+from halfstep.precision.masters.local_part import reshard_
 
 pytestmark = pytest.mark.distributed
 

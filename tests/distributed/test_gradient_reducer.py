@@ -25,7 +25,7 @@ from distributed.reduction import (
     share,
     unpacked,
 )
-from halfstep.distributed.gradient_reducer import GradientReducer, broadcast_
+from halfstep.distributed.data.reducer import GradientReducer, broadcast_
 from halfstep.errors import PrecisionError
 
 pytestmark = pytest.mark.distributed

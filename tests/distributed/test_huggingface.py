@@ -12,9 +12,9 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.training.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed

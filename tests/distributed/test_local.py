@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from distributed import loops
-from halfstep.precision.local import (
+from halfstep.precision.masters.local_part import (
     is_sharded,
     local_gradient,
     local_part,
     parts_of,
     place_like,
 )
-from halfstep.precision.master_weights import MasterWeights
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.spelling import parse_policy
 
 distributed = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from distributed import grid
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.precision.local import local_part
+from halfstep.precision.masters.local_part import local_part
 
 pytestmark = pytest.mark.distributed
 

@@ -20,8 +20,7 @@ from distributed.reduction import (
     unpacked,
 )
 from distributed.test_gradient_reducer import branch_input, definition, kept_as, same_on_all
-from halfstep.distributed.gradient_reducer import GradientReducer
-from halfstep.distributed.machines import neighbours
+from halfstep.distributed.data.reducer import GradientReducer, neighbours
 from halfstep.errors import PrecisionError
 
 pytestmark = pytest.mark.distributed

@@ -14,16 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distributed.pool import Pool
-from halfstep.distributed.parallel_styles import ParallelForward
-from halfstep.distributed.parallelize import parallelize_
-from halfstep.distributed.regions import sum_over_ranks
+from halfstep.distributed.tensor.regions import sum_over_ranks
+from halfstep.distributed.tensor.styles import ParallelForward
+from halfstep.distributed.tensor.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.generate import generate
-from halfstep.models.gpt import GPT, GPTConfig
-from halfstep.precision.cast import add_regions_, around_model, cast_parameters_
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.rules import parameter_dtypes
-from halfstep.precision.simulate import simulated_fp16
+from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
+from halfstep.precision.casting.simulate import simulated_fp16
+from halfstep.precision.policy.rules import parameter_dtypes
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.models.gpt.generate import generate
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -140,7 +140,7 @@ SETTINGS = {
 @SEQUENCE
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(pool, setting, sequence):
-    # The bounds are those of one device, tests/models/test_gpt.py: against fp64, a few units.
+    # The bounds are those of one device, test_gpt.py: against fp64, a few units.
     dtype, autocast, stream, bound = SETTINGS[setting]
     pair, oracle = batch(), make(torch.float64)
     wanted = compute(oracle, pair)

@@ -14,7 +14,7 @@ import torch
 from tests.reference.adam import U32, assert_near
 
 from distributed import parity
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 
 pytestmark = pytest.mark.distributed
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from distributed import grid
 from distributed.parity import fingerprint, whole
 from halfstep.errors import HalfstepError
-from halfstep.precision.local import is_sharded, local_part
-from halfstep.precision.ranks import MARK
+from halfstep.precision.agreement import MARK
+from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.step import Precision
 
 pytestmark = pytest.mark.distributed

@@ -13,15 +13,15 @@ from torch.distributed.fsdp import fully_shard
 
 from distributed.loops import Split
 from halfstep.errors import PrecisionError
-from halfstep.precision.gradients import NonFinite, exact_global_norm, global_norm
-from halfstep.precision.local import local_part
-from halfstep.precision.ranks import (
+from halfstep.precision.agreement import (
     MARK,
     ManyRanks,
     OneRank,
     check_replicas,
     ranks_of_this_process,
 )
+from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.scaling.gradients import NonFinite, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed

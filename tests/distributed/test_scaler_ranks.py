@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from distributed import grid
 from distributed.loops import mse, net, wrap
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.precision.local import is_sharded, local_part
-from halfstep.precision.ranks import OneRank
+from halfstep.precision.agreement import OneRank
+from halfstep.precision.masters.local_part import is_sharded, local_part
 
 pytestmark = pytest.mark.distributed
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from distributed import parity
-from halfstep.distributed.data_parallel import DataParallel
-from halfstep.distributed.fully_sharded import FullySharded
+from halfstep.distributed.data.data_parallel import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import TABLE_LAYOUTS, choose_strategy, decide
-from halfstep.distributed.tensor_parallel import TensorParallel
+from halfstep.distributed.shard import FullySharded
+from halfstep.distributed.tensor.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.models.gpt import GPT, GPTConfig
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import POLICIES
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.distributed
 

@@ -9,13 +9,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from halfstep.distributed.vocabulary import ShardedVocabulary
+from halfstep.distributed.tensor.styles import ShardedVocabulary
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.cross_entropy import linear_cross_entropy_sum
-from halfstep.models.head_scales import Fp16Scales
-from halfstep.models.vocabulary import Vocabulary, WholeVocabulary
-from halfstep.precision.simulate import simulated_fp16
-from models.test_cross_entropy import bounds, oracle, problem
+from halfstep.precision.casting.simulate import simulated_fp16
+from halfstep.trainer.models.losses.cross_entropy import Fp16Scales, linear_cross_entropy_sum
+from halfstep.trainer.models.losses.vocabulary import Vocabulary, WholeVocabulary
+from trainer.models.test_cross_entropy import bounds, oracle, problem
 
 pytestmark = pytest.mark.distributed
 
@@ -91,7 +90,7 @@ def test_value_and_gradients_match_the_definition(pool, dtype, vocab, chunk_byte
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_near_as_a_few_roundings(pool, dtype):
-    # As on one device (tests/models/test_cross_entropy.py): relative in the 2-norm, 8 units.
+    # As on one device (test_cross_entropy.py): relative in the 2-norm, 8 units.
     x, w, targets = problem(200, 24, 67, dtype, seed=2)
     _, dx, dw = oracle(x, w, targets)
     _, _, got_dx, got_dw = pool.run(head, x=x.detach(), w=w.detach(), targets=targets)[0]

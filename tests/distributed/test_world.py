@@ -10,8 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from halfstep.distributed.meeting import Place, declare_over, find_place, meet
-from halfstep.distributed.world import World, open_world
+from halfstep.distributed.world import Place, World, declare_over, find_place, meet, open_world
 from halfstep.errors import ConfigError, PeerError
 
 TORCHRUN = {

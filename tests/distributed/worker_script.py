@@ -16,7 +16,7 @@ from pathlib import Path
 from halfstep.cli import main as program
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError, NonFiniteError
-from halfstep.training.interrupt import Interrupt
+from halfstep.trainer.loop import Interrupt
 
 STEPS = int(os.environ.get("HALFSTEP_TEST_STEPS", "20"))
 FOLDER = Path(os.environ["HALFSTEP_TEST_FOLDER"])

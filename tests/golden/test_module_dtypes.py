@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep import Precision, parse_policy
-from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.policy import dtype_name
+from halfstep.precision.policy.policy import dtype_name
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
 TABLE = Path(__file__).with_name("module_dtypes.json")
 POLICIES = ("bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split")

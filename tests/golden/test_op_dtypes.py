@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep import Precision, autocast
-from halfstep.precision.op_table import AUTOCAST
+from halfstep.precision.casting.op_table import AUTOCAST
 
 TABLE = Path(__file__).with_name("op_dtypes.json")
 Make = Callable[..., Tensor]

@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import GradScaler
-from halfstep.integrations import recording_scaler, step_record
+from halfstep.integrations.grad_scaler import (
+    record as step_record,
+    recording as recording_scaler,
+)
 from integrations.scaler_side import Plain, TakesScaler
 
 INF, NAN = math.inf, math.nan

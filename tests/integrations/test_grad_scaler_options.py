@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import halfstep.integrations.grad_scaler
+import halfstep.integrations.grad_scaler.scaler
 from halfstep import GradScaler, NonFiniteError, PrecisionError
 from integrations.test_grad_scaler import INF, NAN, Two, made, step
 from reference.loss_scale import exponents
@@ -329,7 +329,7 @@ def test_a_disabled_scaler_with_options_does_nothing():
 
 
 def test_doctests_and_the_how_to():
-    result = doctest.testmod(halfstep.integrations.grad_scaler)
+    result = doctest.testmod(halfstep.integrations.grad_scaler.scaler)
     assert (result.failed, result.attempted > 0) == (0, True)
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep.integrations
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler
-from halfstep.integrations.module_border import ModuleBorder
+from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.lightning_common import ModuleBorder
 from halfstep.optim import AdamW, Lion
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
 pl = pytest.importorskip("lightning.pytorch")

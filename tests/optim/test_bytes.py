@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.optim.native import NativeKernel, native_kernel
+from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 
 SHAPES = [(1024, 256), (512, 16, 4, 4), (128 * 1000,)]  # each a whole number of blocks of 128

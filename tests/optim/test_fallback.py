@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim import dispatch, fallback
-from halfstep.optim.kernel import Task
-from halfstep.optim.moments import decode, encode
+from halfstep.optim.kernels import dispatch
+from halfstep.optim.kernels.reference import Task
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.optim.state import FELL_BACK, stored_moment
-from halfstep.precision.rounding import random_bits
-from halfstep.training.optimizer_state import (
+from halfstep.optim.storage import fallback
+from halfstep.optim.storage.moments import decode, encode
+from halfstep.optim.storage.state import FELL_BACK, stored_moment
+from halfstep.precision.masters.rounding import random_bits
+from halfstep.trainer.session import (
     convert_optimizer_tensors,
     optimizer_tensors,
     set_optimizer_state,

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.optim import dispatch, native
-from halfstep.optim.algorithms import ADAMW, LION, SGD, Algorithm
-from halfstep.optim.dispatch import kernel_name
-from halfstep.optim.kernel import Plan, Task, run_torch
-from halfstep.optim.moments import zeros
-from halfstep.optim.native import NativeKernel, native_kernel
+from halfstep.optim.kernels import cpu as native, dispatch
+from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
+from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.optim.kernels.reference import Plan, Task, run_torch
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.weights import REMAINDER_DTYPES
+from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
+from halfstep.optim.storage.moments import zeros
+from halfstep.optim.storage.weights import REMAINDER_DTYPES
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
 OPTIONS = {
@@ -411,7 +411,7 @@ def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build):
         'exec g++ "$@"',
     )
     code = (
-        "from halfstep.optim.native import native_kernel, NativeKernel; import sys; "
+        "from halfstep.optim.kernels.cpu import native_kernel, NativeKernel; import sys; "
         "k = native_kernel(); print(k); sys.exit(not isinstance(k, NativeKernel))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CXX": str(slow)}

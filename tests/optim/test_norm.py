@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.optim.dispatch import norm
-from halfstep.optim.native import native_kernel
+from halfstep.optim.kernels.cpu import native_kernel
+from halfstep.optim.kernels.dispatch import norm
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.examiner import Examiner
-from halfstep.precision.gradients import global_norm
-from halfstep.precision.master_weights import MasterWeights
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.ranks import OneRank
+from halfstep.precision.agreement import Examiner, OneRank
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.scaling.gradients import global_norm
 
 
 @pytest.fixture

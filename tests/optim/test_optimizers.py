@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim import dispatch
-from halfstep.optim.moments import decode
+from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.optim.state import stored_moment
+from halfstep.optim.storage.moments import decode
+from halfstep.optim.storage.state import stored_moment
 from optim import oracles
 from reference import floats
 

@@ -20,9 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import halfstep.optim.triton_scaling as kernels
-from halfstep.optim import cuda
-from halfstep.optim.dispatch import kernel_name
+import halfstep.optim.kernels.triton_decide as kernels
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.dispatch import kernel_name
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
 NAMES = (
@@ -155,7 +155,7 @@ def test_the_kernel_in_use_is_named(monkeypatch):
     cuda.triton_kernels.cache_clear()
     assert kernel_name(torch.device("cuda")) == "torch operations (HALFSTEP_KERNEL=torch)"
     monkeypatch.setenv("HALFSTEP_KERNEL", "")
-    monkeypatch.setitem(sys.modules, "halfstep.optim.triton_scaling", None)
+    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_decide", None)
     cuda.triton_kernels.cache_clear()
     assert "triton cannot be imported" in kernel_name(torch.device("cuda"))
     cuda.triton_kernels.cache_clear()

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from halfstep.optim import cuda
-from halfstep.optim.algorithms import ADAMW, LION, SGD as SGD_RULE
-from halfstep.optim.device_scaler import DeviceScaler
-from halfstep.optim.dispatch import kernel_name
-from halfstep.optim.kernel import Plan, Task, run_torch
-from halfstep.optim.moments import zeros
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.optim.kernels.reference import Plan, Task, run_torch
+from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.weights import REMAINDER_DTYPES
-from halfstep.precision.loss_scale import LossScaleConfig
+from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.storage.moments import zeros
+from halfstep.optim.storage.weights import REMAINDER_DTYPES
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 pytestmark = [
     pytest.mark.gpu,

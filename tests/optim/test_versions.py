@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim import dispatch
+from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 
 MAKERS = {

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim import dispatch, weights
+from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW
-from halfstep.precision.rounding import random_bits, round_stochastic, split24
+from halfstep.optim.storage import weights
+from halfstep.precision.masters.rounding import random_bits, round_stochastic, split24
 from reference import floats
 
 N = 3000  # several chunks of the size that the tests set

@@ -6,12 +6,12 @@ import torch
 from triton_kernel_programs import OPTIONS, make_tasks
 from triton_scaler_programs import refused
 
-from halfstep.optim import cuda
-from halfstep.optim.algorithms import LION
-from halfstep.optim.device_scaler import DeviceScaler
-from halfstep.optim.kernel import Plan
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.loss_scale import LossScaleConfig
+from halfstep.optim.rules import LION
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 
 def refusals():

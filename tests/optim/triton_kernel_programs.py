@@ -9,11 +9,11 @@ import math
 import numpy as np
 import torch
 
-from halfstep.optim import cuda
-from halfstep.optim.algorithms import ADAMW, LION, SGD as SGD_RULE
-from halfstep.optim.kernel import Plan, Task, run_torch
-from halfstep.optim.moments import zeros
-from halfstep.optim.weights import REMAINDER_DTYPES
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.reference import Plan, Task, run_torch
+from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.storage.moments import zeros
+from halfstep.optim.storage.weights import REMAINDER_DTYPES
 
 OPTIONS = {
     "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},

@@ -11,10 +11,10 @@ import torch
 from triton_kernel_programs import same
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.optim.device_scaler import DeviceScaler
-from halfstep.optim.device_state import Head, Row
+from halfstep.optim.on_device.buffer import Head, Row
+from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.precision.loss_scale import LossScaleConfig, make_loss_scale
+from halfstep.precision.scaling.loss_scale import LossScaleConfig, make_loss_scale
 
 
 def refused(call):

@@ -10,8 +10,8 @@ from torch import nn
 
 from halfstep import NonFiniteError, Precision, PrecisionError
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.ema import EMA
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.after_step import EMA
+from halfstep.precision.policy.spelling import parse_policy
 from reference.training import OPTIMIZERS, batches, mlp, mse, scaled, snapshot
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split")

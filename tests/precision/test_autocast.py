@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.optim import SGD
-from halfstep.precision.autocast import (
+from halfstep.precision.casting.autocast import (
     Autocast,
     Support,
     active_autocast,
@@ -24,8 +24,8 @@ from halfstep.precision.autocast import (
     float32_matmul,
     require_support,
 )
-from halfstep.precision.cast import add_regions_, cast_parameters_
-from halfstep.precision.fp32_pins import Pins
+from halfstep.precision.casting.cast import add_regions_, cast_parameters_
+from halfstep.precision.casting.fp32_pins import Pins
 from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
 from reference.witness import Witness
 
@@ -83,7 +83,7 @@ def test_a_cpu_runs_every_policy_but_tf32(name):
 
 @pytest.mark.parametrize(("flags", "status"), [(True, "native"), (False, "simulated")])
 def test_bf16_on_a_cpu_says_whether_it_is_native(monkeypatch, flags, status):
-    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: flags)
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: flags)
     for name in ("bf16-mixed", "bf16-master", "bf16-pure"):
         assert support(POLICIES[name], CPU).status == status
     assert support(POLICIES["fp32"], CPU).status == "native"
@@ -226,7 +226,7 @@ def settings(names: list[str]) -> list[str]:
 def test_where_the_switches_are_right_nothing_is_touched(name, monkeypatch):
     # the default of a CPU, under which fp32 products are fp32 products
     touched = []
-    monkeypatch.setattr("halfstep.precision.fp32_pins._set", lambda *a: touched.append(a))
+    monkeypatch.setattr("halfstep.precision.casting.fp32_pins._set", lambda *a: touched.append(a))
     x = torch.randn(4, 4, requires_grad=True)
     with context_of(name), arithmetic(POLICIES[name], CPU):
         (x @ x).float().sum().backward()
@@ -612,7 +612,7 @@ def test_mixed_products_really_run_in_the_compute_dtype():
 def test_formats_without_instructions_are_simulated_in_forward_and_backward(
     name, instructions, monkeypatch
 ):
-    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: instructions)
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: instructions)
     model = ConvNet()
     precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
     low = precision.policy.compute_dtype

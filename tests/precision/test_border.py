@@ -21,7 +21,7 @@ from halfstep.distributed import (
 )
 from halfstep.errors import HalfstepError, PrecisionError
 from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
-from halfstep.precision.nonfinite import OnNonFinite
+from halfstep.precision.recovery import OnNonFinite
 from reference.training import mlp
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep import CastReport, Precision, PrecisionError, cast_module_, check_buffers
-from halfstep.precision.buffers import kind_of_buffer
+from halfstep.precision.casting.buffers import kind_of_buffer
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 PLAIN = nn.Module()

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import halfstep.precision.calibrate
+import halfstep.precision.scaling.calibrate
 from halfstep import PrecisionError, simulated_fp16
-from halfstep.precision.calibrate import graph_leaves, largest_finite_scale
+from halfstep.precision.scaling.calibrate import graph_leaves, largest_finite_scale
 
 
 def by_trying(make_loss, leaves, low, high):
@@ -204,5 +204,5 @@ def test_bounds_without_a_power_of_two_are_refused(bounds):
 
 
 def test_doctests():
-    result = doctest.testmod(halfstep.precision.calibrate)
+    result = doctest.testmod(halfstep.precision.scaling.calibrate)
     assert (result.failed, result.attempted > 0) == (0, True)

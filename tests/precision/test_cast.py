@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep import POLICIES, Precision
 from halfstep.errors import PrecisionError
-from halfstep.precision.cast import cast_at_border, cast_floating, cast_parameters_
+from halfstep.precision.casting.cast import cast_at_border, cast_floating, cast_parameters_
 from reference.training import MASTERS, OPTIMIZERS, PURE, STORED, mlp, scaled
 
 BF16 = torch.bfloat16

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfstep.precision.gradients import (
+from halfstep.precision.scaling.gradients import (
     NonFinite,
     clip_factor,
     exact_global_norm,

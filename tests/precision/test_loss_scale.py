@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep import LossScaleConfig, PrecisionError
-from halfstep.precision.loss_scale import (
+from halfstep.precision.scaling.loss_scale import (
     LOSS_SCALE_FIELDS,
     DynamicLossScale,
     NoLossScale,

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfstep.optim import AdamW
-from halfstep.precision.cast import remove_regions_
-from halfstep.precision.op_casts import StoredCasts
-from halfstep.precision.op_table import MIXED
-from halfstep.precision.policy import POLICIES
+from halfstep.precision.casting.cast import remove_regions_
+from halfstep.precision.casting.op_casts import StoredCasts
+from halfstep.precision.casting.op_table import MIXED
+from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.step import Precision
 
 LOW = [name for name, policy in POLICIES.items() if policy.param_dtype != torch.float32]
@@ -206,7 +206,7 @@ def test_fp32_weights_need_none_of_it():
 def test_a_compiled_model_runs_the_same_without_a_graph_break(policy, monkeypatch):
     # aot_eager runs the traced operators one by one: the same kernels, so the same bits. torch
     # compiles nothing around a simulation, so bf16 runs by torch's own kernels on every CPU here.
-    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
     model = Model()
     precision = prepared(policy, model)
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-import halfstep.precision.masks
+import halfstep.precision.casting.masks
 from halfstep import PrecisionError, check_mask, mask_value
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -156,6 +156,6 @@ def test_harmless_masks():
 
 
 def test_doctests():
-    result = doctest.testmod(halfstep.precision.masks)
+    result = doctest.testmod(halfstep.precision.casting.masks)
     assert result.attempted >= 1
     assert result.failed == 0

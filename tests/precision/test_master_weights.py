@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from halfstep import Precision
-from halfstep.precision.master_weights import MasterWeights
-from halfstep.precision.parse import parse_policy
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.spelling import parse_policy
 from reference import floats
 from reference.training import CPU_POLICIES, MASTERS, OPTIMIZERS, STORED, batches, mlp, mse, scaled
 

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import POLICIES, Precision, autocast
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
-from halfstep.precision.autocast import arithmetic
-from halfstep.precision.cast import cast_at_border, cast_parameters_
-from halfstep.precision.op_casts import LEAVES, AutocastCasts, StoredCasts, body_of
-from halfstep.precision.op_table import (
+from halfstep.precision.casting.autocast import arithmetic
+from halfstep.precision.casting.cast import cast_at_border, cast_parameters_
+from halfstep.precision.casting.op_casts import LEAVES, AutocastCasts, StoredCasts, body_of
+from halfstep.precision.casting.op_table import (
     AUTOCAST,
     AUTOCAST_ON_CPU,
     MIXED,
@@ -491,7 +491,7 @@ def test_a_program_recorded_inside_the_context_computes_as_the_model(policy):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_model_computes_the_same(policy, when, monkeypatch):
     # torch compiles nothing around a simulation, so bf16 runs by torch's own kernels here
-    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
 
     class Net(nn.Module):
         def __init__(self) -> None:

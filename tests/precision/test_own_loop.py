@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep import EMA, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
-from halfstep.precision import master_weights
+from halfstep.precision.masters import masters as master_weights
 
 MAKE = {"bf16-master": torch.optim.SGD, "fp16-master": torch.optim.SGD, "bf16-split": SGD}
 X = torch.linspace(-1, 1, 32).reshape(8, 4)

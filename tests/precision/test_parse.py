@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import halfstep.precision.parse
+import halfstep.precision.policy.spelling
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -250,6 +250,6 @@ def test_blanks_around_a_path_do_not_matter(tmp_path):
 
 
 def test_doctests():
-    result = doctest.testmod(halfstep.precision.parse)
+    result = doctest.testmod(halfstep.precision.policy.spelling)
     assert result.attempted >= 3
     assert result.failed == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
-from halfstep.precision.policy import dtype_name
+from halfstep.precision.policy.policy import dtype_name
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale.

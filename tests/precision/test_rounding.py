@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.precision.rounding import (
+from halfstep.precision.masters.rounding import (
     join,
     join24,
     kahan_add,

@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import POLICIES, Precision, PrecisionError, explain, explain_model, parse_policy
-from halfstep.models.gpt import GPT, GPTConfig
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.cast import (
+from halfstep.precision.casting.cast import (
     Region,
     add_regions_,
     around_model,
@@ -23,7 +22,8 @@ from halfstep.precision.cast import (
     cast_to_policy_,
     remove_regions_,
 )
-from halfstep.precision.rules import parameter_dtypes, place
+from halfstep.precision.policy.rules import parameter_dtypes, place
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 from reference.training import batches, differences, mlp, mse, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -779,7 +779,7 @@ def test_copies_pickles_and_state_dicts(name):
 def test_a_compiled_model_runs_the_same_without_a_graph_break(name, monkeypatch):
     # aot_eager runs the traced operators one by one: the same kernels, so the same bits. torch
     # compiles nothing around a simulation, so bf16 runs by torch's own kernels on every CPU here.
-    monkeypatch.setattr("halfstep.precision.autocast.cpu_has_bf16", lambda: True)
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
     rules = (("*.norm", "fp32"), ("blocks.0.mlp", "fp32"), ("blocks.0.mlp.2", "bf16"))
     precision, model = prepared(name, Net(1), *rules)
     torch._dynamo.reset()

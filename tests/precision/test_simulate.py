@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import halfstep.precision.simulate
+import halfstep.precision.casting.simulate
 from halfstep import simulated_bf16, simulated_fp16
 from reference.products import TINY, U16, U32, assert_within
 from reference.witness import Witness, low_products
@@ -512,6 +512,6 @@ def test_autocast_above_and_autograd_above_work_with_it(low):
 
 
 def test_doctests():
-    result = doctest.testmod(halfstep.precision.simulate)
+    result = doctest.testmod(halfstep.precision.casting.simulate)
     assert result.attempted >= 1
     assert result.failed == 0

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep.precision.step
 from halfstep import Precision, PrecisionError, StepResult, simulated_bf16
-from halfstep.precision.autocast import cpu_has_bf16
+from halfstep.precision.casting.autocast import cpu_has_bf16
 from reference.training import (
     CPU_POLICIES,
     DYNAMIC,

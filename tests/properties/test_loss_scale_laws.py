@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep import LossScaleConfig
-from halfstep.precision.loss_scale import DynamicLossScale
+from halfstep.precision.scaling.loss_scale import DynamicLossScale
 from reference.loss_scale import exponents
 
 flags = st.lists(st.sampled_from([False, False, True]), max_size=60)

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 from halfstep.cli.console import write_out
-from halfstep.data.labelled import read_known, read_labelled
-from halfstep.data.labelled_config import LabelledTexts
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.training.classification_report import report_table, report_values
-from halfstep.training.environment import choose_device
-from halfstep.training.finetune_config import ClassifyConfig
-from halfstep.training.predict import Predictor
-from halfstep.training.tuned_lm import model_folder
+from halfstep.trainer.config.finetune import ClassifyConfig
+from halfstep.trainer.data.labelled.config import LabelledTexts
+from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.tasks.predict import Predictor
+from halfstep.trainer.tasks.scores import report_table, report_values
+from halfstep.trainer.tasks.tuned_lm import model_folder
 
 
 def open_run(arguments: argparse.Namespace, config: ClassifyConfig) -> Predictor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfstep.cli.console import write_out
 from halfstep.errors import ConfigError
-from halfstep.training.config import config_to_toml, load_config, shipped_configs
+from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 
 
 def run(arguments: argparse.Namespace) -> int:

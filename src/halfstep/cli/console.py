@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from halfstep.training.loop import Tick
+from halfstep.trainer.loop import Tick
 
 _LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 

@@ -20,11 +20,11 @@ from halfstep.cli.source import Source
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.precision.autocast import require_support
-from halfstep.precision.parse import parse_policy
-from halfstep.training.config import load_config
-from halfstep.training.environment import choose_device
-from halfstep.training.run_folder import load_trained
+from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.run.folder import load_trained
 
 _COLUMNS = (
     "precision",

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from halfstep.cli.console import write_out
-from halfstep.training.environment import choose_device, environment, gemm_table
+from halfstep.trainer.environment import choose_device, environment, gemm_table
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,12 +10,12 @@ from halfstep.cli.classify_run import evaluate as evaluate_classifier
 from halfstep.cli.console import RunDisplay, write_out
 from halfstep.cli.lm_run import evaluate as evaluate_lm
 from halfstep.cli.source import config_of_run, open_source
-from halfstep.data.batches import validation_batches
-from halfstep.data.prepare import prepare, prepare_one
 from halfstep.errors import ConfigError
-from halfstep.training.evaluate import Judge, evaluate, perplexity, tokens_per_byte
-from halfstep.training.finetune_config import ClassifyConfig, LMConfig
-from halfstep.training.memory import require_rows
+from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
+from halfstep.trainer.data.corpus.batches import validation_batches
+from halfstep.trainer.data.corpus.prepare import prepare, prepare_one
+from halfstep.trainer.evaluate import Judge, evaluate, perplexity, tokens_per_byte
+from halfstep.trainer.memory import require_rows
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from halfstep.cli.console import write_out
-from halfstep.precision.autocast import support
+from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import ALIASES, POLICIES
-from halfstep.training.environment import choose_device
+from halfstep.precision.policy.policy import ALIASES, POLICIES
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.environment import choose_device
 
 
 def run(arguments: argparse.Namespace) -> int:

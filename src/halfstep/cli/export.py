@@ -8,12 +8,12 @@ from pathlib import Path
 from halfstep.cli.console import write_out
 from halfstep.cli.lm_run import export as export_lm
 from halfstep.errors import ConfigError
-from halfstep.models.hf import save_gpt2
-from halfstep.precision.policy import DTYPES
-from halfstep.training.finetune_config import ClassifyConfig, LMConfig
-from halfstep.training.model_folder import copy_folder
-from halfstep.training.run_folder import load_trained, run_config
-from halfstep.training.tuned_lm import model_folder
+from halfstep.precision.policy.policy import DTYPES
+from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
+from halfstep.trainer.models.gpt.hf import save_gpt2
+from halfstep.trainer.run.folder import load_trained, run_config
+from halfstep.trainer.run.model_folder import copy_folder
+from halfstep.trainer.tasks.tuned_lm import model_folder
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from halfstep.cli.console import write_out
 from halfstep.cli.lm_run import generate as generate_by_lm
 from halfstep.cli.source import Source, config_of_run, open_source
 from halfstep.errors import ConfigError
-from halfstep.models.generate import generate
-from halfstep.training.finetune_config import LMConfig
+from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.models.gpt.generate import generate
 
 
 def run(arguments: argparse.Namespace) -> int:

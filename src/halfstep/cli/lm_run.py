@@ -8,17 +8,17 @@ import json
 from pathlib import Path
 
 from halfstep.cli.console import write_out
-from halfstep.data.instructions import read_instructions
 from halfstep.errors import ConfigError
-from halfstep.models.lora import LoraLM, open_adapted_lm
-from halfstep.models.pretrained_lm import PretrainedLM, open_causal_lm
-from halfstep.models.pretrained_tokenizer import open_tokenizer
-from halfstep.precision.policy import DTYPES, dtype_name
-from halfstep.training.environment import choose_device
-from halfstep.training.evaluate import Judge, perplexity
-from halfstep.training.finetune_config import LMConfig
-from halfstep.training.model_folder import copy_folder
-from halfstep.training.tuned_lm import (
+from halfstep.precision.policy.policy import DTYPES, dtype_name
+from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.data.instructions.instructions import read_instructions
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.evaluate import Judge, perplexity
+from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
+from halfstep.trainer.models.pretrained.lora import LoraLM, open_adapted_lm
+from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
+from halfstep.trainer.run.model_folder import copy_folder
+from halfstep.trainer.tasks.tuned_lm import (
     TunedLM,
     measure,
     model_folder,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from halfstep import __version__
-from halfstep.cli.arguments import (
+from halfstep.cli.grammar import (
     RUNS,
     build_parser,
     shield_negative_value,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TextIO
 
 from halfstep.cli.classify_run import cut_note, open_run
-from halfstep.data.unlabelled import read_texts
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.training.environment import choose_device
-from halfstep.training.finetune_config import ClassifyConfig
-from halfstep.training.memory import require_rows
-from halfstep.training.predict import Predictor
-from halfstep.training.run_folder import run_config
+from halfstep.trainer.config.finetune import ClassifyConfig
+from halfstep.trainer.data.labelled.unlabelled import read_texts
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.memory import require_rows
+from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.tasks.predict import Predictor
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from halfstep.data.tokenizer import Tokenizer
-from halfstep.data.tokenizer_files import load_tokenizer
-from halfstep.models.gpt import GPT
-from halfstep.models.hf import load_gpt2
-from halfstep.precision.autocast import require_support
-from halfstep.precision.cast import around_model, cast_to_policy_
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy
-from halfstep.training.config import TrainConfig
-from halfstep.training.environment import choose_device
-from halfstep.training.run_config import BaseConfig
-from halfstep.training.run_folder import load_trained, run_config
+from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.casting.cast import around_model, cast_to_policy_
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.config import TrainConfig
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.data.tokenizers.files import load_tokenizer
+from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt.hf import load_gpt2
+from halfstep.trainer.run.folder import load_trained, run_config
 
 
 @dataclass(frozen=True, slots=True)

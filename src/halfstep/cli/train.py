@@ -13,19 +13,12 @@ from halfstep.cli.outcome import INTERRUPTED
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError, NonFiniteError
-from halfstep.training.allocator import keep_freed_memory
-from halfstep.training.config import TrainConfig, load_config
-from halfstep.training.environment import choose_device
-from halfstep.training.finetune_config import ClassifyConfig, FinetuneConfig, LMConfig
-from halfstep.training.loop import Tick, train
-from halfstep.training.resume import (
-    passed_over,
-    require_resumable,
-    resume,
-    with_run_folder,
-)
-from halfstep.training.run_config import BaseConfig
-from halfstep.training.run_folder import (
+from halfstep.trainer.config.config import TrainConfig, load_config
+from halfstep.trainer.config.finetune import ClassifyConfig, FinetuneConfig, LMConfig
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.environment import choose_device, keep_freed_memory
+from halfstep.trainer.loop import Tick, train
+from halfstep.trainer.run.folder import (
     CHECKPOINTS,
     create_run,
     default_run_folder,
@@ -36,8 +29,9 @@ from halfstep.training.run_folder import (
     run_config,
     write_config,
 )
-from halfstep.training.session import Session, open_session
-from halfstep.training.tensorboard import MetricsSink, NoSink, open_sink, require_sink
+from halfstep.trainer.run.metrics import MetricsSink, NoSink, open_sink, require_sink
+from halfstep.trainer.run.resume import passed_over, require_resumable, resume, with_run_folder
+from halfstep.trainer.session import Session, open_session
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The public names of halfstep.distributed; each is loaded on first use."""
 
-from .agreement import check_agreement as check_agreement
+from .consistency import check_agreement as check_agreement
 from .comm_hook import sum_hook as sum_hook
-from .gradient_reducer import GradientReducer as GradientReducer, broadcast_ as broadcast_
+from .data.reducer import GradientReducer as GradientReducer, broadcast_ as broadcast_
 from .layout import Layout as Layout
 from .plan import ParallelPlan as ParallelPlan, plan_of as plan_of
 from .select import choose_strategy as choose_strategy, decide as decide

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.distributed.flat_sums import add_by_rank, as_reduce_dtype, gather
+from halfstep.distributed.data.flat_sums import add_by_rank, as_reduce_dtype, gather
 
 Hook = Callable[[dist.ProcessGroup | None, Any], torch.futures.Future[Tensor]]
 
@@ -22,7 +22,7 @@ def sum_hook(reduce_dtype: str | torch.dtype, scale: Callable[[], float] | None 
 
     Args:
         reduce_dtype: On the wire: fp32, bf16 or fp16, by name or value. 16-bit numbers are added in
-            fp32 and rounded once, as in :mod:`halfstep.distributed.flat_sums`; the exchange of
+            fp32 and rounded once, as in :mod:`halfstep.distributed.data.flat_sums`; the exchange of
             parts is then waited for within the hook, and only the gathering overlaps with backward.
         scale: With fp16 on the wire, gives what gradients are multiplied by there, so that small
             ones are not flushed to 0: ``lambda: precision.loss_scale.value`` with a

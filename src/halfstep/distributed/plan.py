@@ -20,7 +20,7 @@ class ParallelPlan:
     """Modules to shard one by one, in the order they run: what is gathered at a time."""
     tensor: Mapping[str, str] = field(default_factory=dict)
     """Module name to style of tensor parallelism
-    (:func:`~halfstep.distributed.parallelize.parallelize_`); empty: it cannot be split so."""
+    (``tensor_parallel.parallelize_``); empty: it cannot be split."""
     methods: tuple[str, ...] = ()
     """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from halfstep.distributed.data_parallel import DataParallel
-from halfstep.distributed.fully_sharded import FullySharded
+from halfstep.distributed.data.data_parallel import DataParallel
 from halfstep.distributed.layout import Layout
+from halfstep.distributed.shard import FullySharded
 from halfstep.distributed.strategy import Strategy
-from halfstep.distributed.tensor_parallel import TensorParallel
+from halfstep.distributed.tensor.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.traffic import Traffic
+from halfstep.precision.agreement import ManyRanks, OneRank, Ranks
 from halfstep.precision.border import as_device
-from halfstep.precision.cast import cast_parameters_
+from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy
-from halfstep.precision.ranks import ManyRanks, OneRank, Ranks
-from halfstep.precision.rules import kept_parameters, parameter_dtypes
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.rules import kept_parameters, parameter_dtypes
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
 

@@ -9,7 +9,7 @@ one Accelerator ask us first::
     load_state          takes up states that were saved before there was a scaler
     free_memory         lets the scaler forget optimizers and parameters, too
 
-In bf16 there is no scale: :class:`~halfstep.integrations.finite_guard.FiniteGuard` stands there.
+In bf16 there is no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` stands there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any, Literal, TypedDict, Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.finite_guard import FiniteGuard
-from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.integrations.parameter_names import Names
-from halfstep.precision.ranks import Ranks
+from halfstep.integrations.grad_scaler.parameter_names import Names
+from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
+from halfstep.precision.agreement import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
            "unscale_gradients", "prepare_optimizer", "load_state", "free_memory", "_optimizers",

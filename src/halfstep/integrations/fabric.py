@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler
-from halfstep.integrations.lightning_parts import PolicyPlugin, check_strategy
-from halfstep.integrations.scaler_settling import own_scaler, settle
+from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.lightning_common import PolicyPlugin, check_strategy, own_scaler, settle
 from halfstep.precision.result import StepResult
 
 try:

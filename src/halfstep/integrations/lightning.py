@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler
-from halfstep.integrations.held_scheduler import hold_on_skip
-from halfstep.integrations.lightning_parts import (
+from halfstep.integrations.grad_scaler.parameter_names import name_table
+from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.lightning_common import (
     PolicyPlugin,
     check_strategy,
     loss_with_backward,
+    own_scaler,
+    settle,
 )
-from halfstep.integrations.parameter_names import name_table
-from halfstep.integrations.scaler_settling import own_scaler, settle
 from halfstep.precision.result import StepResult
 
 try:
@@ -332,3 +332,38 @@ class StepLog(Callback):
                 f"{whose}; loss {result.loss:g}, scale {result.loss_scale:g} -> "
                 f"{result.next_loss_scale:g}, {result.skipped_total} skipped so far"
             )
+
+
+# Learning-rate schedulers that hold still on skipped steps, where a trainer steps them.
+
+
+class HeldScheduler:
+    """A learning-rate scheduler that stands still on a skipped optimizer step."""
+
+    def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
+        self._scheduler = scheduler
+        self._applied = applied
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The scheduler's own, for ``isinstance``."""
+        return type(self._scheduler)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, if the weights were updated."""
+        if self._applied():
+            self._scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the scheduler's."""
+        if name == "_scheduler":  # while being copied
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+def hold_on_skip(configs: list[Any], applied: Callable[[], bool]) -> list[Any]:
+    """Make the schedulers that Lightning steps with the optimizer hold still on skipped steps."""
+    for config in configs:
+        if config.interval == "step" and type(config.scheduler) is not HeldScheduler:
+            config.scheduler = HeldScheduler(config.scheduler, applied)
+    return configs

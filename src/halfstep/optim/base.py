@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.algorithms import Algorithm
-from halfstep.optim.checks import check_gradient, check_group, check_updates
-from halfstep.optim.dispatch import norm, run
-from halfstep.optim.fallback import elements_below, is_due, must_fall_back, wide_moments
-from halfstep.optim.kernel import Plan, Task, dense, flat
-from halfstep.optim.moments import Moments
-from halfstep.optim.state import (
+from halfstep.optim.kernels.dispatch import norm, run
+from halfstep.optim.kernels.reference import Plan, Task, dense, flat
+from halfstep.optim.rules import Algorithm
+from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
+from halfstep.optim.storage.moments import Moments
+from halfstep.optim.storage.state import (
     FELL_BACK,
     REMAINDER,
     Form,
@@ -26,12 +25,8 @@ from halfstep.optim.state import (
     stored_moment,
     zero_moment,
 )
-from halfstep.optim.weights import (
-    REMAINDER_DTYPES,
-    read_master,
-    write_master_,
-)
-from halfstep.precision.policy import Update
+from halfstep.optim.storage.weights import REMAINDER_DTYPES, read_master, write_master_
+from halfstep.precision.policy.policy import Update
 
 # Options of a group that a loaded state does not change: they say how this optimizer works.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -43,7 +38,7 @@ class LowPrecisionOptimizer(Optimizer):
     Group options besides the algorithm's own:
 
     * ``update``: how an update reaches a bf16 weight, see
-      :class:`~halfstep.precision.policy.PrecisionPolicy`. None lets :class:`halfstep.Precision`
+      :class:`~halfstep.PrecisionPolicy`. None lets :class:`halfstep.Precision`
       choose, and is refused for bf16 weights without it.
     * ``moments``: ``"fp32"``, ``"bf16"`` or ``"8bit"``; the last two round stochastically.
     * ``seed``: of the random bits, which depend on it, the step and the (part's) element alone.
@@ -439,3 +434,131 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
+
+
+# What an optimizer refuses, before anything is changed.
+
+
+_WEIGHTS = (torch.float32, torch.bfloat16)
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_group(group: dict[str, Any], owner: str) -> None:
+    """Refuse options that are not there, and parameters that are not kept.
+
+    Args:
+        group: A parameter group.
+        owner: The optimizer's name.
+
+    Raises:
+        PrecisionError: Naming what was found and what is allowed.
+    """
+    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
+        if group[key] is not None and group[key] not in allowed:
+            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
+    _check_options(group, owner)
+    for parameter in group["params"]:
+        shape = tuple(parameter.shape)
+        if parameter.dtype not in _WEIGHTS:
+            raise PrecisionError(
+                f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
+                f"weights. {_way_out(parameter.dtype, owner)}"
+            )
+        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
+            raise PrecisionError(
+                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
+                "share memory; give each its own (parameter.data = parameter.data.clone())"
+            )
+
+
+def _way_out(dtype: torch.dtype, owner: str) -> str:
+    """What to do with a parameter of a dtype that is not kept."""
+    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
+    if dtype.is_complex:
+        return (
+            "Its rules are written for real numbers: make the parameter "
+            f"torch.view_as_real(value), or keep it complex with {theirs}"
+        )
+    if dtype == torch.float64:
+        return (
+            "Its steps are computed in fp32 and would cut fp64 weights: keep them with "
+            f"{theirs}, or call model.float() first"
+        )
+    return (
+        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
+        "casts the model and gives it fp32 masters"
+    )
+
+
+def _check_options(group: dict[str, Any], owner: str) -> None:
+    """Refuse those of ``torch.optim``'s options that no kernel honours.
+
+    Raises:
+        PrecisionError: With the reason and what to do instead.
+        RuntimeError: For ``foreach`` and ``fused`` both True, in torch's words.
+    """
+    if group.get("fused") and group.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if group.get("fused") and group.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        raise PrecisionError(
+            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
+            "number or a CPU tensor"
+        )
+    if group.get("amsgrad"):
+        raise PrecisionError(
+            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
+            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
+        )
+    if group.get("capturable"):
+        raise PrecisionError(
+            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
+            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
+        )
+    if group.get("differentiable"):
+        raise PrecisionError(
+            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
+            "one of torch.optim for a step to differentiate through"
+        )
+
+
+def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
+    """Refuse bf16 weights of which nothing says how they keep small updates.
+
+    Raises:
+        PrecisionError: With the choices and their cost in bytes.
+    """
+    silent = [
+        parameter
+        for group in groups
+        if group["update"] is None
+        for parameter in group["params"]
+        if parameter.dtype == torch.bfloat16 and parameter.requires_grad
+    ]
+    if silent:
+        raise PrecisionError(
+            f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
+            f"updates: make {owner} with update='split' (exact, 2 bytes per parameter), 'split24' "
+            "(1 byte), 'kahan' (2 bytes) or 'stochastic' (0 bytes); update='nearest' loses them"
+        )
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Refuse a gradient that no kernel takes.
+
+    Raises:
+        PrecisionError: Naming shape and dtype.
+    """
+    shape = tuple(parameter.shape)
+    if gradient.is_sparse:
+        raise PrecisionError(
+            f"the gradient of a parameter of shape {shape} is sparse; use torch.optim.SparseAdam "
+            "for it, or sparse=False"
+        )
+    if gradient.shape != parameter.shape or gradient.dtype not in _GRADIENTS:
+        raise PrecisionError(
+            f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
+            f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
+        )

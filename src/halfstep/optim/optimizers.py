@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.algorithms import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.moments import Moments
-from halfstep.precision.policy import Update
+from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.storage.moments import Moments
+from halfstep.precision.policy.policy import Update
 
 
 class AdamW(LowPrecisionOptimizer):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import require
-from halfstep.precision.ema import EMA
+from halfstep.precision.border import as_dtype, as_number, require, require_model
+from halfstep.precision.masters.local_part import local_part, reshard_
+from halfstep.precision.masters.rounding import random_bits, round_stochastic
 
 OnSkip = Literal["hold", "advance"]
 
@@ -85,3 +88,160 @@ class AfterStep:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 for scheduler in self._schedulers:
                     scheduler.step()
+
+
+# An exponential moving average of the weights that also moves in low precision.
+
+
+_STREAMS = 2**31  # the first of an average's streams of random bits
+
+
+class EMA:
+    """average <- decay * average + (1 - decay) * weight, after every applied step.
+
+    At decay 0.9999 one update moves the average by 1e-4 of its distance to the weight: rounded to
+    nearest in bf16 it never moves at all. The average is therefore fp32, or bf16 with stochastic
+    rounding, and it is taken of the exact masters where the model's weights are 16 bit.
+
+    **Source:** Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> ema = EMA(model, decay=0.9)
+        >>> ema.update_(model.named_parameters())
+        >>> with ema.applied_to(model):
+        ...     _ = model(torch.ones(1, 2))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        dtype: str | torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        """Start the average at the model's trainable weights.
+
+        Args:
+            model: Best given before its weights are cast to 16 bit.
+            decay: Above 0 and below 1.
+            dtype: fp32, or bf16 at half the memory; by name or as a torch.dtype.
+            seed: Of stochastic rounding.
+
+        Raises:
+            PrecisionError: For a decay or dtype that is not allowed, or what is no model.
+        """
+        require_model(model, "EMA(model)")
+        decay = as_number(decay, "EMA(decay)", "0 < decay < 1")
+        if not 0 < decay < 1:
+            raise PrecisionError(f"decay={decay}; allowed: 0 < decay < 1")
+        dtype = as_dtype(dtype)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise PrecisionError(f"an average in {dtype}; allowed: fp32 or bf16")
+        self.decay = decay
+        self.dtype = dtype
+        self.seed = seed
+        self.updates = 0
+        self.applied = False
+        """Whether a model has the averages in the place of its weights: :meth:`applied_to`."""
+        self.averages = {
+            name: local_part(parameter).detach().to(dtype, copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.is_floating_point()
+        }
+
+    @torch.no_grad()
+    def update_(self, weights: Iterable[tuple[str, Tensor]], *, grow: bool = False) -> None:
+        """Move every average towards its weight; call after applied steps only.
+
+        Args:
+            weights: Name and value, of any floating dtype.
+            grow: Whether weights that are not averaged yet, as they were frozen until now, start
+                an average; otherwise they are passed over.
+        """
+        self.updates += 1
+        seen = 0
+        for name, weight in weights:
+            average = self.averages.get(name)
+            if average is None:
+                if grow:
+                    self.averages[name] = weight.detach().to(self.dtype, copy=True)
+                continue
+            value = average.float().lerp_(weight.detach().float(), 1 - self.decay)
+            if average.dtype == torch.bfloat16:
+                # streams of its own: optimizers with the same seed draw from 0 on
+                stream = _STREAMS + seen
+                bits = random_bits(
+                    self.seed, self.updates, value.shape, stream=stream, device=value.device
+                )
+                value = round_stochastic(value.contiguous(), bits)
+            average.copy_(value)
+            seen += 1
+
+    def require(self, names: Collection[str]) -> None:
+        """Refuse a model that lacks parameters of the average: it would never move.
+
+        Raises:
+            PrecisionError: Naming some of them.
+        """
+        missing = sorted(set(self.averages) - set(names))
+        if missing:
+            raise PrecisionError(
+                f"the average is of {missing[0]} and {len(missing) - 1} more parameters that this "
+                "model does not train under these names; make EMA and Precision from the same "
+                "object (a wrapper, as torch.compile's, has other names)"
+            )
+
+    @contextlib.contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model has the averages, in its own dtypes; afterwards its own weights.
+
+        For evaluation: a checkpoint made inside would mix averages with what the optimizer keeps.
+
+        Raises:
+            PrecisionError: If the model lacks parameters of the average.
+        """
+        reshard_(model)
+        named = {n: local_part(p) for n, p in model.named_parameters() if n in self.averages}
+        self.require(named)
+        with torch.no_grad():
+            own = {name: parameter.detach().clone() for name, parameter in named.items()}
+        self.applied = True
+        try:
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(self.averages[name])
+            yield
+        finally:
+            self.applied = False
+            reshard_(model)  # gathered averages go
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter.copy_(own[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages and the number of updates; decay and seed belong to the configuration."""
+        return {"updates": self.updates, "averages": dict(self.averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            PrecisionError: If it is of another model; nothing is changed then.
+        """
+        if set(state) != {"updates", "averages"} or not isinstance(state["updates"], int):
+            raise PrecisionError(
+                f"the saved average has keys {sorted(state)}, expected averages and updates"
+            )
+        saved = state["averages"]
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.averages.items()}:
+            odd = sorted(set(saved) ^ set(self.averages)) or ["shapes differ"]
+            raise PrecisionError(
+                f"the saved average is of another model: {', '.join(odd[:5])}; make EMA of a model "
+                "whose parameters are trainable and frozen as they were when it was saved"
+            )
+        for name, average in self.averages.items():
+            average.copy_(saved[name])
+        self.updates = state["updates"]

@@ -1,6 +1,6 @@
 """Values from outside: what may be written as a name or given as a value, read once.
 
-Policies are read by :func:`halfstep.precision.parse.parse_policy`.
+Policies are read by :func:`halfstep.precision.policy.spelling.parse_policy`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy import DTYPES
+from halfstep.precision.policy.policy import DTYPES
 
 _NAMES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _NAMES["half"] = torch.float16

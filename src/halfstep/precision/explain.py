@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from halfstep.formats import FORMATS
-from halfstep.precision.autocast import support
 from halfstep.precision.border import as_device, require_model
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.rules import kept_parameters, place
+from halfstep.precision.casting.autocast import support
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import kept_parameters, place
+from halfstep.precision.policy.spelling import parse_policy
 
 _WEIGHTS = {
     "split": "the upper 16 bits of the master, rounded to nearest",

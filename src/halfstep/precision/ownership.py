@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.arrivals import is_running
-from halfstep.precision.autocast import active_autocast
-from halfstep.precision.policy import LOW, PrecisionPolicy, dtype_name
+from halfstep.precision.casting.autocast import active_autocast
+from halfstep.precision.masters.arrivals import is_running
+from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 
 # The first losses that are looked at for another scaler; a loop that has one has it from the start.
 _LOOKS = 3

@@ -26,40 +26,44 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.after_step import AfterStep, OnSkip
-from halfstep.precision.arrivals import Arrivals
-from halfstep.precision.autocast import Autocast, arithmetic, require_support
+from halfstep.precision.after_step import EMA, AfterStep, OnSkip
+from halfstep.precision.agreement import (
+    Examiner,
+    Judged,
+    Ranks,
+    as_ranks,
+    check_replicas,
+    ranks_of_this_process,
+)
 from halfstep.precision.border import require
-from halfstep.precision.calibrate import calibrated
-from halfstep.precision.cast import cast_at_border, give_back_, is_cast
+from halfstep.precision.casting.autocast import Autocast, arithmetic, require_support
+from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_, is_cast
 from halfstep.precision.checks import (
     as_closure,
     check_arguments,
     check_loss,
     check_max_norm,
     check_parameters,
+    check_state,
+    load_scale,
     no_backward,
     one_device,
     require_one,
     upcast_trainable_,
 )
-from halfstep.precision.ema import EMA
-from halfstep.precision.examiner import Examiner, Judged
-from halfstep.precision.gradients import clip_factor
-from halfstep.precision.loaded_weights import Loaded
-from halfstep.precision.local import is_sharded, reshard_
-from halfstep.precision.loss_scale import make_loss_scale
-from halfstep.precision.master_weights import MasterWeights
-from halfstep.precision.nonfinite import Guard, OnNonFinite, Snapshot, broken_loss, incurable
-from halfstep.precision.optimizer_masters import require_own_optimizer
+from halfstep.precision.masters.arrivals import Arrivals
+from halfstep.precision.masters.local_part import is_sharded, reshard_
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.masters.portable import Loaded, make_plain_, make_portable_
+from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
-from halfstep.precision.parse import parse_policy
-from halfstep.precision.policy import LOW, PrecisionPolicy
-from halfstep.precision.portable import make_plain_, make_portable_
-from halfstep.precision.ranks import Ranks, as_ranks, check_replicas, ranks_of_this_process
+from halfstep.precision.policy.policy import LOW, PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.result import StepResult
-from halfstep.precision.saved_state import check_state, load_scale
-from halfstep.precision.wrappers import check_wrappers
+from halfstep.precision.scaling.calibrate import calibrated
+from halfstep.precision.scaling.gradients import clip_factor
+from halfstep.precision.scaling.loss_scale import make_loss_scale
 
 
 class Precision:
@@ -102,7 +106,7 @@ class Precision:
                 ``moments`` need those of :mod:`halfstep.optim`. Its groups keep the model's own
                 parameters; masters stand in their places while it steps.
             on_nonfinite: Where no loss scale can help: ``"stop"``, ``"skip:K"`` or ``"rollback:N"``
-                (:class:`~halfstep.precision.nonfinite.OnNonFinite`).
+                (:class:`~halfstep.precision.recovery.OnNonFinite`).
             schedulers: Learning-rate schedulers, stepped here.
             on_skip: Whether they ``"hold"`` still on a skipped step or ``"advance"``.
             ema: Moved here after applied steps, towards the exact masters.

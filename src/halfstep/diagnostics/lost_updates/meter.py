@@ -1,0 +1,275 @@
+"""The lost-update meter: how many updates of a real step leave the stored weights as they were.
+
+A 16-bit weight cannot hold an update below half the gap between neighbouring numbers, and nothing
+says so: the loss falls more slowly, and gains stay at exactly 1. The meter looks at a sample of
+each parameter group on every N-th step, through the optimizer's own hooks::
+
+    before the step   copy the sampled weights, remainders, gradients and moments
+    after it          copy the sampled weights and remainders again
+    at every step     average the sampled gradients into second moments in fp32, where the
+                      optimizer keeps its own in less
+    when asked        replay the step on the sample in fp64 and compare bits
+
+The loop stays as it is, no number of the training changes, and nothing waits for the device until
+:meth:`LostUpdateMeter.report`. ``docs/diagnostics.md`` is the how-to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.diagnostics.lost_updates.replay import (
+    ExactMoments,
+    intended_updates,
+    is_documented,
+    is_own,
+    plain,
+    slowdowns,
+)
+from halfstep.diagnostics.lost_updates.report import GroupReport, measure, replay_agrees, table
+from halfstep.diagnostics.lost_updates.sampling import (
+    Chooser,
+    GroupSample,
+    Sample,
+    StepSample,
+    after_step,
+    before_step,
+)
+from halfstep.errors import PrecisionError
+from halfstep.optim.storage.state import FELL_BACK
+from halfstep.precision.border import require
+from halfstep.precision.masters.rounding import random_key
+from halfstep.precision.step import Precision
+
+_UNREAD = 8  # measured steps kept while fused optimizers have not said whether they were applied
+
+
+class LostUpdateMeter:
+    """Measures lost updates in anybody's loop, without a change to it.
+
+    Example:
+        >>> gain = torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
+        >>> optimizer = optim.AdamW([gain], lr=1e-3, weight_decay=0.0)
+        >>> meter = LostUpdateMeter(optimizer, every=1)
+        >>> gain.grad = torch.ones_like(gain)
+        >>> optimizer.step()
+        >>> (report,) = meter.report()
+        >>> report.lost, round(report.frozen_below, 4)
+        (1.0, 0.002)
+        >>> print(report.verdict)  # doctest: +ELLIPSIS
+        100 % of updates are lost at lr 0.001: use bf16-split, bf16-kahan, bf16-sr or bf16-master...
+        >>> meter.close()
+    """
+
+    def __init__(
+        self,
+        source: Optimizer | Sequence[Optimizer] | Precision,
+        every: int = 50,
+        samples: int = 4096,
+        seed: int = 0,
+        *,
+        start: int = 0,
+    ) -> None:
+        """Hook into the optimizers; from here on their steps are counted.
+
+        Args:
+            source: An optimizer, several, or a :class:`halfstep.Precision`, whose 16-bit weights
+                and parameter names are then known as well.
+            every: Measure every this many applied steps; 0: never. A fused optimizer under a
+                ``GradScaler`` is also called on overflow: such a call counts, and is not measured.
+            samples: Elements looked at per parameter group, spread over its tensors by size; a few
+                of every tensor at least.
+            seed: Of the choice of elements, which depends on nothing else.
+            start: Applied steps before this one's first, of a resumed run.
+
+        Raises:
+            PrecisionError: If ``every`` is below 0 or ``samples`` below 1, or ``source`` is none.
+        """
+        allowed = "every >= 0, samples >= 1"
+        for name, number in (("every", every), ("samples", samples)):
+            require(number, int, f"LostUpdateMeter({name})", allowed)
+        if every < 0 or samples < 1:
+            raise PrecisionError(f"every={every}, samples={samples}; allowed: {allowed}")
+        names: dict[Tensor, str] = {}
+        visible = None
+        if isinstance(source, Precision):
+            names = {p: name for name, p in source.named_parameters().items()}
+            visible = source.policy.compute_dtype
+            optimizers = source.optimizers
+        else:
+            optimizers = [source] if isinstance(source, Optimizer) else list(_optimizers(source))
+        self._watches = [
+            _Watch(
+                optimizer,
+                f"optimizer {i} " if len(optimizers) > 1 else "",
+                Chooser(samples, random_key(seed, i, 0)),
+                names,
+                visible,
+                every,
+                start,
+            )
+            for i, optimizer in enumerate(optimizers)
+        ]
+        self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
+
+    def report(self) -> tuple[GroupReport, ...]:
+        """What the newest measured step did, one report a parameter group with gradients.
+
+        Waits for the device. Empty until a step has been measured.
+        """
+        return tuple(report for watch in self._watches for report in watch.report())
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the newest step of some optimizer was measured; costs nothing."""
+        return any(watch.fresh for watch in self._watches)
+
+    def table(self) -> str:
+        """The reports as text."""
+        reports = self.report()
+        return table(reports) if reports else "no step has been measured yet"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def close(self) -> None:
+        """Unhook; what was measured can still be read."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _optimizers(source: object) -> Sequence[Optimizer]:
+    """Several optimizers, or an error for what is none."""
+    several = source if isinstance(source, list | tuple) else ()
+    if several and all(isinstance(one, Optimizer) for one in several):
+        return several
+    raise PrecisionError(
+        f"LostUpdateMeter got {source!r:.80}; allowed: an optimizer, a list of them, or "
+        "a halfstep.Precision"
+    )
+
+
+class _Watch:
+    """The hooks of one optimizer, and what they have seen."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        prefix: str,
+        choose: Chooser,
+        names: Mapping[Tensor, str],
+        visible: torch.dtype | None,
+        every: int,
+        start: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._prefix = prefix
+        self._choose = choose
+        self._names = names
+        self._visible = visible
+        self._every = every
+        self._count = start
+        self._own = is_own(optimizer)
+        self._exact = ExactMoments(choose)
+        self._open: StepSample | None = None
+        self._unread: list[StepSample] = []
+        self._reports: tuple[GroupReport, ...] = ()
+        self.fresh = False
+
+    def hook(self) -> list[RemovableHandle]:
+        """Register before and after the optimizer's step."""
+        before = self._optimizer.register_step_pre_hook(self._before)
+        return [before, self._optimizer.register_step_post_hook(self._after)]
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open = None
+        self._exact.prepare(optimizer)
+        if (self._count + 1) % self._every == 0:
+            self._open = before_step(
+                optimizer, self._count + 1, self._choose, self._names, args, kwargs, own=self._own
+            )
+            for number, group in enumerate(self._open.groups):
+                for j, sample in zip(group.members, group.samples, strict=True):
+                    sample.exact = self._exact.get((number, j))
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._count += 1
+        self._exact.update(optimizer, kwargs)
+        step, self._open = self._open, None
+        self.fresh = step is not None
+        if step is not None:
+            after_step(optimizer, step, own=self._own)
+            kept = self._unread[1 - _UNREAD :] if step.found is not None else []
+            self._unread = [*kept, step]
+
+    def report(self) -> tuple[GroupReport, ...]:
+        """The newest measured step that was applied."""
+        while self._unread:
+            step = self._unread.pop()
+            if step.found is None or not float(step.found):
+                self._unread = []
+                self._reports = self._read(step)
+        return self._reports
+
+    def _read(self, step: StepSample) -> tuple[GroupReport, ...]:
+        scale = 1.0 if step.scale is None else float(step.scale)
+        reports: list[GroupReport] = []
+        for number, group in enumerate(step.groups):
+            samples = [s.on_cpu() for s in group.samples if s.gradient.numel()]
+            if samples:
+                name = self._name(number, group.options, {r.group for r in reports})
+                reports.append(self._measure(name, step, group, samples, step.multiplier / scale))
+        return tuple(reports)
+
+    def _measure(
+        self,
+        name: str,
+        step: StepSample,
+        group: GroupSample,
+        samples: Sequence[Sample],
+        multiplier: float,
+    ) -> GroupReport:
+        options = {key: plain(value) for key, value in group.options.items()}
+        kind = type(self._optimizer).__name__
+        updates = intended_updates(self._optimizer, options, samples, multiplier)
+        notes = []
+        if not isinstance(updates, str) and not is_documented(self._optimizer):
+            if replay_agrees(samples, updates):
+                notes.append(
+                    f"{kind} was replayed on the sampled elements, and what it may keep beside "
+                    "the weights is not known"
+                )
+            else:
+                updates = f"{kind} does not step as its replay on single elements does"
+        if group.sparse:
+            notes.append(f"{group.sparse} tensors with sparse gradients were not measured")
+        fallen = sum(FELL_BACK in sample.state for sample in samples)
+        if fallen:
+            notes.append(f"8-bit moments of {fallen} tensors have gone over to bf16")
+        rate = options.get("lr")
+        return measure(
+            name,
+            step.number,
+            float("nan") if rate is None else float(rate),
+            samples,
+            updates,
+            slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
+            visible=self._visible,
+            linear=type(self._optimizer) is not optim.Rprop,  # its step sizes forget the rate
+            note="; ".join(notes),
+        )
+
+    def _name(self, number: int, options: Mapping[str, Any], taken: set[str]) -> str:
+        decay = options.get("weight_decay")
+        suffix = "" if decay is None else f" (weight decay {float(decay):g})"
+        name = f"{self._prefix}{options.get('name') or f'group {number}{suffix}'}"
+        return f"{name} (group {number})" if name in taken else name

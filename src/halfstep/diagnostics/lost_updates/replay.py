@@ -1,0 +1,327 @@
+"""What an optimizer step would have done to some elements, had their weights been held in fp64.
+
+The step is replayed on the sampled elements alone, on the CPU and afterwards, so it costs the loop
+nothing: by the update rule itself for halfstep's optimizers, and by a second optimizer of the same
+class for others. That is right for rules that treat every element by itself: most do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from halfstep.diagnostics.lost_updates.sampling import Chooser, Sample, in_memory, local
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.rules import Algorithm
+from halfstep.optim.storage.moments import BLOCK, decode_elements
+from halfstep.optim.storage.state import stored_moment
+
+# Every element by itself, as torch.optim documents them.
+_ELEMENTWISE = frozenset(
+    {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
+     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
+)  # fmt: skip
+# Rows, columns, products of matrices or a history of whole gradients: a sample says nothing.
+_WHOLE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+_PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
+
+
+def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
+    """Whether it is one of halfstep's, whose rule can be called by itself."""
+    return isinstance(optimizer, LowPrecisionOptimizer)
+
+
+def why_unknown(kind: type[Optimizer], samples: Sequence[Sample]) -> str:
+    """Why a class's updates cannot be replayed on single elements; empty if they can."""
+    if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
+        return f"{kind.__name__} does not update every element by itself"
+    return ""
+
+
+def is_documented(optimizer: Optimizer) -> bool:
+    """Whether the replay is right by the optimizer's definition, not only by what is observed."""
+    return type(optimizer) in _ELEMENTWISE or is_own(optimizer)
+
+
+def intended_updates(
+    optimizer: Optimizer, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
+) -> list[Tensor] | str:
+    """Replay a step in fp64.
+
+    Args:
+        optimizer: Only its class is used.
+        options: Its group's options at the step, all plain numbers.
+        samples: Of that group, on the CPU.
+        multiplier: What the step multiplies every gradient by.
+
+    Returns:
+        For each sample the change of its elements, fp64 of shape (k,); or why it is not known.
+    """
+    if is_own(optimizer) and options.get("maximize"):
+        multiplier = -multiplier
+    gradients = [sample.gradient.double() * multiplier for sample in samples]
+    if is_own(optimizer):
+        return _by_rule(optimizer, options, samples, gradients)
+    reason = why_unknown(type(optimizer), samples)
+    if reason:
+        return reason
+    try:
+        return _by_twin(type(optimizer), options, samples, gradients)
+    except Exception as error:  # somebody's class: anything may go wrong
+        return f"replaying {type(optimizer).__name__} on single elements failed ({error})"
+
+
+def plain(value: Any) -> Any:
+    """A group's option without tensors: a learning rate may be one; synchronises then."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return type(value)(plain(part) for part in value)
+    return value
+
+
+@torch.no_grad()
+def _by_rule(
+    optimizer: LowPrecisionOptimizer,
+    options: dict[str, Any],
+    samples: Sequence[Sample],
+    gradients: Sequence[Tensor],
+) -> list[Tensor]:
+    changes = []
+    for sample, gradient in zip(samples, gradients, strict=True):
+        value = sample.value().double()
+        first, second, constants = _before(optimizer.algorithm, options, sample)
+        moved = optimizer.algorithm.move(value, gradient, first, second, constants)[0]
+        changes.append(moved - value)
+    return changes
+
+
+def slowdowns(
+    optimizer: Optimizer, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
+) -> list[Tensor]:
+    """How many times smaller each update is than it would be with an fp32 second moment.
+
+    Weight decay, which knows no moments, is left out on both sides.
+
+    Args:
+        optimizer: As for :func:`intended_updates`, like the other arguments.
+        options: Its group's.
+        samples: Of that group, on the CPU.
+        multiplier: What the step multiplies every gradient by.
+
+    Returns:
+        For each sample fp64 of shape (k,); 1 where the second moment is kept in fp32, where there
+        is none, and where the element does not move.
+    """
+    factors = []
+    for sample in samples:
+        factor = torch.ones(sample.weight.shape, dtype=torch.float64)
+        if is_own(optimizer) and sample.exact is not None:
+            rule, rest = optimizer.algorithm, torch.zeros_like(factor)
+            first, second, constants = _before(rule, options, sample)
+            gradient = sample.gradient.double() * multiplier
+            now, exact = (
+                rule.move(rest, gradient, first, v, constants)[0].abs()
+                for v in (second, sample.exact.double())
+            )
+            factor = torch.where(exact > 0, exact / now, factor)
+        factors.append(factor)
+    return factors
+
+
+def _before(
+    rule: Algorithm, options: dict[str, Any], sample: Sample
+) -> tuple[Tensor, Tensor, tuple[float, ...]]:
+    """First and second moment in fp64, and the constants of the step that follows."""
+    first, *rest = (_moment(name, sample, signed=i == 0) for i, name in enumerate(rule.moments))
+    constants = rule.constants(options, int(sample.state.get("step", 0)) + 1)
+    return first, rest[0] if rest else first, constants
+
+
+def _moment(name: str, sample: Sample, *, signed: bool) -> Tensor:
+    """A sampled moment in fp64, whatever its format."""
+    values, tops = stored_moment(sample.state, name)
+    if values is None:
+        return torch.zeros(sample.weight.shape, dtype=torch.float64)
+    if tops is None:
+        return values.double()
+    return decode_elements(values, tops, signed=signed).double()
+
+
+def _by_twin(
+    kind: type[Optimizer],
+    options: dict[str, Any],
+    samples: Sequence[Sample],
+    gradients: Sequence[Tensor],
+) -> list[Tensor]:
+    values = [sample.value().double() for sample in samples]
+    twins = [nn.Parameter(value.clone()) for value in values]
+    plain = options | {key: value for key, value in _PLAIN.items() if key in options}
+    known = inspect.signature(kind).parameters
+    make = cast(Any, kind)
+    twin: Optimizer = make(twins, **{k: v for k, v in plain.items() if k in known})
+    twin.param_groups[0].update(plain)
+    for parameter, sample, gradient in zip(twins, samples, gradients, strict=True):
+        parameter.grad = gradient
+        if sample.state:
+            twin.state[parameter] = {k: _in_fp64(v) for k, v in sample.state.items()}
+    twin.step()
+    return [t.detach() - value for t, value in zip(twins, values, strict=True)]
+
+
+def _in_fp64(value: Any) -> Any:
+    """State as the twin keeps it: vectors in fp64, counters as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.double() if value.dim() and value.is_floating_point() else value.clone()
+
+
+def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance from a number to its neighbour: what a smaller update rounds back from.
+
+    Args:
+        value: Numbers of ``dtype``, in fp64, any shape.
+        direction: The sign says on which side; below a power of two the gap is half as wide.
+        dtype: A floating dtype.
+
+    Returns:
+        fp64, of the same shape.
+
+    **Source:** IEEE 754-2019, 4.3.1, round to nearest.
+    """
+    info = torch.finfo(dtype)
+    fraction, exponent = torch.frexp(value.abs())  # fraction in [1/2, 1)
+    narrow = (fraction == 0.5) & (value * direction < 0)
+    smallest = torch.tensor(info.tiny, dtype=torch.float64).frexp().exponent
+    exponent = torch.where(value == 0, smallest, exponent - narrow.int())
+    gap = torch.ldexp(torch.full_like(value, info.eps), exponent.clamp(smallest) - 1)
+    return gap / 2
+
+
+def stored_half_gap(sample: Sample, value: Tensor, direction: Tensor) -> Tensor:
+    """Half the gap of what a sample's weights are stored in, remainder included.
+
+    Args:
+        sample: On the CPU.
+        value: What its weights stand for, fp64.
+        direction: The updates.
+
+    Returns:
+        fp64. With stochastic rounding every update counts that changes the fp32 sum before it.
+    """
+    if sample.update == "nearest":
+        return half_gap(value, direction, sample.weight.dtype)
+    fine = half_gap(value, direction, torch.float32)
+    if sample.update == "kahan" and sample.remainder is not None:
+        return torch.maximum(
+            fine, half_gap(sample.remainder.double(), direction, sample.remainder.dtype)
+        )
+    return fine
+
+
+# Second moments of the sampled elements in fp32, beside an optimizer that keeps them in less.
+#
+# A meter that replays a step from the stored moments sees what weights lose and not what moments
+# lose: an element whose second moment 8 bits hold too large is moved too little, and its replay
+# too. So the second moment of the sampled elements is averaged in fp32 at every step, from the
+# gradients that the step is given. It costs the gathering of a few thousand gradients and no
+# waiting.
+
+
+_Place = tuple[int, int]  # number of the group, and of the tensor in it
+
+
+class ExactMoments:
+    """fp32 second moments of the sampled elements of groups that keep them in less than fp32."""
+
+    def __init__(self, choose: Chooser) -> None:
+        self._choose = choose
+        self._values: dict[_Place, Tensor] = {}
+        self._index: dict[_Place, Tensor] = {}
+        self._steps: dict[_Place, Tensor | None] = {}
+
+    def get(self, place: _Place) -> Tensor | None:
+        """The moments after the last step, fp32 of shape (k,); None where fp32 itself is kept."""
+        return self._values.get(place)
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Before a step: start from the stored moments where these do not follow from the last.
+
+        That is so at the first step, and where somebody has loaded a state or changed parameters:
+        the step counter is another tensor then.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            if not _is_coarse(optimizer, group):
+                continue
+            for j, parameter in enumerate(group["params"]):
+                state, place = optimizer.state.get(parameter, {}), (number, j)
+                step = state.get("step")
+                index = self._index.get(place)
+                if (
+                    index is None
+                    or step is not self._steps[place]
+                    or index.device != parameter.device
+                ):
+                    total = sum(local(p).numel() for p in group["params"])
+                    self._index[place] = self._choose(place, local(parameter.detach()), total)
+                    self._values[place] = _stored(state, self._index[place])
+                    self._steps[place] = step
+
+    def update(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        """After a step: average the gradients that it was given into the moments.
+
+        Args:
+            optimizer: That has stepped, one of halfstep's.
+            kwargs: The keyword arguments of its ``step``.
+        """
+        if not self._values:
+            return
+        given = kwargs.get("gradients")
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        for number, group in enumerate(optimizer.param_groups):
+            # One gathering per tensor, and all else once per group and dtype: this runs every step.
+            gathered: dict[torch.dtype, list[tuple[_Place, Tensor]]] = {}
+            for j, parameter in enumerate(group["params"]):
+                index = self._index.get((number, j))
+                gradient = parameter.grad if given is None else given.get(parameter)
+                if index is not None and gradient is not None:
+                    chosen = torch.take(local(gradient), index)
+                    gathered.setdefault(chosen.dtype, []).append(((number, j), chosen))
+                    self._steps[number, j] = optimizer.state[parameter].get("step")
+            for members in gathered.values():
+                places, parts = zip(*members, strict=True)
+                g = torch.cat(parts).float() * kwargs.get("multiplier", 1.0)
+                if scale is not None:
+                    g = g / scale
+                beta2 = plain(group["betas"])[1]
+                before = torch.cat([self._values[place] for place in places])
+                after = torch.addcmul(before * beta2, g * (1 - beta2), g)
+                if found is not None:  # a step that does nothing
+                    after = torch.where(found > 0, before, after)
+                kept = torch.split(after, [len(part) for part in parts])
+                self._values.update(zip(places, kept, strict=True))
+
+
+def _is_coarse(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a group's second moments are kept in less than fp32."""
+    if not isinstance(optimizer, LowPrecisionOptimizer):
+        return False
+    return len(optimizer.algorithm.moments) > 1 and group["moments"] not in (None, "fp32")
+
+
+def _stored(state: Mapping[str, Any], index: Tensor) -> Tensor:
+    """The optimizer's own second moments of some elements, as fp32."""
+    values, tops = stored_moment(state, "exp_avg_sq")
+    if values is None:
+        return torch.zeros(index.shape, device=index.device)
+    taken = torch.take(local(values), index)
+    if tops is None:
+        return taken.float()
+    return decode_elements(
+        taken, torch.take(tops, in_memory(index, local(values)) // BLOCK), signed=False
+    )

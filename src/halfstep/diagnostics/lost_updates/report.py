@@ -1,0 +1,300 @@
+"""What one step did to a parameter group: shares, the learning rate that freezes it, a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.diagnostics.lost_updates.replay import half_gap, stored_half_gap
+from halfstep.diagnostics.lost_updates.sampling import Sample
+from halfstep.precision.policy.policy import dtype_name
+
+LOUD = 0.1
+"""Share of lost updates from which on a person should hear of it unasked."""
+_ADVISE = 0.01  # share of lost updates that another way of keeping weights is worth
+_SLOW = 2.0  # times smaller than with fp32 moments: rounded moments scatter by a tenth at most
+_STANDS = 0.99  # of a group's elements: then it is called wholly frozen
+_RANDOM = frozenset({"stochastic", "split24"})
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """One parameter group on one measured step; shares are from 0 to 1, estimated from a sample.
+
+    An *update* is an element whose intended change is not zero: what the same step would have done
+    to a weight held in fp64, from the same gradient and moments.
+    """
+
+    group: str
+    """The group's ``name``, or its number and weight decay."""
+    step: int
+    """The measured step, counted from 1 over applied steps."""
+    learning_rate: float
+    """Of that step; NaN if the group has no ``lr``."""
+    elements: int
+    """Elements of the group that had a gradient."""
+    sampled: int
+    """Elements that were looked at."""
+    stored: str
+    """How the weights are kept: ``"bf16"``, ``"bf16 split"``, ``"fp32"``."""
+    lost: float
+    """Share of updates that are lost for good: the stored bits (weight and remainder) are as
+    before, and stochastic rounding would not move them on average either. NaN where the intended
+    update is not known."""
+    unmoved: float
+    """Share of updates after which the stored bits are as before, by chance or for good. Where the
+    intended update is not known: of the elements with a gradient that is not zero."""
+    weight_unchanged: float
+    """Share of all elements whose visible 16-bit weight (that of the model, or its copy in the
+    compute format) did not change."""
+    zero: float
+    """Share of all elements whose intended update is exactly zero."""
+    frozen_below: float
+    """Learning rate below which half of the updates would be lost; NaN where not known."""
+    wholly_frozen_below: float
+    """Learning rate below which 99 % of the updates would be lost; NaN where not known."""
+    stuck: tuple[str, ...]
+    """Tensors all of whose sampled updates were lost."""
+    tensors: int
+    """Tensors of the group that had a gradient."""
+    note: str = ""
+    """What is not known, and why."""
+    slowed: float = 0.0
+    """Share of updates that are less than half of what an fp32 second moment would make them: 8
+    bits hold 32 binades below the largest of 128 neighbours. 0 where moments are kept in fp32."""
+    slowest: float = 1.0
+    """How many times smaller the most slowed update is."""
+
+    @property
+    def verdict(self) -> str:
+        """One line for people: what is lost, at which learning rate, and what helps."""
+        if math.isnan(self.lost):
+            text = f"{_percent(self.unmoved)} of weights with a gradient did not change"
+            return f"{text}; {self.note}"
+        if self.zero == 1:
+            return self._noted("no update: every intended update is zero")
+        if self.slowed:
+            text = (
+                f"{_percent(self.slowed)} of updates are less than half of what fp32 moments make "
+                f"them, up to {self.slowest:.3g} times less: use moments=bf16"
+            )
+            return self._noted(f"{text}; {self._loss}" if self.lost else text)
+        return self._noted(self._loss)
+
+    @property
+    def _loss(self) -> str:
+        """What happens to the weights."""
+        if self.lost == 0:
+            if self._random:
+                return (
+                    f"moves on average; {_percent(self.unmoved)} of single updates leave the "
+                    "weight where it is, which is right on average"
+                )
+            return "none lost"
+        text = f"{_percent(self.lost)} of updates are lost at lr {self.learning_rate:.3g}"
+        if self._advice and (self.lost >= _ADVISE or self.stuck):
+            text += f": use {self._advice}"
+        if not math.isnan(self.frozen_below):
+            text += f"; below lr {self.frozen_below:.2g} half of this group stands still"
+        if self.stuck and self.lost < 1:
+            some = ", ".join(self.stuck[:3]) + (", ..." if len(self.stuck) > 3 else "")
+            text += f"; {len(self.stuck)} of {self.tensors} tensors do not move: {some}"
+        return text
+
+    @property
+    def _random(self) -> bool:
+        return any(way in self.stored.split() for way in _RANDOM)
+
+    @property
+    def _advice(self) -> str:
+        if "fp16" in self.stored:
+            return "fp16-master"
+        ways = self.stored.replace(",", "").split()
+        if "kahan" in ways:
+            return "bf16-split or bf16-master"
+        if "bf16" in ways and len(ways) == ways.count("bf16") + ways.count("fp32"):
+            return "bf16-split, bf16-kahan, bf16-sr or bf16-master"
+        return ""  # 23 mantissa bits: only a larger learning rate helps
+
+    def _noted(self, text: str) -> str:
+        return f"{text}; {self.note}" if self.note else text
+
+
+def table(reports: Sequence[GroupReport]) -> str:
+    """Reports as lines of text: one row a group, then one verdict a group."""
+    head = ("group", "stored", "elements", "lr", "lost", "unmoved", "16-bit unchanged", "zero",
+            "half frozen below", "all frozen below")  # fmt: skip
+    rows = [head] + [
+        (
+            r.group,
+            r.stored,
+            f"{r.elements:,}",
+            f"{r.learning_rate:.3g}",
+            *(_percent(share) for share in (r.lost, r.unmoved, r.weight_unchanged, r.zero)),
+            f"lr {r.frozen_below:.2g}",
+            f"lr {r.wholly_frozen_below:.2g}",
+        )
+        for r in reports
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([*lines, *(f"{r.group}: {r.verdict}" for r in reports)])
+
+
+def measure(
+    group: str,
+    step: int,
+    learning_rate: float,
+    samples: Sequence[Sample],
+    updates: Sequence[Tensor] | str,
+    *,
+    slowdowns: Sequence[Tensor],
+    visible: torch.dtype | None,
+    linear: bool,
+    note: str,
+) -> GroupReport:
+    """Compare what was intended with what is stored.
+
+    Args:
+        group: Its name.
+        step: Number of the step.
+        learning_rate: Of the step, or NaN.
+        samples: One or more, on the CPU.
+        updates: From ``intended_updates``: fp64 (k,) each, or why they are not known.
+        slowdowns: How many times smaller updates are than with fp32 moments: fp64 (k,) each.
+        visible: The format of the weights that matrix products see; None: as stored.
+        linear: Whether updates grow with the learning rate in proportion.
+        note: Added to the report.
+    """
+    shares = torch.cat(  # an element stands for as many as its tensor has elements per sample
+        [torch.full_like(s.weight, s.numel / len(s.weight), dtype=torch.float64) for s in samples]
+    )
+    same = torch.cat([_unmoved(s) for s in samples])
+    hidden = torch.cat([_unseen(s, visible) for s in samples])
+    known = not isinstance(updates, str)
+    note = note if known else f"the intended update is not known: {updates}"
+    changes = list(updates) if not isinstance(updates, str) else [s.gradient for s in samples]
+    moving = torch.cat([change != 0 for change in changes])
+    lost = same & moving
+    slow = torch.cat(list(slowdowns))
+    frozen = wholly = float("nan")
+    stuck: tuple[str, ...] = ()
+    if known:
+        fine = [_below_fp32(s, u) for s, u in zip(samples, changes, strict=True)]
+        lost &= torch.cat(fine)
+        frozen, wholly = _freezing(samples, changes, shares, learning_rate if linear else 0.0)
+        parts = torch.split(lost, [s.weight.numel() for s in samples])
+        stuck = tuple(
+            s.name
+            for s, part, change in zip(samples, parts, changes, strict=True)
+            if bool((change != 0).any()) and torch.equal(part, change != 0)
+        )
+    return GroupReport(
+        group=group,
+        step=step,
+        learning_rate=learning_rate,
+        elements=sum(s.numel for s in samples),
+        sampled=shares.numel(),
+        stored=", ".join(sorted({_stored(s) for s in samples})),
+        lost=_share(lost, moving, shares) if known else float("nan"),
+        unmoved=_share(same & moving, moving, shares),
+        weight_unchanged=_share(hidden, torch.ones_like(hidden), shares),
+        zero=_share(~moving, torch.ones_like(moving), shares),
+        frozen_below=frozen,
+        wholly_frozen_below=wholly,
+        stuck=stuck,
+        tensors=len(samples),
+        note=note,
+        slowed=_share(moving & (slow > _SLOW), moving, shares),
+        slowest=float(slow[moving].max()) if bool(moving.any()) else 1.0,
+    )
+
+
+def replay_agrees(samples: Sequence[Sample], updates: Sequence[Tensor]) -> bool:
+    """Whether replayed updates explain the weights that a step left.
+
+    One gap is for the rounding of the weight, whichever way; a twentieth of the update for a rule
+    that rounds its intermediate results to the weight's format (a few bf16 roundings of 2^-9).
+    """
+    good, total = 0, 0
+    for sample, update in zip(samples, updates, strict=True):
+        aim = sample.value().double() + update
+        gap = 2 * half_gap(aim, update, sample.weight.dtype)
+        good += int(((sample.after.double() - aim).abs() <= gap + update.abs() / 20).sum())
+        total += update.numel()
+    return good >= _STANDS * total
+
+
+def _stored(sample: Sample) -> str:
+    name = dtype_name(sample.weight.dtype)
+    return name if sample.update == "nearest" else f"{name} {sample.update}"
+
+
+def _unmoved(sample: Sample) -> Tensor:
+    """Where the stored bits are as before."""
+    same = _same_bits(sample.weight, sample.after)
+    if sample.remainder is not None and sample.remainder_after is not None:
+        same &= _same_bits(sample.remainder, sample.remainder_after)
+    return same
+
+
+def _unseen(sample: Sample, visible: torch.dtype | None) -> Tensor:
+    dtype = visible or sample.weight.dtype
+    return _same_bits(sample.weight.to(dtype), sample.after.to(dtype))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+    bits = _BITS[a.element_size()]
+    return a.view(bits) == b.view(bits)
+
+
+def _below_fp32(sample: Sample, update: Tensor) -> Tensor:
+    """Where a weight that did not move never will: everywhere, unless it is rounded by chance."""
+    if sample.update not in _RANDOM:
+        return torch.ones_like(update, dtype=torch.bool)
+    value = sample.value()
+    return (value.double() + update).float() == value
+
+
+def _freezing(
+    samples: Sequence[Sample], updates: Sequence[Tensor], shares: Tensor, learning_rate: float
+) -> tuple[float, float]:
+    """The learning rates below which half, and 99 %, of the updates are below half a gap."""
+    if not learning_rate > 0:
+        return float("nan"), float("nan")
+    each = [
+        stored_half_gap(s, s.value().double(), u) * learning_rate / u.abs()
+        for s, u in zip(samples, updates, strict=True)
+    ]
+    rates = torch.cat(each)
+    kept = rates.isfinite()
+    if not bool(kept.any()):
+        return float("nan"), float("nan")
+    rates, order = rates[kept].sort()
+    reached = shares[kept][order].cumsum(0) / shares[kept].sum()
+
+    def quantile(share: float) -> float:
+        place = torch.searchsorted(reached, torch.tensor(share, dtype=reached.dtype))
+        return float(rates[place.clamp(max=rates.numel() - 1)])
+
+    return quantile(0.5), quantile(1 - _STANDS)
+
+
+def _share(part: Tensor, whole: Tensor, shares: Tensor) -> float:
+    total = float(shares[whole].sum())
+    return float(shares[part].sum()) / total if total else 0.0
+
+
+def _percent(share: float) -> str:
+    return "?" if math.isnan(share) else f"{100 * share:.3g} %"

@@ -1,0 +1,1 @@
+"""Where the first NaN or infinity was made."""

@@ -1,0 +1,384 @@
+"""The first operation that made a NaN or an infinity, and the module in which it ran.
+
+A NaN loss is seen where it ends up. Within :func:`trace_nonfinite` every operation of forward and
+backward is looked at, functional ones too::
+
+    outputs finite                                     go on: one sum on the device, one host sync
+    an input not finite that no operation here made    it came with data or weights: remember that
+    NaN or inf where inputs had none                   this is the PRODUCER: remember it
+    else                                               an operation passes on what was allowed
+
+Intended infinities are allowed: -inf that comes in (a mask) or is a literal, and +inf as the
+literal of a fill. What they turn into NaN is reported. Storages that hold allowed values are
+remembered by weak references, so that reading them again is no news. Views, and operations that
+only allocate, are no producers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.diagnostics.nonfinite.operations import (
+    Cause,
+    Counts,
+    Input,
+    Kind,
+    Operand,
+    Operation,
+    block_of,
+    count,
+    floating,
+    inputs,
+    kind_of,
+    look_finite,
+    operation,
+    storage_key,
+    stored,
+)
+from halfstep.precision.border import as_texts, require_model
+from halfstep.precision.casting import op_casts, simulate
+from halfstep.precision.scaling import calibrate, gradients
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = tuple(
+    str(Path(__file__).with_name(n)) for n in ("first_cause.py", "operations.py", "module_calls.py")
+)
+_NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
+# Here overflow is tried on purpose, or looked for: it is no cause.
+_TRIALS = (calibrate.__file__, gradients.__file__)
+
+
+def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFiniteTrace:
+    """Watch every operation of forward and backward for the first NaN or infinity.
+
+    A diagnosis: it waits for the device after every operation. Losses, gradients and random
+    numbers stay as they are, bit for bit. Enter it around forward and backward, outside or inside
+    of ``precision.autocast()``.
+
+    Args:
+        model: Whose modules are named. It has hooks until the context is left.
+        allow: Globs of operations (``"aten.log.*"``) and of modules (``"*.sampler"``) that may
+            make NaN and infinities.
+
+    Returns:
+        A context manager that gives itself; read its ``first_cause``.
+
+    Raises:
+        PrecisionError: For what is no model, or no glob.
+        RuntimeError: When it is entered within another one.
+
+    Example:
+        >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
+        >>> with trace_nonfinite(model) as trace:
+        ...     y = model(torch.tensor([300.0]).half()) * 300
+        >>> print(trace.first_cause)  # doctest: +ELLIPSIS
+        overflow: aten.mul.Tensor in fp16, outside the model's modules
+          output: 1 inf and 0 NaN of 1 elements (100 %)
+          input self: fp16 up to 300 (0.458 % of 65504)
+          input other: 300 (0.458 % of 65504)
+          300 * 300 > 65504
+          at ...
+    """
+    return NonFiniteTrace(model, allow)
+
+
+class NonFiniteTrace(TorchDispatchMode):
+    """What :func:`trace_nonfinite` gives.
+
+    Attributes:
+        first_cause: None as long as everything is finite, or as intended.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, allow: str | Sequence[str] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.first_cause: Cause | None = None
+        self._model = require_model(model, "trace_nonfinite(model)")
+        self._modules = ModuleCalls(model)
+        self._allow = as_texts(allow, "trace_nonfinite(allow)", "globs of operations and modules")
+        self._thread = 0
+        self._names: dict[int, tuple[str, bool]] = {}  # whether a parameter
+        self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether unwritten
+        self._prune_at = 1024
+
+    def __enter__(self) -> NonFiniteTrace:
+        if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
+            raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
+        self._thread = get_ident()
+        named = [*self._model.named_buffers(), *self._model.named_parameters()]
+        for name, tensor in named:
+            if not nn.parameter.is_lazy(tensor):
+                self._names[storage_key(tensor)] = name, isinstance(tensor, nn.Parameter)
+        self._modules.hook()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._modules.unhook()
+        self._names, self._allowed = {}, {}
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = operation(func)
+        if self.first_cause is not None or known.view:
+            return func(*args, **kwargs)
+        written: list[Tensor] = []
+        if known.writes:
+            by_name = {**dict(zip(known.names, args, strict=False)), **kwargs}
+            written = list(floating([by_name.get(name) for name in known.writes]))
+        keep = known.reads_what_it_writes and not known.allocates
+        before = {id(t): t.detach().clone() for t in written} if keep else {}
+        result = func(*args, **kwargs)
+        outputs = list({id(t): t for t in (*floating(result), *written)}.values())
+        if known.first_counts:
+            self._allow_values(outputs[1:])
+            outputs = outputs[:1]
+        if known.allocates:
+            self._allow_values(outputs, unwritten=True)
+        elif not look_finite(outputs):
+            with torch.no_grad():
+                self._judge(func, known, args, kwargs, before, outputs)
+        return result
+
+    def _judge(
+        self,
+        func: Any,
+        known: Operation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Remember an operation as the cause, or its outputs as allowed."""
+        counts = [(t, c) for t in outputs if (c := count(t)).nan or c.inf]
+        if not counts:
+            return  # their sum is not finite, but they are
+        outputs = [t for t, _ in counts]
+        made = Counts(*(sum(numbers) for numbers in zip(*(c for _, c in counts), strict=True)))
+        given = inputs(known, args, kwargs, before)
+        if any(self._is_news(i, known) for i in given):
+            kind: Kind | None = "not finite in the input data"
+        else:
+            kind = kind_of(func, known, given, outputs, made)
+        if kind is None:
+            self._allow_values(outputs)
+            return
+        simulated, source = self._caller()
+        dtype, low = outputs[0].dtype, None
+        if simulated is not None:
+            low = dtype = simulated["self"].dtype
+            if operation(simulated["func"]) != known:  # the conversion that ends a product
+                known = operation(simulated["func"])
+                given = inputs(known, simulated["args"], simulated["kwargs"], {})
+        place = self._modules.place(self._names)
+        module = place.module
+        allowed = any(fnmatchcase(known.name, g) or fnmatchcase(module, g) for g in self._allow)
+        if allowed or source.startswith(_TRIALS):
+            self._allow_values(outputs)
+            return
+        self.first_cause = Cause(
+            kind=kind,
+            op=known.name,
+            module=module,
+            class_name=place.class_name,
+            block=block_of(self._model, module),
+            direction="backward" if place.backward else "forward",
+            dtype=dtype,
+            nan=made.nan,
+            inf=made.inf,
+            elements=made.elements,
+            inputs=tuple(self._operand(i, low) for i in given),
+            node=place.node,
+            source="" if place.backward else source,
+        )
+
+    def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
+        """From now on it is no news that these hold NaN or infinities."""
+        for tensor in tensors:
+            storage = stored(tensor).untyped_storage()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._allowed[ref.cdata] = ref, unwritten
+        if len(self._allowed) > self._prune_at:
+            alive = [(k, v) for k, v in self._allowed.items() if not _expired(v[0])]
+            self._allowed = dict(alive)
+            self._prune_at = 1024 + 2 * len(self._allowed)
+
+    def _is_news(self, given: Input, known: Operation) -> bool:
+        """Whether an input is not finite, unlike a mask, and nothing that was seen made it so."""
+        if not isinstance(given.original, Tensor):
+            return False
+        counts, key = given.counts, storage_key(given.original)
+        written = given.name.split("[")[0] in known.writes
+        if key in self._allowed and (written or not self._unwritten(key)):
+            return False
+        name, is_parameter = self._names.get(key, ("", False))
+        is_buffer = bool(name) and not is_parameter
+        plus, minus = counts.plus_inf and not is_buffer, counts.minus_inf and is_parameter
+        return bool(counts.nan or plus or minus)
+
+    def _unwritten(self, key: int) -> bool:
+        return key in self._allowed and self._allowed[key][1]
+
+    def _operand(self, given: Input, low: torch.dtype | None) -> Operand:
+        name, dtype, counts = given.name, None, given.counts
+        if isinstance(given.original, Tensor):
+            key, dtype = storage_key(given.original), low or given.original.dtype
+            name += f" = {self._names[key][0]}" if key in self._names else ""
+            if counts.nan and self._unwritten(key):
+                name += " (of torch.empty, written by nothing that torch sees)"
+        return Operand(name, dtype, counts.largest, counts.nan, counts.inf)
+
+    def _caller(self) -> tuple[dict[str, Any] | None, str]:
+        """What a simulation of 16 bits is about to compute, and the user's line.
+
+        The simulation may stand above this mode; then its frame alone knows the operation whose
+        parts are seen here.
+        """
+        simulated = None
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        while frame is not None:
+            code = frame.f_code
+            if code is simulate.SimulatedProducts.run.__code__:
+                if simulated is None and "wide" in frame.f_locals:
+                    simulated = frame.f_locals  # its operands are converted to fp32
+            elif not code.co_filename.startswith(_NOT_THE_CALLER):
+                return simulated, f"{code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return simulated, ""
+
+
+def _expired(ref: StorageWeakRef) -> bool:
+    """Whether the memory is gone; its key stays taken while ``ref`` lives."""
+    return bool(ref.expired())  # type: ignore[no-untyped-call]
+
+
+# In which module's forward an operation runs, and of which forward a backward is.
+
+
+class Place(NamedTuple):
+    """Where an operation runs.
+
+    Attributes:
+        module: Qualified name of the innermost module; "" for the root, or outside of all.
+        class_name: Its class; "" outside of all modules.
+        backward: Whether autograd runs it, other than to compute a forward again.
+        node: The autograd node that runs.
+    """
+
+    module: str = ""
+    class_name: str = ""
+    backward: bool = False
+    node: str = ""
+
+
+class _Call(NamedTuple):
+    """One run of a module's forward.
+
+    Attributes:
+        name: Of the module.
+        class_name: Its class.
+        task: The backward pass in which it ran, -1 for none.
+        first: The number that autograd gives to the first node made in it.
+        end: One more than the last node's.
+    """
+
+    name: str
+    class_name: str
+    task: int
+    first: int
+    end: int = sys.maxsize
+
+
+class ModuleCalls:
+    """Follows the forwards of a model's modules by hooks.
+
+    Autograd numbers its nodes in the order in which a thread makes them, so the numbers at a
+    forward's start and end tell which nodes it made. That needs no hooks on tensors, and holds for
+    whatever a module returns.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._stack: list[_Call] = []
+        self._calls: list[_Call] = []
+
+    def hook(self) -> None:
+        """Start; after an error no hook is left."""
+        try:
+            for name, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+        except BaseException:
+            self.unhook()
+            raise
+
+    def unhook(self) -> None:
+        """Remove all hooks and forget what ran."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._stack, self._calls = [], [], []
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        first = torch._C._autograd._get_sequence_nr()
+        self._stack.append(_Call(name, type(module).__name__, task, first))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack and self._stack[-1].name == name:
+            call = self._stack.pop()
+            self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
+
+    def place(self, names: Mapping[int, tuple[str, bool]]) -> Place:
+        """Where the operation that runs now is.
+
+        Args:
+            names: Of parameters, by the key of their storage.
+        """
+        task = torch._C._current_graph_task_id()
+        top = self._stack[-1] if self._stack else None
+        if task == -1 or (top is not None and top.task == task):
+            return Place() if top is None else Place(top.name, top.class_name)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Place(backward=True)
+        kind = node.name().removeprefix("torch::autograd::")
+        variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
+        if isinstance(variable, Tensor) and storage_key(variable) in names:
+            parameter = names[storage_key(variable)][0]
+            module = parameter.rpartition(".")[0]
+            class_name = type(self._model.get_submodule(module)).__name__
+            return Place(module, class_name, True, f"{kind} of {parameter}")
+        # Forwards that a backward pass runs again may number their nodes anew, and make none that
+        # this same pass goes through.
+        number = node._sequence_nr()
+        runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
+        runs = [c for c in runs if c.task == runs[-1].task]
+        if not runs:
+            return Place("", "", True, kind)
+        call = min(runs, key=lambda run: run.end - run.first)
+        return Place(call.name, call.class_name, True, kind)

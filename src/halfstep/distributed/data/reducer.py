@@ -1,0 +1,380 @@
+"""Sums of gradients over data-parallel ranks, for every precision policy, while backward runs.
+
+torch's DistributedDataParallel reduces ``parameter.grad`` in the parameter's dtype, after every
+micro-batch, and averages. Here gradients add up first, and are summed in the policy's format::
+
+    backward of the last micro-batch    a parameter's gradient is finished: count it
+      all of a bucket are, and earlier  copy them into its flat buffer, start its sum
+      buckets have started
+    finish()                            start the rest, wait, hand the sums back as views
+
+Buckets start in the same order on every rank, in whatever order gradients get finished there. The
+result is a SUM: the loss is to be divided by what the whole batch of all ranks counts.
+
+**Source:** Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020, section 3.2: buckets in reverse order, and overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.distributed.data.flat_sums import (
+    Bucket,
+    as_reduce_dtype,
+    make_buckets,
+    sparse_gradients,
+)
+from halfstep.distributed.traffic import all_reduce
+from halfstep.errors import PrecisionError
+from halfstep.precision.border import require, require_model
+from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.step import Precision
+
+MIB = 2**20
+# As in torch's DDP: its bucket_cap_mb, and torch.distributed._DEFAULT_FIRST_BUCKET_BYTES.
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, MIB
+
+
+class GradientReducer:
+    """Gives every rank of a group the same gradients: the sums of all ranks'.
+
+    ::
+
+        for batch in micro_batches[:-1]:
+            precision.backward(loss(batch))
+        with reducer.last():
+            precision.backward(loss(micro_batches[-1]))
+        reducer.finish()
+        precision.step()
+
+    Gradients are views of the reducer's buffers from then on; a copy is needed to keep them beyond
+    the next backward.
+    """
+
+    def __init__(
+        self,
+        precision: Precision,
+        group: dist.ProcessGroup,
+        reduce_dtype: str | torch.dtype,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        ranks_per_machine: int | None = None,
+    ) -> None:
+        """Lay out buffers and watch for finished gradients. All ranks of the group together.
+
+        The buffers stay, and hold the gradients: 4 bytes per trainable number; with 16 bits on the
+        wire 2 more, or 2 in all where the gradients may stay in 16 bits.
+
+        Args:
+            precision: What its optimizers update is reduced, each parameter once.
+            group: The ranks with different data; its backend serves the model's device.
+            reduce_dtype: On the wire, by name or value. fp32: as the group's all-reduce adds. bf16,
+                fp16: every rank's gradient is rounded once, the sum is made in fp32 and rounded
+                once; where the group has several ranks on each of several machines, a machine's sum
+                too.
+            bucket_bytes: Size of a bucket on the wire.
+            ranks_per_machine: Of all processes of the run, numbered machine by machine; None: what
+                torchrun says (LOCAL_WORLD_SIZE).
+
+        Raises:
+            PrecisionError: If ``reduce_dtype`` is none of these, an embedding has sparse gradients,
+                nothing is trainable, or ranks differ in what they train.
+        """
+        require(precision, Precision, "GradientReducer(precision)", "a halfstep.Precision")
+        reduce_dtype = as_reduce_dtype(reduce_dtype)
+        if bucket_bytes < 1:
+            raise PrecisionError(f"bucket_bytes={bucket_bytes}; allowed: integers >= 1")
+        self.armed = False
+        """Whether the backward that runs is the last of the step."""
+        self._precision = precision
+        self._reduce_dtype = reduce_dtype
+        self._ranks = dist.get_world_size(group)
+        self._trained = _trained(precision)
+        self._stamp = _stamp(precision)
+        self._buckets: list[Bucket] = []
+        self._next = 0  # the first bucket that has not started
+        self._running: list[Iterator[None]] = []  # phases of sums, the oldest first
+        self._checked = False  # that the same parameters are trained, for this step
+        self._stream = None
+        if self._ranks == 1:
+            return  # the sums are there, and no wire to round for
+        self._check(group, reduce_dtype, bucket_bytes)
+        groups = [group]
+        if reduce_dtype != torch.float32:
+            groups = split_by_machine(group, ranks_per_machine, precision.device)
+        policy, device = precision.policy, precision.device
+        # halfstep's optimizers take 16-bit gradients as they are, others want the weights' dtype.
+        low = policy.update != "nearest" or policy.grad_dtype != torch.float32
+        self._buckets = make_buckets(
+            {name: parameter for name, (_, parameter) in reversed(self._trained.items())},
+            groups,
+            reduce_dtype,
+            reduce_dtype if low else torch.float32,
+            bucket_bytes,
+            min(FIRST_BUCKET_BYTES, bucket_bytes),
+        )
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for bucket in self._buckets:
+            for name in bucket.names:
+                hook = partial(self._finished, bucket, name)
+                self._trained[name][0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank sends in one step, with all that fills up the buffers."""
+        return sum(bucket.sum.sent_bytes for bucket in self._buckets)
+
+    @property
+    def fp32_bytes_per_step(self) -> int:
+        """What it would be with ``reduce_dtype`` fp32 and the same buffers."""
+        sizes = [bucket.sum.buffer.numel() * torch.float32.itemsize for bucket in self._buckets]
+        return sum(all_reduce(size, self._ranks) for size in sizes)
+
+    @contextlib.contextmanager
+    def last(self) -> Iterator[None]:
+        """The context for the backward of a step's last micro-batch; one backward only.
+
+        Raises:
+            PrecisionError: If other parameters are trainable than at the start, or
+                :meth:`finish` was not called after the step before.
+        """
+        if self._checked:
+            raise PrecisionError("last() came twice; call finish() once after the last backward")
+        self._require_unchanged()
+        self._checked = self.armed = True
+        try:
+            yield
+        finally:
+            self.armed = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let every rank have the sums of all gradients, bit for bit the same. All ranks together.
+
+        A parameter without a gradient on this rank counts as zeros; without one on any rank it has
+        none afterwards, as on one device.
+
+        Raises:
+            PrecisionError: If a gradient is sparse; or, without :meth:`last`, if other parameters
+                are trainable than at the start.
+        """
+        self.armed = False
+        if not self._checked:
+            self._require_unchanged()
+        self._checked = False
+        if not self._buckets:
+            return
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        with self._aside():
+            while self._running:
+                self._advance()
+            for bucket in self._buckets:
+                bucket.sum.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._precision.device).wait_stream(self._stream)
+        for bucket in self._buckets:
+            if self._wire_scale != 1.0:
+                bucket.sum.result.mul_(1.0 / self._wire_scale)
+            self._precision.masters.replace(bucket.sums())
+            bucket.reset()
+        self._next = 0
+
+    def _finished(self, bucket: Bucket, name: str, weight: Tensor) -> None:
+        """Count a gradient that backward has finished, and start what is complete."""
+        if not self.armed:
+            return
+        if bucket.started:
+            raise PrecisionError(
+                f"{name} got a gradient after its bucket was on its way to the other ranks: inside "
+                "last() call backward once, on the sum of the losses, and use_reentrant=False in "
+                "torch.utils.checkpoint"
+            )
+        bucket.pending.discard(name)
+        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+            self._start(self._buckets[self._next])
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket) -> None:
+        """Launch the next bucket's sum, after the next phases of those before."""
+        bucket.fill(self._precision.masters, self._wire_scale)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._precision.device))
+        with self._aside():
+            self._running.append(bucket.sum.phases())
+            self._advance()
+        self._next += 1
+
+    @property
+    def _wire_scale(self) -> float:
+        """What gradients are multiplied by on the wire: fp16 could not hold them unscaled."""
+        scale = self._precision.loss_scale.value
+        return scale if self._reduce_dtype == torch.float16 else 1.0
+
+    def _advance(self) -> None:
+        """Launch the next phase of every sum that has one, the oldest sum first."""
+        self._running = [phases for phases in self._running if next(phases, True) is None]
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """On CUDA a stream of our own: to wait for other ranks there does not hold up backward."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self._stream)
+
+    def _require_unchanged(self) -> None:
+        if _stamp(self._precision) == self._stamp:
+            return
+        now = _trained(self._precision)
+        odd = sorted({*self._trained} ^ {*now}) or ["the same names, but other tensors"]
+        raise PrecisionError(
+            "other parameters are trained than when the GradientReducer was made: "
+            f"{', '.join(odd[:5])}; make Precision and GradientReducer after freezing, unfreezing "
+            "or replacing parameters"
+        )
+
+    def _check(
+        self, group: dist.ProcessGroup, reduce_dtype: torch.dtype, bucket_bytes: int
+    ) -> None:
+        """Refuse sparse embeddings, and ranks that would wait for each other for ever."""
+        model = self._precision.model
+        weights: dict[Tensor, str] = {weight: name for name, (weight, _) in self._trained.items()}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                weight = module.weight
+                if weight in weights:
+                    raise sparse_gradients(weights[weight])
+        if not weights:
+            raise PrecisionError("the optimizer holds no trainable parameter: nothing to reduce")
+        shapes = [(n, p.dtype, tuple(p.shape)) for n, (_, p) in self._trained.items()]
+        text = repr((shapes, reduce_dtype, bucket_bytes))
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        table = torch.tensor([number, -number], device=self._precision.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+        largest, smallest = table.tolist()
+        if largest != -smallest:
+            raise PrecisionError(
+                "the ranks' trainable parameters, reduce_dtype or bucket_bytes differ; build the "
+                "same model with the same options on each"
+            )
+
+
+def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Name to the model's parameter and to what the optimizer updates for it, in model order."""
+    owned = {p for o in precision.optimizers for group in o.param_groups for p in group["params"]}
+    targets = precision.named_parameters()
+    named = precision.model.named_parameters()
+    return {n: (p, targets.get(n, p)) for n, p in named if p.requires_grad and p in owned}
+
+
+def _stamp(precision: Precision) -> list[int]:
+    """Which tensors are trainable, in the model and in the optimizers; cheap, as each step asks."""
+    owned = [p for o in precision.optimizers for group in o.param_groups for p in group["params"]]
+    return [id(p) for p in (*precision.model.parameters(), *owned) if p.requires_grad]
+
+
+@torch.no_grad()
+def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the parameters and buffers of the group's first, bit for bit.
+
+    Call it before :class:`~halfstep.precision.step.Precision`, whose masters start from the weights
+    as they are then. Of sharded parameters the parts are given on.
+
+    Args:
+        model: The same on every rank, but for the values; changed in place.
+        group: The ranks with different data.
+
+    Raises:
+        PrecisionError: For what is no model.
+    """
+    require_model(model, "broadcast_(model)")
+    waiting = []
+    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+        part = local_part(tensor)
+        values = part.contiguous()
+        # as bytes: some backends do not know every dtype
+        data = values.reshape(-1).view(torch.uint8)
+        work = dist.broadcast(data, group_src=0, group=group, async_op=True)
+        waiting.append((work, part, values))
+    for work, part, values in waiting:
+        work.wait()
+        if values is not part:
+            part.copy_(values)
+
+
+# Which ranks of a group are on one machine, for sums in two levels.
+
+
+def neighbours(ranks: Sequence[int], rank: int, per_machine: int) -> list[list[int]]:
+    """Whom a rank adds with.
+
+    Args:
+        ranks: Of the group, by their numbers in the run.
+        rank: One of them.
+        per_machine: Ranks of the run on every machine, numbered machine by machine.
+
+    Returns:
+        The group's ranks on its machine, and those with its place on every machine. All ranks
+        where these are no two levels: a machine has one or all of them, or not as many as others,
+        or the group has an order of its own.
+    """
+    machines = [[*own] for _, own in groupby(ranks, lambda other: other // per_machine)]
+    count = len(machines[0])
+    uneven = any(len(own) != count for own in machines)
+    if len(machines) == 1 or count == 1 or uneven or [*ranks] != sorted(ranks):
+        return [[*ranks]]
+    inside = next(own for own in machines if rank in own)
+    place = inside.index(rank)
+    return [inside, [own[place] for own in machines]]
+
+
+def split_by_machine(
+    group: dist.ProcessGroup, ranks_per_machine: int | None, device: torch.device
+) -> list[dist.ProcessGroup]:
+    """The levels of a sum over the group: within machines and between them, or the group alone.
+
+    All ranks of the group together; with NCCL and a ``device_id`` in ``init_process_group``, whose
+    communicators are split from one, all ranks of the run, each in its group.
+
+    Args:
+        group: The ranks that add.
+        ranks_per_machine: See :func:`neighbours`; None: what torchrun says, or else 1. Where ranks
+            differ in it there is one level.
+        device: Of the buffers, whose timeout the new groups take.
+
+    Raises:
+        PrecisionError: If it is below 1.
+    """
+    if ranks_per_machine is None:
+        ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks_per_machine < 1:
+        raise PrecisionError(f"ranks_per_machine={ranks_per_machine}; allowed: integers >= 1")
+    table = torch.tensor([ranks_per_machine, -ranks_per_machine], device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    most, least = table.tolist()
+    ranks = dist.get_process_group_ranks(group)
+    levels = neighbours(ranks, dist.get_rank(), ranks_per_machine)
+    if most != -least or len(levels) == 1:
+        return [group]
+    backend: Any = group._get_backend(device)
+    return [
+        dist.new_group(
+            level,
+            timeout=backend.options._timeout,
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+        )
+        for level in levels
+    ]

@@ -1,0 +1,1 @@
+"""Tensor parallelism: every rank holds, and computes with, a part of each layer."""

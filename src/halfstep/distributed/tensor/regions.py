@@ -1,0 +1,220 @@
+"""The borders of tensor-parallel regions: what crosses them forward, and its transpose backward.
+
+Outside of a region every rank of the tensor axis holds the same activations (or its part of the
+sequence); inside, each rank holds its own part of the features. A border is an identity one way and
+a sum or a gathering the other way:
+
+    function                forward                     backward
+    copy_to                 identity                    sum over ranks
+    reduce_from             sum over ranks              identity
+    gather_sequence         gather the parts of T       sum over ranks, keep own part of T
+    reduce_scatter_sequence sum, keep own part of T     gather the parts of T
+    gather_replicated       gather the parts of a dim   keep own part
+
+The first four pair a region's own work; the last hands parts to something that every rank computes
+alike, whose gradient therefore is whole on every rank and must not be summed.
+
+Sums of 16-bit tensors travel in 16 bits, are added in fp32 in the order of the ranks and rounded
+once, and every sum has the same bits on all ranks: parameters that ranks hold in common never part.
+
+Shapes: B batch, T positions, C width; t is the number of ranks, R.
+
+**Source:** Shoeybi et al. 2019, "Megatron-LM", §3 (f and g); Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjugate).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from halfstep.distributed.data.flat_sums import gather
+from halfstep.errors import DataError
+
+SEQUENCE_DIM = 1
+"""T of ``(B, T, C)``."""
+
+
+def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``x`` itself; the gradients that ranks compute for it are summed.
+
+    Args:
+        x: Any shape, the same on all ranks.
+        mesh: The tensor axis.
+    """
+    return cast(Tensor, _CopyTo.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of all ranks' ``x``, in its dtype, with the same bits on all ranks."""
+    return cast(Tensor, _ReduceFrom.apply(x, mesh))  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The whole sequence, ``(B, T, C)``, of parts ``(B, T / t, C)``."""
+    return cast(Tensor, _GatherSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+
+
+def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
+
+    Raises:
+        DataError: The number of ranks does not divide T.
+    """
+    require_divisible(x_BTC.shape[SEQUENCE_DIM], mesh)
+    return cast(Tensor, _ReduceScatterSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+
+
+def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
+    """All parts of ``dim`` side by side, for work that every rank does alike.
+
+    Args:
+        x: This rank's part.
+        mesh: The tensor axis.
+        dim: Of which the ranks hold parts, as ``torch.chunk`` makes them.
+        size: Of the whole dim; None where all parts are as long as this.
+    """
+    dim %= x.ndim
+    size = x.shape[dim] * mesh.size() if size is None else size
+    gathered = _GatherReplicated.apply(x, mesh, dim, size)  # type: ignore[no-untyped-call]
+    return cast(Tensor, gathered)
+
+
+def own_part(indices: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the last dim, T, of indices ``(..., T)``: it has no gradient.
+
+    Raises:
+        DataError: The number of ranks does not divide T.
+    """
+    require_divisible(indices.shape[-1], mesh)
+    return indices.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()]
+
+
+def require_divisible(length: int, mesh: DeviceMesh) -> None:
+    """Refuse a sequence that cannot be cut into equal parts.
+
+    Raises:
+        DataError: The number of ranks does not divide ``length``.
+    """
+    if length % mesh.size():
+        below = length // mesh.size() * mesh.size()
+        raise DataError(
+            f"sequence parallelism cuts a sequence of T={length} positions into {mesh.size()} "
+            f"equal parts; allowed are multiples of {mesh.size()}, as T={below or mesh.size()}: "
+            "change the length, or switch sequence parallelism off"
+        )
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(grad, ctx.mesh), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return sum_over_ranks(x, mesh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return _gather(x_BTC, mesh, SEQUENCE_DIM)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
+        return _sum_own_part(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return _sum_own_part(x_BTC, mesh, SEQUENCE_DIM)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        longest = -(-size // mesh.size())
+        missing = longest - x.shape[dim]
+        if missing:  # collectives want equal parts
+            padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
+            x = torch.nn.functional.pad(x, padding)
+        return _gather(x, mesh, dim).narrow(dim, 0, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        part = grad.chunk(ctx.mesh.size(), dim=ctx.dim)[ctx.mesh.get_local_rank()]
+        return part.contiguous(), None, None, None
+
+
+def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of all ranks' ``x`` without gradient; 16-bit numbers are added in fp32.
+
+    Returns:
+        A new tensor of the shape and dtype of ``x``.
+    """
+    if x.element_size() >= 4:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=mesh.get_group())
+        return total
+    # The two halves of a ring all-reduce, and its bytes; but partial sums are never rounded.
+    flat = x.reshape(-1)
+    padded = torch.nn.functional.pad(flat, [0, -len(flat) % mesh.size()])
+    return _gather(_sum_own_part(padded, mesh, 0), mesh, 0)[: len(flat)].view(x.shape)
+
+
+def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The element-wise largest of all ranks' ``x`` without gradient; NaN need not survive."""
+    largest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return largest
+
+
+def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """All ranks' ``x``, of one shape, joined along ``dim`` in the order of the ranks."""
+    parts_R = x.new_empty((mesh.size(), *x.shape))
+    gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
+    return parts_R.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's part of ``dim`` of the sum, added in rank order in fp32 or wider, rounded once.
+
+    The sum starts at the first rank's numbers, not at 0: adding -0.0 changes no bit.
+    """
+    mine_R = torch.stack(x.chunk(mesh.size(), dim))
+    theirs_R = torch.empty_like(mine_R)
+    dist.all_to_all_single(theirs_R, mine_R, group=mesh.get_group())
+    first, *rest = theirs_R.unbind()
+    total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for part in rest:
+        total += part
+    return total.to(x.dtype)

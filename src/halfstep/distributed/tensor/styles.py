@@ -1,0 +1,346 @@
+"""The styles of a tensor-parallel plan: how a module computes with its part on every rank.
+
+:mod:`halfstep.distributed.tensor.tensor_parallel` says what each does and makes a model of them.
+
+Shapes: B batch, T positions, C width, F features of which a rank has a part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from halfstep.distributed.tensor.regions import (
+    SEQUENCE_DIM,
+    copy_to,
+    gather_replicated,
+    gather_sequence,
+    max_over_ranks,
+    own_part,
+    reduce_from,
+    reduce_scatter_sequence,
+    sum_over_ranks,
+)
+from halfstep.errors import ConfigError
+
+
+class ParallelForward:
+    """The forward of a module of which each rank holds a part; a child is a style of the plan.
+
+    It stands as ``forward`` in the module's own attributes, as regions of a precision policy do:
+    it is copied and pickled with its module, and parameters keep their names.
+    """
+
+    arguments: ClassVar[tuple[str, ...]] = ()
+    """What may stand behind the style's colon."""
+
+    def __init__(
+        self, name: str, module: nn.Module, argument: str, mesh: DeviceMesh, sequence: bool
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.mesh = mesh
+        self.sequence = sequence
+        self.read(argument)
+
+    def read(self, argument: str) -> None:
+        """Check that module and number of ranks fit the style; raises ConfigError."""
+        if argument and argument not in self.arguments:
+            allowed = ", ".join(self.arguments) or "none"
+            raise ConfigError(
+                f"{self.name}: argument {argument!r} of its style; allowed: {allowed}"
+            )
+        self.argument = argument
+
+    def placement(self, parameter: str) -> Placement:
+        """How one of the module's own parameters lies on the axis."""
+        return Replicate()
+
+    def install_(self) -> None:
+        """Become the module's forward."""
+        self.module.forward = self
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return MethodType(type(self.module).forward, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on this rank's part."""
+        raise NotImplementedError
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The class's forward, with plain tensors for parameters: see :meth:`local`."""
+        module = copy.copy(self.module)  # shallow; the module itself never changes
+        module.__dict__["_parameters"] = {}
+        for name in self.module._parameters:
+            module.__dict__[name] = self.local(name)
+        return type(self.module).forward(module, *args, **kwargs)
+
+    def local(self, name: str) -> Tensor | None:
+        """The part of a parameter that this rank computes with; differentiable."""
+        parameter = self.module._parameters[name]
+        if parameter is None:
+            return None
+        assert isinstance(parameter, DTensor), f"{self.name}.{name} was replaced"
+        part: Tensor = parameter.to_local(grad_placements=parameter.placements)
+        # On a part of the sequence a whole parameter gets a part of its gradient.
+        split = self.sequence and not parameter.placements[0].is_shard()
+        return copy_to(part, self.mesh) if split else part
+
+    def require_linear(self) -> nn.Linear:
+        """The module, which the style needs to be an ``nn.Linear``."""
+        if not isinstance(self.module, nn.Linear):
+            raise ConfigError(
+                f"{self.name} is a {type(self.module).__name__}; its style splits nn.Linear only: "
+                "give it the style replicate"
+            )
+        return self.module
+
+    def require_shares(self, what: str, size: int, unit: int) -> None:
+        """Refuse ``size`` features, in units that stay together, that ranks cannot share."""
+        ranks = self.mesh.size()
+        if size % unit:
+            raise ConfigError(f"{self.name}: {size} {what} are no multiple of the unit {unit}")
+        units = size // unit
+        if units % ranks:
+            fitting = [str(n) for n in range(1, min(units, 2 * ranks) + 1) if units % n == 0]
+            pieces = f" in {units} units of {unit} that stay together" if unit > 1 else ""
+            raise ConfigError(
+                f"{self.name}: {size} {what}{pieces} cannot be shared equally by {ranks} "
+                f"tensor-parallel ranks; allowed for this layer: tensor={', '.join(fitting)}"
+            )
+
+
+class Colwise(ParallelForward):
+    """Outputs split: each rank computes its own, of the whole input."""
+
+    def read(self, argument: str) -> None:
+        """Check the style's argument, the module and the number of ranks."""
+        if argument and not (argument.isdecimal() and int(argument) > 0):
+            raise ConfigError(
+                f"{self.name}: colwise:{argument}; allowed: colwise:U, U outputs >= 1"
+            )
+        self.require_shares("outputs", self.require_linear().out_features, int(argument or 1))
+
+    def placement(self, parameter: str) -> Placement:
+        """How one of the module's own parameters lies on the axis."""
+        return Shard(0)
+
+    def __call__(self, x_BTC: Tensor) -> Any:
+        """This rank's outputs, ``(B, T, F)``, of ``(B, T, C)`` or a part of its T."""
+        x_BTC = _as_matmul_takes_it(x_BTC)  # so that half as much is sent
+        enter = gather_sequence if self.sequence else copy_to
+        return self.run(enter(x_BTC, self.mesh))
+
+
+class Rowwise(ParallelForward):
+    """Inputs split: each rank has its own, and the results are summed."""
+
+    def read(self, argument: str) -> None:
+        """Check the style's argument, the module and the number of ranks."""
+        super().read(argument)
+        self.require_shares("inputs", self.require_linear().in_features, 1)
+
+    def placement(self, parameter: str) -> Placement:
+        """How one of the module's own parameters lies on the axis."""
+        return Shard(1) if parameter == "weight" else Replicate()
+
+    def local(self, name: str) -> Tensor | None:
+        """As every style's, but the bias waits until the results are summed."""
+        return None if name == "bias" else super().local(name)
+
+    def __call__(self, x_BTF: Tensor) -> Tensor:
+        """The outputs, ``(B, T, C)`` or a part of its T, of this rank's inputs ``(B, T, F)``."""
+        leave = reduce_scatter_sequence if self.sequence else reduce_from
+        y_BTC = leave(self.run(x_BTF), self.mesh)
+        bias_C = super().local("bias")
+        return y_BTC if bias_C is None else y_BTC + bias_C.to(y_BTC.dtype)
+
+
+class Replicated(ParallelForward):
+    """Whole on every rank, on the whole sequence or a rank's part of it."""
+
+    arguments = ("scatter", "gather")
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What one device computes, of its part of the sequence where that is split."""
+        if self.sequence and self.argument == "scatter":
+            x = own_part(x, self.mesh)
+        output = self.run(x, *args, **kwargs)
+        if self.sequence and self.argument == "gather":
+            output = gather_replicated(output, self.mesh, SEQUENCE_DIM)
+        return output
+
+
+class VocabularyParallel(ParallelForward):
+    """An embedding's rows split; a module that serves as head too is told where they are.
+
+    The head's part is the module's attribute ``vocabulary``, which becomes a
+    :class:`ShardedVocabulary`.
+    """
+
+    def read(self, argument: str) -> None:
+        """Check the style's argument, the module and the number of ranks."""
+        super().read(argument)
+        module = self.module
+        if not isinstance(module, nn.Embedding) or (
+            module.padding_idx is not None or module.max_norm is not None or module.sparse
+        ):
+            raise ConfigError(
+                f"{self.name} is a {type(module).__name__}; the style vocab splits nn.Embedding "
+                "without padding_idx, max_norm and sparse only: give it the style replicate"
+            )
+        try:
+            self.vocabulary = ShardedVocabulary(module.num_embeddings, self.mesh)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+
+    def placement(self, parameter: str) -> Placement:
+        """How one of the module's own parameters lies on the axis."""
+        return Shard(0)
+
+    def install_(self) -> None:
+        """Become the module's forward, and its vocabulary if it has one."""
+        super().install_()
+        if hasattr(self.module, "vocabulary"):
+            self.module.__dict__["vocabulary"] = self.vocabulary
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        """Rows of the whole table, ``(B, T, C)`` or a part of its T; exact."""
+        row_BT, elsewhere_BT = self.vocabulary.index(tokens_BT)
+        # -0.0, not 0.0: what is added to it keeps every bit, the sign of a zero too.
+        mine_BTC = self.run(row_BT).masked_fill(elsewhere_BT.unsqueeze(-1), -0.0)
+        leave = reduce_scatter_sequence if self.sequence else reduce_from
+        return leave(mine_BTC, self.mesh)
+
+
+STYLES: Mapping[str, type[ParallelForward]] = {
+    "colwise": Colwise,
+    "rowwise": Rowwise,
+    "replicate": Replicated,
+    "vocab": VocabularyParallel,
+}
+"""Every style of a plan."""
+
+
+def _as_matmul_takes_it(x: Tensor) -> Tensor:
+    """What autocast would make of a linear layer's input; else the input."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype != torch.float64 else x
+
+
+# A vocabulary whose rows are spread over the ranks of the tensor axis: lookup, logits and loss.
+#
+# Every rank holds the hidden states of all tokens and the table's rows of its own words. It meets
+# the others in numbers per token, never in logits: the largest logit, the sum of exponentials and
+# the target's log-probability.
+#
+# Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary (on this rank, its part).
+#
+# **Source:** Shoeybi et al. 2019, "Megatron-LM", §3.
+
+
+class ShardedVocabulary:
+    """The rows ``[start, end)`` of a table of ``size`` rows are here, as ``torch.chunk`` cuts them.
+
+    It stands in the place of the models' ``WholeVocabulary`` and has its methods.
+    """
+
+    def __init__(self, size: int, mesh: DeviceMesh) -> None:
+        """Finds this rank's rows.
+
+        Args:
+            size: V of the whole table.
+            mesh: The tensor axis.
+
+        Raises:
+            ConfigError: Some rank would have no row.
+        """
+        self.size = size
+        self.mesh = mesh
+        self.largest_part = -(-size // mesh.size())
+        filled = -(-size // self.largest_part)
+        if filled < mesh.size():
+            raise ConfigError(
+                f"a vocabulary of {size} rows makes {filled} parts of up to {self.largest_part}, "
+                f"which leaves {mesh.size() - filled} of {mesh.size()} tensor-parallel ranks "
+                f"without any: take tensor={filled}, or a larger vocabulary"
+            )
+        self.start = mesh.get_local_rank() * self.largest_part
+        self.end = min(self.start + self.largest_part, size)
+
+    def index(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where tokens stand among this rank's rows.
+
+        Args:
+            tokens: Ids, int64, any shape.
+
+        Returns:
+            The row, 0 for a token of another rank; and whether it is of another rank. An id that is
+            in nobody's part stays out of range on every rank, so that all of them fail on it as one
+            device does.
+        """
+        elsewhere = ((tokens >= 0) & (tokens < self.start)) | (
+            (tokens >= self.end) & (tokens < self.size)
+        )
+        return (tokens - self.start).masked_fill(elsewhere, 0), elsewhere
+
+    def local(self, weight_VD: Tensor) -> Tensor:
+        """This rank's rows of a table that is stored as DTensor."""
+        assert isinstance(weight_VD, DTensor), "a sharded vocabulary has a sharded table"
+        rows_VD: Tensor = weight_VD.to_local(grad_placements=weight_VD.placements)
+        return rows_VD
+
+    def share(self, x: Tensor) -> Tensor:
+        """Hidden states as every rank's head takes them; their gradients are summed over ranks."""
+        return copy_to(x, self.mesh)
+
+    def gather(self, logits_V: Tensor) -> Tensor:
+        """All logits ``(..., V)`` of every rank's own."""
+        return gather_replicated(logits_V, self.mesh, -1, self.size)
+
+    def columns(self, vocab: int) -> int:
+        """The most columns that one rank's logits have."""
+        return self.largest_part
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of the ranks' values."""
+        return max_over_ranks(value, self.mesh)
+
+    def log_softmax(
+        self, logits_RV: Tensor, target_R1: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of this rank's words, and of the targets wherever they are.
+
+        Args:
+            logits_RV: ``(R, V)``, of this rank's words; used up.
+            target_R1: ``(R, 1)`` int64, of the whole vocabulary.
+            dtype: To compute in.
+
+        Returns:
+            ``(R, V)`` and ``(R, 1)`` in ``dtype``, in nats; the second is the same on all ranks.
+            A NaN in any rank's logits makes the row NaN on all: its exponential is in the sum.
+        """
+        z_RV = logits_RV.to(dtype)
+        z_RV -= max_over_ranks(z_RV.amax(dim=1, keepdim=True), self.mesh)
+        row_R1, elsewhere_R1 = self.index(target_R1)
+        z_target_R1 = z_RV.gather(1, row_R1).masked_fill(elsewhere_R1, 0)
+        sums_R2 = torch.cat((z_RV.exp().sum(dim=1, keepdim=True), z_target_R1), dim=1)
+        sum_R1, z_target_R1 = sum_over_ranks(sums_R2, self.mesh).tensor_split(2, dim=1)
+        log_sum_R1 = sum_R1.log()
+        return z_RV.sub_(log_sum_R1), z_target_R1 - log_sum_R1
+
+    def put_(self, error_RV: Tensor, target_R1: Tensor, value_R1: Tensor) -> None:
+        """Sets the targets' columns where they are here; other rows stay as they are."""
+        row_R1, elsewhere_R1 = self.index(target_R1)
+        kept_R1 = torch.where(elsewhere_R1, error_RV.gather(1, row_R1), value_R1)
+        error_RV.scatter_(1, row_R1, kept_R1)

@@ -1,0 +1,198 @@
+"""Tensor parallel, with or without copies: ranks share every matrix product."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from halfstep.distributed.data.data_parallel import DataParallel
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.tensor.styles import STYLES, ParallelForward
+from halfstep.errors import ConfigError
+from halfstep.precision.policy.policy import PrecisionPolicy
+
+# Tensor parallelism: every rank of one mesh axis holds, and computes with, a part of each layer.
+#
+# Parameters become DTensors, which know how they lie on the mesh; modules compute on the local
+# parts, so what runs on a rank is a smaller layer of the same code, and autograd gives gradients as
+# DTensors placed like their parameters. The plan is the model's data; nothing here knows a model.
+# Styles:
+#
+#     colwise[:U]       linear: outputs split, in units of U that stay together; the input is whole
+#     rowwise           linear: inputs split; results are summed, then the bias is added, once
+#     replicate[:...]   whole on every rank; scatter and gather: see sequence parallelism
+#     vocab             embedding split over its rows; results are summed, and each is of one rank
+#
+# **Sequence parallelism** also splits what lies between those regions, ``(B, T, C)``, over T:
+# colwise layers gather their input, rowwise layers and the vocabulary scatter their sums, and
+# replicated modules work on a part. ``replicate:scatter`` takes the rank's part of indices
+# ``(..., T)``; ``replicate:gather`` makes its output whole again. Gradients of whole parameters are
+# then summed over the axis, so every rank has all of them.
+#
+# **Dropout.** Ranks must seed torch's default generator alike: what they hold in common must be
+# dropped alike. All draw the same amounts, so they stay in step. Attention drops weights of a
+# rank's own heads, and under sequence parallelism a rank its own positions, so head i (position i)
+# of every rank has the same mask: the probability is what was asked for, independence between ranks
+# is not given, and masks are not those of one device.
+#
+# **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing Activation
+# Recomputation in Large Transformer Models", §4.2.2.
+#
+# Shapes: B batch, T positions, C width.
+
+
+def parallelize_(
+    model: nn.Module,
+    plan: Mapping[str, str],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = False,
+) -> None:
+    """Leave each rank its part of the model, in place; nothing is sent.
+
+    Names and order of the parameters stay; the parameters are new objects, so make the optimizer,
+    and :class:`halfstep.Precision`, afterwards.
+
+    Args:
+        model: With the same, whole parameters on every rank of the axis, in any dtypes.
+        plan: Module name to style, for every module that owns parameters.
+        mesh: The tensor axis: a mesh of one dim, as ``mesh["tensor"]``.
+        sequence_parallel: Whether activations between blocks are split over T. The number of ranks
+            must then divide T.
+
+    Raises:
+        ConfigError: The plan and the model, or the model and the number of ranks, do not fit.
+            Nothing is changed then.
+    """
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"the tensor axis must be a mesh of one dim, got {mesh.ndim}: take mesh['tensor']"
+        )
+    forwards = _forwards(model, plan, mesh, sequence_parallel)
+    _check_tied(forwards)
+    parts: dict[int, nn.Parameter] = {}
+    for forward in forwards:
+        for name, parameter in list(forward.module.named_parameters(recurse=False)):
+            if id(parameter) not in parts:
+                parts[id(parameter)] = _part(parameter, mesh, forward.placement(name))
+            setattr(forward.module, name, parts[id(parameter)])
+        forward.install_()
+
+
+def _forwards(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence: bool
+) -> list[ParallelForward]:
+    """Each module of the plan with its style; raises ConfigError for a plan that does not fit."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    forwards = []
+    for name, text in plan.items():
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=1)
+            raise ConfigError(
+                f"the plan names {name!r}, but the model has no such module"
+                + (f"; did you mean {near[0]!r}?" if near else ": take it out of the plan")
+            )
+        style, _, argument = text.partition(":")
+        if style not in STYLES:
+            allowed = ", ".join(STYLES)
+            raise ConfigError(f"{name}: unknown style {text!r}; allowed styles: {allowed}")
+        module = modules[name]
+        _check_head(name, module, text)
+        sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        if sharded or "forward" in module.__dict__:
+            raise ConfigError(
+                f"{name} is sharded, or its forward replaced, already: make a model parallel once, "
+                "and before it is sharded otherwise or given to Precision"
+            )
+        forwards.append(STYLES[style](name, module, argument, mesh, sequence))
+    covered = {id(p) for f in forwards for p in f.module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in covered:
+            owner = name.rpartition(".")[0]
+            raise ConfigError(
+                f"the plan leaves the parameter {name} out; add {owner!r} with one of the styles "
+                f"{', '.join(STYLES)}"
+            )
+    return forwards
+
+
+def _check_head(name: str, module: nn.Module, style: str) -> None:
+    """Refuse to keep whole the table of a head, which computes with its part of one."""
+    head = isinstance(module, nn.Embedding) and hasattr(module, "vocabulary")
+    if head and style != "vocab":
+        table = ", ".join(f"{name}.{own}" for own, _ in module.named_parameters(recurse=False))
+        raise ConfigError(
+            f"{table} is the model's embedding and its head in one, but the plan gives {name} the "
+            f"style {style!r}; allowed: vocab, which splits both over the vocabulary: give "
+            f"{name!r} the style vocab"
+        )
+
+
+def _check_tied(forwards: list[ParallelForward]) -> None:
+    """Refuse a parameter that two modules own and the plan splits in two ways."""
+    seen: dict[int, tuple[Placement, str]] = {}
+    for forward in forwards:
+        for name, parameter in forward.module.named_parameters(recurse=False):
+            here = (forward.placement(name), f"{forward.name}.{name}")
+            first = seen.setdefault(id(parameter), here)
+            if first[0] != here[0]:
+                raise ConfigError(
+                    f"{first[1]} and {here[1]} are one parameter, but the plan splits it in two "
+                    f"ways, {first[0]} and {here[0]}: give both modules styles with the same split"
+                )
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """This rank's part as DTensor, in memory of its own, so that the whole can be freed."""
+    whole = parameter.detach()
+    part = whole
+    if isinstance(placement, Shard):
+        part = whole.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()]
+    stored = DTensor.from_local(
+        part.clone(memory_format=torch.contiguous_format),
+        mesh,
+        [placement],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
+    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+
+class TensorParallel(DataParallel):
+    """The ``tensor`` axis splits matrices, the ``data`` axis the batch."""
+
+    def __init__(
+        self,
+        layout: str | Layout,
+        policy: str | PrecisionPolicy,
+        device: str | torch.device,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """As the parent; ``sequence_parallel`` splits residual streams between tensor ranks too."""
+        super().__init__(layout, policy, device)
+        self._sequence_parallel = sequence_parallel
+
+    def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Split the model as its plan says.
+
+        Raises:
+            ConfigError: If it has no plan, or its sizes cannot be split so.
+        """
+        if not plan.tensor:
+            raise ConfigError(
+                f"parallel={self.layout}: {type(model).__name__} has no tensor-parallel plan; use "
+                f"data={self.layout.size} or shard={self.layout.size}, or give it "
+                "ParallelPlan(tensor={'module name': 'colwise' | 'rowwise' | 'replicate' | "
+                "'vocab'}) with a style for every module that owns parameters"
+            )
+        assert self.mesh is not None
+        parallelize_(
+            model, plan.tensor, self.mesh["tensor"], sequence_parallel=self._sequence_parallel
+        )

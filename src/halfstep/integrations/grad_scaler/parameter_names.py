@@ -1,0 +1,146 @@
+"""Names for an optimizer's tensors, and what to do about those in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.border import require
+from halfstep.precision.casting.cast import upcast_
+from halfstep.precision.checks import some
+from halfstep.precision.policy.policy import dtype_name
+
+Names = Mapping[Tensor, str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""What a user may give: ``model.named_parameters()``, a dict of it, or the dict turned round."""
+
+
+def name_table(names: Names | None) -> dict[Tensor, str]:
+    """Parameter to name, from any of the forms a user may give."""
+    where, allowed = "names", "model.named_parameters(), or a dict of it"
+    if names is not None:
+        require(names, Iterable, where, allowed)
+    pairs: Iterable[tuple[Any, Any]] = names.items() if isinstance(names, Mapping) else names or ()
+    table: dict[Tensor, str] = {}
+    for pair in pairs:
+        first, second = require(pair, tuple, where, allowed)
+        name, parameter = (first, second) if isinstance(first, str) else (second, first)
+        if not isinstance(name, str) or not isinstance(parameter, Tensor):
+            raise PrecisionError(
+                f"names holds a {type(first).__name__} with a {type(second).__name__}; allowed: "
+                "pairs of name and parameter, as model.named_parameters() gives them"
+            )
+        table[parameter] = name
+    return table
+
+
+def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """A name for every tensor of the optimizer: given, the optimizer's own, or its place."""
+    table: dict[Tensor, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        own = group.get("param_names") or ()  # made from model.named_parameters()
+        for index, parameter in enumerate(group["params"]):
+            place = f"group {number}, tensor {index} of shape {tuple(parameter.shape)}"
+            name = own[index] if index < len(own) else place
+            table.setdefault(parameter, known.get(parameter, name))
+    return table
+
+
+def accepts_low_precision(optimizer: Optimizer) -> bool:
+    """Whether the optimizer says that it takes 16-bit gradients."""
+    return bool(getattr(optimizer, "accepts_low_precision_gradients", False))
+
+
+def refuse_half(
+    optimizer: Optimizer, found: Iterable[Tensor], known: Mapping[Tensor, str], what: str
+) -> None:
+    """Raise for fp16 tensors, naming them, with the ways out and what they cost.
+
+    Raises:
+        PrecisionError: If ``found`` holds anything.
+    """
+    half = list(dict.fromkeys(found))
+    if not half:
+        return
+    names = parameter_names(optimizer, known)
+    count = sum(parameter.numel() for parameter in half)
+    held = tuple(names[parameter] for parameter in half)
+    raise PrecisionError(
+        f"{what}: {len(half)} of {len(names)} tensors of {type(optimizer).__name__} are trained in "
+        f"fp16: {some(held)}. Unscaling in fp16 would lose what the loss scale saved. Keep the "
+        f"trainable weights in fp32: parameter.float(), or scaler.upcast_trainable_(optimizer), "
+        f"costs {count * 2} bytes more, and as much for their gradients; or use "
+        "halfstep.Precision with policy fp16-master"
+    )
+
+
+def half_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Parameters that have an fp16 gradient."""
+    owned = (p for group in optimizer.param_groups for p in group["params"])
+    return [
+        p
+        for p in owned
+        if isinstance(p, Tensor) and p.grad is not None and p.grad.dtype == torch.float16
+    ]
+
+
+def half_trainable(optimizer: Optimizer) -> list[Tensor]:
+    """Trainable parameters in fp16."""
+    owned = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in owned if p.requires_grad and p.dtype == torch.float16]
+
+
+def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
+    """Raise for trainable 16-bit weights of which nothing keeps the small updates.
+
+    halfstep's optimizers keep them, or were told ``update="nearest"``; those that say
+    ``accepts_low_precision_gradients = True`` answer for themselves.
+
+    Raises:
+        PrecisionError: Naming the parameters, the ways out and their bytes.
+    """
+    if not accepts_low_precision(optimizer):
+        names = parameter_names(optimizer, known)
+        refuse_pure_weights(type(optimizer).__name__, names)
+
+
+def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
+    """As :func:`refuse_pure`, for an optimizer that is still to be made: its class's name.
+
+    Raises:
+        PrecisionError: Naming the parameters, the ways out and their bytes.
+    """
+    low = [p for p in names if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if not low:
+        return
+    count = sum(parameter.numel() for parameter in low)
+    held = some(tuple(names[parameter] for parameter in low))
+    dtypes = " and ".join(sorted({dtype_name(p.dtype) for p in low}))
+    raise PrecisionError(
+        f"{len(low)} of {len(names)} tensors of {kind} are trained in {dtypes} with nothing behind "
+        f"them, so updates below half the gap between two such numbers are lost: {held}. Keep them "
+        f"in fp32 with model.float() before the optimizer is made ({2 * count} bytes more, and as "
+        f"much for the gradients and for each moment), use halfstep.optim.AdamW(..., "
+        f"update='split') with bf16 weights ({2 * count} bytes more), or say allow_pure=True"
+    )
+
+
+def upcast_trainable_(optimizer: Optimizer, known: Mapping[Tensor, str]) -> int:
+    """Make the trainable 16-bit parameters fp32 in place; see the scaler's method."""
+    owned = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    low = [p for p in owned if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if not low:
+        return 0
+    if optimizer.state:
+        names = parameter_names(optimizer, known)
+        dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in low}))
+        raise PrecisionError(
+            f"{type(optimizer).__name__} has stepped already, so its state is in {dtypes} like "
+            f"{some(tuple(names[p] for p in low))}; convert the weights before the first step, or "
+            "make a new optimizer after model.float()"
+        )
+    return upcast_(low)

@@ -1,0 +1,330 @@
+"""torch.amp.GradScaler, drop-in, that says what each step did and can refuse to fail in silence.
+
+With its extra options off, every call behaves as torch's, bit for bit: returned values, exception
+types, warnings, scales, states, gradients and weights. What it adds then is only what can be read
+(:attr:`GradScaler.last_step`) and better texts of errors. ``docs/grad-scaler.md`` is the how-to.
+
+With any option on, the scale moves between a floor and a ceiling, so torch's two silent failures
+cannot happen: up to 2^-128 torch turns finite gradients into NaN and applies them, and in the end
+the scale is 0 for ever. ``update`` then reads the overflow flag (one host synchronisation, which
+optimizers that are not fused have paid in ``step`` already) and stops where no scale can help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, Self, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler.guard import (
+    EXTRA_KEY,
+    STRICT_CEILING,
+    STRICT_FLOOR,
+    Guard,
+    check_factors,
+    check_state,
+    make_guard,
+)
+from halfstep.integrations.grad_scaler.parameter_names import Names, refuse_pure
+from halfstep.integrations.grad_scaler.record import SkipCount, total
+from halfstep.integrations.grad_scaler.recording import AgreeingScaler
+from halfstep.precision.agreement import Ranks, as_ranks
+from halfstep.precision.border import as_device, as_number
+from halfstep.precision.checks import some
+from halfstep.precision.result import Reason
+from halfstep.precision.scaling.calibrate import largest_finite_scale
+
+_STARTS = "a number above 0, or 'auto'"
+
+
+class GradScaler(AgreeingScaler):
+    """Dynamic loss scaling with torch's interface and an account of every step.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them step or none does, and
+    their scales stay equal: the flag is the MAX over ranks, one small collective an optimizer and
+    step. All must then call ``unscale_``, ``step`` and ``update`` together.
+
+    Args:
+        device: As torch's, and so are ``growth_factor``, ``backoff_factor``, ``growth_interval``
+            and ``enabled``.
+        init_scale: The first scale, or ``"auto"``: the first call of :meth:`scale`, with a scalar
+            loss, looks for the largest scale whose gradients are finite.
+        strict: Floor 1 and ceiling 2^24, unless given; and trainable 16-bit weights of which
+            nothing keeps the small updates are refused at the first step, as :meth:`check` does
+            before training.
+        min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
+        max_scale: The ceiling; 2^126 if any other option is on.
+        hysteresis: Overflows that are needed for a back-off; refilled by a growth only.
+        max_consecutive_skips: Rounds in a row with a skipped step at which ``update`` raises; not
+            before the first applied step, while the scale is finding its level.
+        names: For messages: ``model.named_parameters()``, or a dict of it. Changes nothing else.
+        allow_pure: Train 16-bit weights as they are, under any optimizer.
+        ranks: Who must agree on a skip; None: all of ``torch.distributed``'s default group where it
+            is initialised. ``OneRank()`` where each process trains a model of its own.
+
+    Raises:
+        PrecisionError: If an option cannot be honoured.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> scaler = GradScaler("cpu", init_scale=4.0, strict=True, names={"weight": weight})
+        >>> scaler.scale((weight * torch.tensor([1.0, float("inf")])).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> result = scaler.last_step
+        >>> result.applied, result.reason, result.nonfinite_parameters, result.next_loss_scale
+        (False, 'overflow', ('weight',), 2.0)
+    """
+
+    _always_saves_counts: ClassVar[bool] = False  # torch's own state dict where no option is on
+    _always_refuses_pure: ClassVar[bool] = False  # torch trains them
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float | Literal["auto"] = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        strict: bool = False,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+        names: Names | None = None,
+        ranks: Ranks | None = None,
+        allow_pure: bool = False,
+    ) -> None:
+        device = str(as_device(device))
+        auto = isinstance(init_scale, str) and init_scale == "auto"
+        if not auto and not as_number(init_scale, "GradScaler(init_scale)", _STARTS) > 0:
+            raise PrecisionError(f"init_scale={init_scale}; allowed: {_STARTS}")
+        if ranks is not None:
+            as_ranks(ranks)
+        start: Any = 2.0**16 if auto else init_scale
+        factors = (growth_factor, backoff_factor)
+        super().__init__(device, start, *factors, growth_interval, enabled, names, ranks=ranks)
+        self._allow_pure = allow_pure
+        self._refuses_pure = (strict or self._always_refuses_pure) and not allow_pure
+        self._options: dict[str, Any] = {
+            "strict": strict,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+            "hysteresis": hysteresis,
+            "max_consecutive_skips": max_consecutive_skips,
+        }
+        self._made_with: tuple[Any, ...] = (device, init_scale, *factors, growth_interval)
+        self._guard: Guard | None = make_guard(**self._options, auto=auto)
+        self._calibrate_next = auto
+        if self._guard is not None:
+            check_factors(growth_factor, backoff_factor)
+            if auto:  # a number to show until it is calibrated
+                self._init_scale = min(max(start, self._guard.floor), self._guard.ceiling)
+            else:
+                self._guard.require(init_scale, "init_scale")
+        self._hysteresis_left = hysteresis
+        self._losses: dict[str, Self] = {}
+        self._saved_losses: dict[str, dict[str, Any]] = {}  # loaded, and not asked for yet
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or tensors in lists and tuples, by the scale; as torch's.
+
+        Raises:
+            PrecisionError: If ``init_scale="auto"`` and this first call has no finite scalar loss
+                with a gradient.
+        """
+        if self._enabled:
+            single = isinstance(outputs, Tensor) and outputs.numel() == 1
+            if self._calibrate_next:
+                self._calibrate(outputs if single else None)
+            self._loss = outputs.detach() if single else None
+            self._expire()
+        return super().scale(outputs)
+
+    def _calibrate(self, loss: Tensor | None) -> None:
+        """Find the scale; of several ranks', the smallest."""
+        device = torch.device(self._device) if loss is None else loss.device
+        ranks = self._agreeing(device)
+        usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
+        if usable and ranks.worst([0])[0]:
+            raise PrecisionError(
+                "init_scale='auto' cannot calibrate: another rank's first loss is not a finite "
+                "scalar with a gradient; its own message says more"
+            )
+        if not usable:
+            ranks.worst([1])
+        own = self._largest_scale(loss)
+        self._init_scale = 2.0 ** -ranks.worst([round(-math.log2(own))])[0]
+        self._calibrate_next = False
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
+
+    def _largest_scale(self, loss: Tensor | None) -> float:
+        assert self._guard is not None
+        if loss is None:
+            raise PrecisionError(
+                "init_scale='auto' calibrates in the first call of scale(), which got no scalar "
+                "tensor; scale one scalar loss first, or give init_scale as a number"
+            )
+        low, high = self._options["min_scale"], self._options["max_scale"]
+        return largest_finite_scale(
+            loss,
+            minimum=min(STRICT_FLOOR, self._guard.ceiling) if low is None else self._guard.floor,
+            maximum=max(STRICT_CEILING, self._guard.floor) if high is None else self._guard.ceiling,
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if self._refuses_pure:
+            refuse_pure(optimizer, self._names)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's.
+
+        Raises:
+            NonFiniteError: With an option on: an overflow at the floor (``cause`` is
+                ``"loss_scale_floor"``) or too many skips in a row (``"skip_limit"``). The skipped
+                weights are unchanged and the scaler can go on.
+            PrecisionError: With an option on: a ``new_scale`` out of bounds.
+        """
+        guard = self._guard if self._enabled else None
+        if guard is None or self._scale is None or self._growth_tracker is None:
+            super().update(new_scale)
+            return
+        scale, tracker = self._scale, self._growth_tracker
+        if isinstance(new_scale, float) or (
+            isinstance(new_scale, Tensor) and new_scale.numel() == 1
+        ):
+            guard.require(float(new_scale), "new_scale")
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        found, good, before = 0.0, 0.0, 0.0
+        if flags:
+            parts = [total(flags, scale.device), tracker.float(), scale]
+            found, good, before = torch.stack(parts).tolist()
+        kept = scale.clone()
+        self._torch_update(new_scale)
+        at_floor = False
+        if new_scale is None:
+            if found:
+                at_floor = before <= guard.floor and self._hysteresis_left <= 1
+                self._hysteresis_left -= 1
+                if self._hysteresis_left > 0:
+                    scale.copy_(kept)
+            elif good + 1 == self._growth_interval:
+                self._hysteresis_left = guard.hysteresis
+            scale.clamp_(guard.floor, guard.ceiling)
+        culprits = self._culprits() if found else None
+        self._close_round()
+        if culprits is not None:
+            self._stop_if_hopeless(guard, *culprits, before, at_floor=at_floor)
+
+    def _stop_if_hopeless(
+        self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
+    ) -> None:
+        what = "NaN" if reason == "nan_gradients" else "overflow (inf)"
+        whose = some(names) or (
+            "parameters that are not known here: they are another rank's, or their gradients gone"
+        )
+        where = f"{what} in the gradients of {whose}"
+        same = "the weights of the skipped optimizer are unchanged"
+        if at_floor:
+            raise NonFiniteError(
+                f"{where} at the smallest loss scale {scale:g} (min_scale): no smaller scale can "
+                f"help, so this is a bug or values beyond the format; {same}",
+                cause="loss_scale_floor",
+                parameters=names,
+            )
+        limit = guard.max_consecutive_skips
+        if limit is not None and self._count.in_a_row >= limit and not self.calibrating:
+            raise NonFiniteError(
+                f"{where}: {self._count.in_a_row} steps in a row skipped, the limit "
+                f"(max_consecutive_skips), at loss scale {scale:g}; {same}",
+                cause="skip_limit",
+                parameters=names,
+            )
+
+    def for_loss(self, name: str) -> Self:
+        """A scaler for one of several losses, with a scale and a state of its own.
+
+        It begins with the options this scaler was made with, and is the same object every time.
+        Every parameter must get its gradients through one scaler only. Call its ``update`` too.
+        It is saved and loaded with this scaler, under an extra key that torch's scaler ignores.
+        """
+        if name not in self._losses:
+            device, start, growth, backoff, interval = self._made_with
+            child = type(self)(
+                device, start, growth, backoff, interval, self._enabled,
+                names=self._names, ranks=self._ranks,
+                allow_pure=self._allow_pure, **self._options,
+            )  # fmt: skip
+            if name in self._saved_losses:
+                child.load_state_dict(self._saved_losses.pop(name))
+            self._losses[name] = child
+        return self._losses[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's entries; plus one, that torch's scaler ignores, if options or losses are used."""
+        state = super().state_dict()
+        losses = {name: loss.state_dict() for name, loss in self._losses.items()}
+        losses |= self._saved_losses
+        if self._enabled and (self._guard is not None or losses or self._always_saves_counts):
+            state[EXTRA_KEY] = {
+                "hysteresis_left": self._hysteresis_left,
+                "skipped_total": self._count.total,
+                "skipped_in_a_row": self._count.in_a_row,
+                "calibrating": not self._count.any_applied,
+                "calibrate_next": self._calibrate_next,
+                "losses": losses,
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of this scaler or of torch's.
+
+        A state without the extra entry is taken as a run that has found its scale: hysteresis is
+        full and skips are counted from 0. Scalers of losses that it does not hold stay as they are.
+
+        Raises:
+            PrecisionError: If, with an option on, the scale is out of bounds, or the extra entry
+                is damaged; nothing is changed then.
+        """
+        if self._enabled:
+            check_state(state_dict, self._guard)
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        extra = state_dict.get(EXTRA_KEY)
+        if extra is None:
+            self._count = SkipCount(applied=True)
+            self._calibrate_next = False
+            self._hysteresis_left = self._options["hysteresis"]
+            return
+        self._count = SkipCount(
+            extra["skipped_total"], extra["skipped_in_a_row"], applied=not extra["calibrating"]
+        )
+        self._calibrate_next = self._calibrate_next and extra["calibrate_next"]
+        self._hysteresis_left = min(extra["hysteresis_left"], self._options["hysteresis"])
+        for name, loss in extra["losses"].items():
+            if name in self._losses:
+                self._losses[name].load_state_dict(loss)
+            else:
+                self._saved_losses[name] = dict(loss)

@@ -1,0 +1,536 @@
+"""What the plugins for Lightning's Trainer and for Fabric have in common; needs no Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.precision.agreement import OneRank, ranks_of_this_process
+from halfstep.precision.casting.cast import (
+    CastInputs,
+    Region,
+    around_model,
+    cast_at_border,
+    cast_floating,
+    cast_to_policy_,
+    check_wrappers,
+    remove_regions_,
+)
+from halfstep.precision.checks import one_device
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import find_nonfinite
+from halfstep.precision.step import Precision
+
+
+class PolicyPlugin:
+    """A whole policy behind the hooks of a Lightning precision plugin.
+
+    Attributes:
+        policy: What was asked for.
+        engine: The :class:`halfstep.Precision` that takes the steps; None until a model and its
+            optimizer are known.
+        last_step: What the latest optimizer step did; None before the first.
+        attempts: Optimizer steps so far, skipped ones included.
+    """
+
+    def __init__(
+        self,
+        policy: str | PrecisionPolicy,
+        *,
+        on_nonfinite: str = "stop",
+        upcast_trainable: bool = False,
+    ) -> None:
+        """Read the policy; ``on_nonfinite`` and ``upcast_trainable`` as :class:`Precision` has.
+
+        Raises:
+            PrecisionError: If no model in Lightning can honour it.
+        """
+        self.policy = parse_policy(policy)
+        if self.policy.casts == "module":
+            raise PrecisionError(
+                f"policy {self.policy} casts where FSDP2 gathers weights, and halfstep's Lightning "
+                "plugins shard nothing; use bf16-mixed, or halfstep.distributed (parallel=shard=N)"
+            )
+        self.precision: Any = lightning_word(self.policy)
+        self._options: dict[str, Any] = {
+            "on_nonfinite": on_nonfinite,
+            "upcast_trainable": upcast_trainable,
+        }
+        self.engine: Precision | None = None
+        self.last_step: StepResult | None = None
+        self.attempts = 0
+        self._model: nn.Module | None = None
+        self._border: ModuleBorder | None = None
+        self._undo: Callable[[], None] | None = None
+        self._optimizers: list[Optimizer] = []
+        self._shared: SharedSteps | None = None
+        self._said = False
+        self._backwards = 0
+        self._forwards = self._inside = 0
+        self._max_norm: float | None = None
+        self._viewing: list[Optimizer] = []  # whose gradients are shown without their scale
+        self._applied = True
+
+    def train_(
+        self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], wrapped: nn.Module
+    ) -> None:
+        """Put a model and its optimizers under the policy; ``wrapped`` is what calls the model.
+
+        Raises:
+            PrecisionError: As :class:`Precision`; nothing has been changed then.
+        """
+        every = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+        if any(isinstance(optimizer, LBFGS) for optimizer in every):
+            raise PrecisionError(
+                "LBFGS calls the loss several times within a step, so that no step can be skipped "
+                "as a whole; use halfstep.optim's, or any optimizer that takes one gradient a "
+                "step. Lightning's Trainer runs LBFGS under fp32 and bf16-mixed, by itself"
+            )
+        self.give_back_()
+        check_wrappers(self.policy, wrapped)
+        shared = self.policy.param_dtype == torch.float32 and _share_parameters(every)
+        self._shared = SharedSteps(every) if shared else None
+        if self.engine is not None and self.policy.param_dtype == torch.float32:
+            self.engine.close()  # weights say all, and another fit goes on from them
+        self.engine = Precision(self.policy, model, self._shared or every, **self._options)
+        self._optimizers = every
+        self.last_step, self._applied, self._max_norm = None, True, None
+        self._backwards = self._forwards = 0
+        self._take(model)
+
+    def evaluate_(self, model: nn.Module) -> None:
+        """Run a model in the policy without training it; :meth:`give_back_` restores its weights.
+
+        A model that was trained under a policy is left as it is.
+        """
+        trained = any(isinstance(h, CastInputs) for h in model._forward_pre_hooks.values())
+        if not trained and self._model is not model:
+            self.give_back_()
+            self.engine = None
+            kept = {p: p.detach() for p in model.parameters()}
+            cast_to_policy_(model, self.policy)
+            handles = cast_at_border(model, self.policy)
+
+            def undo() -> None:
+                for parameter, value in kept.items():
+                    parameter.data = value
+                for handle in handles:
+                    handle.remove()
+                remove_regions_(model)
+
+            self._undo = undo
+        self._take(model)
+
+    def give_back_(self) -> None:
+        """Undo :meth:`evaluate_`; a trained model and its masters stay, for a checkpoint."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = self._model = None
+
+    def _take(self, model: nn.Module) -> None:
+        if self._border is not None:
+            self._border.remove_()
+        self._border = ModuleBorder(model, self.policy)
+        self._model = model
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context for a forward and its loss.
+
+        Raises:
+            PrecisionError: If no model was set up.
+        """
+        if self._model is None or self._border is None:
+            raise self._not_set_up()
+        self._forwards += 1
+        self._inside += 1
+        try:
+            with around_model(self.policy, self._model, _device(self._model)), self._border.on():
+                yield
+        finally:
+            self._inside -= 1
+
+    def _not_set_up(self) -> PrecisionError:
+        return PrecisionError("halfstep's precision plugin has no model yet")
+
+    def _ready(self, optimizer: Optimizer | None = None) -> Precision:
+        """The engine, which must be there, and be that of this optimizer."""
+        if self.engine is None or (
+            optimizer is not None and all(optimizer is not o for o in self._optimizers)
+        ):
+            raise self._not_set_up()
+        return self.engine
+
+    def backward_(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Scale the loss and back-propagate; with the options of ``torch.Tensor.backward``.
+
+        Raises:
+            PrecisionError: For a ``gradient`` of the loss, or if no forward ran in the policy.
+        """
+        engine = self._ready()
+        named = zip(("gradient", "retain_graph", "create_graph", "inputs"), args, strict=False)
+        options = dict(named) | kwargs
+        if options.pop("gradient", None) is not None:
+            raise PrecisionError(
+                "backward(loss, gradient=...): the loss scale is the gradient of the loss; "
+                "multiply the loss instead"
+            )
+        if not self._forwards and not self._inside:
+            raise PrecisionError(
+                f"backward() of a loss whose forward did not run in policy {self.policy}: call the "
+                "model that setup() returned, or its other methods under fabric.autocast()"
+            )
+        engine.backward(loss, **options)
+        self._backwards += 1
+
+    def has_backward(self) -> bool:
+        """Whether there is something to step with.
+
+        Raises:
+            PrecisionError: If gradients came past :meth:`backward_`, without a scale.
+        """
+        if self._backwards:
+            return True
+        if _held(self._optimizers):
+            raise _no_backward()
+        return False
+
+    def step_(self, optimizer: Optimizer) -> None:
+        """Check, clip and apply this optimizer's gradients, or skip the step; others' wait."""
+        max_norm, self._max_norm = self._max_norm, None
+        self._applied = False
+        engine = self._ready(optimizer)
+        if isinstance(ranks_of_this_process(engine.device), OneRank):  # else they agree in it
+            if not self._backwards:
+                raise _no_backward()
+            if self._nothing_to_do(engine, optimizer):
+                return
+        self.attempts += 1
+        if self._shared is not None:
+            self._shared.active = optimizer
+        with _waiting(engine, optimizer, self._optimizers) as others:
+            self._backwards = self._forwards = min(1, len(others))  # they were backward's, too
+            self.last_step = engine.step(max_norm=max_norm)
+        self._applied = self.last_step.applied
+
+    def _nothing_to_do(self, engine: Precision, optimizer: Optimizer) -> bool:
+        """Whether no gradient came to this optimizer; torch's steps change nothing then."""
+        if _held([optimizer]):
+            return False
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"a step of {type(optimizer).__name__} changed nothing: none of its parameters has "
+                "a gradient. Said once",
+                stacklevel=4,
+            )
+        if not _held(self._optimizers):
+            self._backwards, engine._loss = 0, None
+        return True
+
+    def applied(self) -> bool:
+        """Whether the latest optimizer step updated the weights; True before the first."""
+        return self._applied
+
+    def clip_norm(self, max_norm: float) -> None:
+        """Clip the next step's unscaled gradients to a global 2-norm."""
+        present = self._max_norm
+        self._max_norm = max_norm if present is None else min(present, max_norm)
+
+    def clip_value_(self, optimizer: Optimizer, limit: float) -> None:
+        """Clip each unscaled gradient to ``[-limit, limit]``; an overflow stays one."""
+        with self.unscaled(optimizer) as gradients:
+            for gradient in gradients:
+                gradient.clamp_(-limit, limit)
+
+    @contextmanager
+    def unscaled(self, optimizer: Optimizer) -> Iterator[list[Tensor]]:
+        """The step's gradients, to be read and changed in place, or replaced.
+
+        A gradient that is not finite stays so whatever is done to it, so that no clipping hides an
+        overflow.
+        """
+        self._ready(optimizer)
+        before = list(_held([optimizer]).values())
+        if optimizer in self._viewing:
+            yield before
+            return
+        found = find_nonfinite((str(i), gradient) for i, gradient in enumerate(before))
+        self._viewing.append(optimizer)
+        try:
+            yield before
+        finally:
+            self._viewing.remove(optimizer)
+            after = list(_held([optimizer]).values())
+            if len(after) == len(before):
+                for names, value in ((found.inf, float("inf")), (found.nan, float("nan"))):
+                    for name in names:
+                        gradient = after[int(name)]
+                        stored = gradient._values() if gradient.is_sparse else gradient
+                        stored.fill_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs besides the model's and the optimizer's state."""
+        return {} if self.engine is None else self.engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where :meth:`state_dict` was taken; of no use without an optimizer."""
+        if self.engine is not None:
+            self.engine.load_state_dict(state_dict)
+
+
+class SharedSteps(Optimizer):
+    """Optimizers with parameters in common, as one that :class:`Precision` holds.
+
+    A step of it is a step of the active one. For fp32 weights, where an optimizer's parameters are
+    the model's; a 16-bit weight has one optimizer that keeps what stands behind it.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        super().__init__(list(dict.fromkeys(owned)), {})
+        self.active = optimizers[0]
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the active optimizer, and none of the others."""
+        return self.active.step()
+
+
+def _share_parameters(optimizers: Sequence[Optimizer]) -> bool:
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return len(set(owned)) < len(owned)
+
+
+def _no_backward() -> PrecisionError:
+    return PrecisionError(
+        "step() without backward(): call self.manual_backward(loss), in Fabric "
+        "fabric.backward(loss), instead of loss.backward(), so that the loss is scaled and checked"
+    )
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Of the model's parameters; a model without any runs where it is called, as on a CPU."""
+    return one_device(model) if any(True for _ in model.parameters()) else torch.device("cpu")
+
+
+def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
+    """Parameter to gradient, for all of some optimizers' that have one."""
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return {p: p.grad for p in owned if p.grad is not None}
+
+
+@contextmanager
+def _waiting(
+    engine: Precision, optimizer: Optimizer, every: Sequence[Optimizer]
+) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Lay the gradients of the other optimizers aside for one step, and the step's loss for theirs.
+
+    What they share with this one stays for them, as in torch, until somebody clears it.
+    """
+    mine, loss = _held([optimizer]), engine._loss
+    others = _held([o for o in every if o is not optimizer])
+    others = {p: gradient.clone() if p in mine else gradient for p, gradient in others.items()}
+    if not others:
+        yield others
+        return
+    for parameter in others:
+        if parameter not in mine:
+            parameter.grad = None
+    try:
+        yield others
+    finally:
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
+        engine._loss = loss
+
+
+def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
+    """The loss, as a tensor whose ``backward`` is another function of it and the options.
+
+    What is computed from it has that ``backward`` as well, so that a module's own ``backward``
+    hook may do with the loss what it likes before it calls ``loss.backward()``.
+    """
+
+    class Loss(Tensor):
+        def backward(
+            self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
+            inputs: Any = None,
+        ) -> None:  # fmt: skip
+            """Call the function that stands in for ``Tensor.backward``, with the same options."""
+            options = {
+                "gradient": gradient, "retain_graph": retain_graph, "inputs": inputs,
+                "create_graph": create_graph or None,
+            }  # fmt: skip
+            given = {key: value for key, value in options.items() if value is not None}
+            backward(self.as_subclass(Tensor), **given)
+
+    return loss.as_subclass(Loss)
+
+
+def lightning_word(policy: PrecisionPolicy) -> str:
+    """Lightning's nearest word for a policy, for its summaries and logs; it decides nothing."""
+    if policy.compute_dtype == torch.float32:
+        return "32-true"
+    form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
+    return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
+
+
+def check_strategy(strategy: object, policy: object) -> None:
+    """Refuse strategies that cast, shard or scale by themselves.
+
+    Raises:
+        PrecisionError: Naming the strategy.
+    """
+    if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
+        raise PrecisionError(
+            f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
+            f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
+            "sharded training use halfstep.distributed (docs/distributed.md)"
+        )
+
+
+# Where a policy's casts happen in a model whose submodules are called from outside.
+#
+# :class:`halfstep.Precision` casts at the border of ``model(...)``. A LightningModule's
+# ``training_step`` calls ``self.net(x)`` instead and takes the loss of what comes out, so there the
+# border is around the outermost call of a submodule.
+
+
+class ModuleBorder:
+    """Casts at the outermost call of any submodule with parameters, while it is on.
+
+    Floating inputs are cast to the compute dtype where the policy stores 16-bit weights, floating
+    outputs to the output dtype, fp32, so that the loss is an island. Modules without parameters
+    (losses, metrics, activations) are not touched. Calls from within the model's own ``forward``
+    are not outermost, and neither is what activation checkpointing repeats during a backward.
+    """
+
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
+        self._policy = policy
+        self._root = model
+        self._on = False
+        self._depth = 0
+        self._handles: list[Any] = []
+        if policy.compute_dtype == torch.float32:
+            return
+        for module in model.modules():
+            if any(p.is_floating_point() for p in module.parameters()):
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
+
+    def remove_(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Cast within this context."""
+        before = self._on, self._depth
+        self._on, self._depth = True, 0
+        try:
+            yield
+        finally:
+            self._on, self._depth = before
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self._on or self._redirected(module):
+            return None
+        self._depth += 1
+        if self._depth > 1 or module is self._root or not _is_low(module):
+            return None
+        dtype = self._policy.compute_dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._on or self._depth == 0:  # it was not entered
+            return None
+        self._depth -= 1
+        return cast_floating(output, self._policy.output_dtype) if self._depth == 0 else None
+
+    def _redirected(self, module: nn.Module) -> bool:
+        """Whether a strategy calls the model only to reach its ``training_step`` (DDP)."""
+        own = module.__dict__.get("forward")
+        if module is not self._root or own is None or isinstance(own, Region):
+            return False
+        return getattr(own, "__func__", own) is not type(module).forward
+
+
+def _is_low(module: nn.Module) -> bool:
+    return any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
+
+
+# The end of a step with a loss scaler: a broken loss stops the run with its cause.
+
+
+def own_scaler(scaler: GradScaler | None, device: str | None) -> GradScaler:
+    """The scaler that was given, or one with ``strict=True``.
+
+    Raises:
+        ConfigError: If it is not halfstep's, or is for another device.
+    """
+    if scaler is None:
+        return GradScaler("cuda" if device is None else device, strict=True)
+    if not isinstance(scaler, GradScaler):
+        raise ConfigError(
+            f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's own "
+            "use Lightning's MixedPrecision"
+        )
+    if device not in (None, scaler._device):
+        raise ConfigError(
+            f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
+            f"GradScaler({device!r}, ...), or leave device out"
+        )
+    return scaler
+
+
+def broken_loss(scaler: GradScaler, loss: Tensor | None) -> NonFiniteError | None:
+    """The error for a step that was skipped because its loss was not finite, or None.
+
+    All ranks must call it together: an overflow in one rank's gradients is in everybody's.
+
+    Args:
+        scaler: After ``step``, before ``update``.
+        loss: This rank's, summed over micro-batches; None if it is not known.
+    """
+    result = scaler.last_step
+    if result is None or result.applied:
+        return None
+    mine = loss is not None and not bool(loss.isfinite().all())
+    device = torch.device(scaler._device)
+    if not any(ranks_of_this_process(device).worst([int(mine)])):
+        return None
+    shown = f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"
+    return NonFiniteError(
+        f"the loss is {shown} before any gradient: the forward pass or the data made it, no loss "
+        "scale can help; the weights are unchanged",
+        cause="forward",
+    )
+
+
+def settle(scaler: GradScaler, loss: Tensor | None) -> None:
+    """Adapt the scale, and stop for a loss that is not finite rather than for what follows.
+
+    Raises:
+        NonFiniteError: As :func:`broken_loss` tells, or as :meth:`GradScaler.update`.
+    """
+    error = broken_loss(scaler, loss)
+    try:
+        scaler.update()
+    except NonFiniteError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error

@@ -1,0 +1,1 @@
+"""One optimizer step of many tensors, on a CPU and on a GPU."""

@@ -1,0 +1,185 @@
+"""Build, load and call the compiled CPU kernel.
+
+It is compiled once per machine and source by the system's C++ compiler, in about a second, kept in
+the user's cache folder, and called through ctypes: no torch headers, no Python headers. OpenMP
+comes from the library that torch has loaded, so both use one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.optim.kernels.reference import Plan, Task, mark_written
+from halfstep.precision.masters.rounding import random_key
+
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+# On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
+_OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_UPDATES = {"nearest": 0, "split": 1, "split24": 2, "stochastic": 3, "kahan": 4}
+_MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
+_RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+
+
+class _Task(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("moment", ctypes.c_void_p * 2),
+        ("top", ctypes.c_void_p * 2),
+        ("count", ctypes.c_int64),
+        ("weight_key", ctypes.c_uint32),
+        ("moment_key", ctypes.c_uint32),
+    )
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = (
+        ("rule", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
+        ("gradient_dtype", ctypes.c_int32),
+        ("update", ctypes.c_int32),
+        ("moments", ctypes.c_int32),
+        ("moment_count", ctypes.c_int32),
+        ("multiplier", ctypes.c_float),
+        ("constant", ctypes.c_float * 8),
+    )
+
+
+class NativeKernel:
+    """The compiled library of CPU kernels, with the types of its functions' arguments."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._square_sum = library.halfstep_square_sum
+        self._square_sum.restype = ctypes.c_double
+        self._square_sum.argtypes = (
+            ctypes.POINTER(ctypes.c_void_p),
+            ctypes.POINTER(ctypes.c_int64),
+            ctypes.POINTER(ctypes.c_int32),
+            ctypes.c_int64,
+            ctypes.c_int32,
+        )
+        self._step = library.halfstep_step
+        self._step.restype = None
+        self._step.argtypes = (
+            ctypes.POINTER(_Task),
+            ctypes.c_int64,
+            ctypes.POINTER(_Plan),
+            ctypes.c_int32,
+        )
+
+    def run(self, tasks: Sequence[Task], plan: Plan) -> None:
+        """Take the step; tasks are on the CPU and share their dtypes."""
+        table = (_Task * len(tasks))()
+        for entry, task in zip(table, tasks, strict=True):
+            entry.weight = task.weight.data_ptr()
+            entry.remainder = 0 if task.remainder is None else task.remainder.data_ptr()
+            entry.gradient = task.gradient.data_ptr()
+            for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
+                entry.moment[i] = codes.data_ptr()
+                entry.top[i] = tops.data_ptr()
+            entry.count = task.weight.numel()
+            entry.weight_key = random_key(plan.seed, plan.step, 2 * task.stream)
+            entry.moment_key = random_key(plan.seed, plan.step, 2 * task.stream + 1)
+        shared = _Plan(
+            _RULES[plan.algorithm.name],
+            _DTYPES[tasks[0].weight.dtype],
+            _DTYPES[tasks[0].gradient.dtype],
+            _UPDATES[plan.update],
+            _MOMENTS[plan.moments],
+            len(tasks[0].moments),
+            plan.multiplier,
+            (ctypes.c_float * 8)(*plan.constants),
+        )
+        self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
+        mark_written(tasks)
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""
+        values = [gradient.contiguous() for gradient in gradients]
+        count = len(values)
+        total = self._square_sum(
+            (ctypes.c_void_p * count)(*(value.data_ptr() for value in values)),
+            (ctypes.c_int64 * count)(*(value.numel() for value in values)),
+            (ctypes.c_int32 * count)(*(_DTYPES[value.dtype] for value in values)),
+            count,
+            torch.get_num_threads(),
+        )
+        return math.sqrt(total) if total >= 0 else math.nan
+
+
+@cache
+def native_kernel() -> NativeKernel | str:
+    """The compiled kernel, or the reason why there is none.
+
+    ``HALFSTEP_KERNEL=torch`` in the environment asks for the torch operations instead.
+    """
+    if os.environ.get("HALFSTEP_KERNEL") == "torch":
+        return "HALFSTEP_KERNEL=torch"
+    known = (name for name in ("g++", "c++", "clang++") if shutil.which(name))
+    compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
+    if not compiler:
+        return "no C++ compiler (g++, c++ or clang++) on the PATH"
+    try:
+        return NativeKernel(_build(compiler))
+    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError) as error:
+        said = (getattr(error, "stderr", None) or "").strip() or str(error)
+        return f"{' '.join(compiler)} failed: {said.splitlines()[0]}"
+
+
+def _build(compiler: Sequence[str]) -> Path:
+    """The library's path; compiled unless the cache folder has it."""
+    source = resources.files("halfstep").joinpath("optim/kernels/cpu.cpp").read_bytes()
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    parts = (source, version.encode(), _cpu().encode(), " ".join((*_FLAGS, *_OPTIONAL)).encode())
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "halfstep" / "kernels"
+    library = folder / f"step-{digest}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole
+        file = Path(work) / "native.cpp"
+        file.write_bytes(source)
+        target = Path(work) / "step.so"
+        for flags in ((*_FLAGS, *_OPTIONAL), (*_FLAGS, _OPTIONAL[1]), _FLAGS):
+            command = [*compiler, *flags, "-o", str(target), str(file)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if done.returncode == 0:
+                os.replace(target, library)
+                return library
+        done.check_returncode()
+    raise AssertionError("unreachable: check_returncode raises")
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    wanted = ("model name", "flags", "features", "cpu part")
+    return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))

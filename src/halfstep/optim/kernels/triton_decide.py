@@ -1,0 +1,238 @@
+"""Gradient statistics and the loss scale's decisions on a GPU, without asking the host.
+
+Per step: one read of the gradients gives, per program, a sum of squares in fp64 (the squares of all
+finite fp32 gradients fit, so only what is not finite counts as such) and, per tensor, which of
+infinities and NaN it holds. One program then adds the sums up, in the same order in every run, and
+decides about everything that the update needs. The state is laid out in device_state.py; the
+scale's algorithm is that of precision/scaling/loss_scale.py.
+
+The rule's constants are those of algorithms.py, computed in fp64. Only AdamW's bias corrections can
+differ from the host's, by a relative n * beta^n / (1 - beta^n) * 2^-51 after n steps (squaring
+against ``pow``): below 2^-40 for beta = 0.999, so the fp32 constants are equal but for one step in
+some 10^5, and then differ in the last bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfstep.optim.kernels.triton_numbers import floating
+from halfstep.optim.kernels.triton_update import (
+    COLUMNS,
+    COUNT,
+    GRADIENT,
+    LAUNCH,
+    STATISTICS_START,
+    load,
+    pointer,
+    update_kernel,
+)
+from halfstep.optim.on_device.buffer import Head, Row
+
+__all__ = ["LAUNCH", "decide_kernel", "statistics_kernel", "update_kernel"]
+
+_ABS = tl.constexpr(0x7FFFFFFF)
+_INF = tl.constexpr(0x7F800000)
+_SCALE = tl.constexpr(Head.SCALE.value)
+_GOOD_STEPS = tl.constexpr(Head.GOOD_STEPS.value)
+_TRACKER = tl.constexpr(Head.TRACKER.value)
+_STEPS = tl.constexpr(Head.STEPS.value)
+_SKIPPED_TOTAL = tl.constexpr(Head.SKIPPED_TOTAL.value)
+_SKIPPED_IN_A_ROW = tl.constexpr(Head.SKIPPED_IN_A_ROW.value)
+_NORM = tl.constexpr(Head.NORM.value)
+_FOUND_INF = tl.constexpr(Head.FOUND_INF.value)
+_FOUND_NAN = tl.constexpr(Head.FOUND_NAN.value)
+_MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
+_LAST_SCALE = tl.constexpr(Head.LAST_SCALE.value)
+_LOSS = tl.constexpr(Head.LOSS.value)
+_LAST_LOSS = tl.constexpr(Head.LAST_LOSS.value)
+_STOP = tl.constexpr(Head.STOP.value)
+_KIND = tl.constexpr(Head.CONFIG_KIND.value)
+_GROWTH_FACTOR = tl.constexpr(Head.GROWTH_FACTOR.value)
+_BACKOFF_FACTOR = tl.constexpr(Head.BACKOFF_FACTOR.value)
+_GROWTH_INTERVAL = tl.constexpr(Head.GROWTH_INTERVAL.value)
+_MIN_SCALE = tl.constexpr(Head.MIN_SCALE.value)
+_MAX_SCALE = tl.constexpr(Head.MAX_SCALE.value)
+_HYSTERESIS = tl.constexpr(Head.HYSTERESIS.value)
+_MAX_SKIPS = tl.constexpr(Head.MAX_CONSECUTIVE_SKIPS.value)
+_MAX_NORM = tl.constexpr(Head.MAX_NORM.value)
+_ROWS = tl.constexpr(Head.SIZE.value)
+_ROW = tl.constexpr(Row.SIZE.value)
+_STEP = tl.constexpr(Row.STEP.value)
+_CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
+
+
+@triton.jit
+def _sums(  # noqa: ANN202
+    address, start, count, total, wrong,  # noqa: ANN001
+    dtype: tl.constexpr, masked: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    """Add squares and flags of ``tile * tiles`` gradients, lane by lane."""
+    at = tl.arange(0, tile)
+    address += start
+    count = tl.minimum(count - start, tile * tiles).to(tl.int32)
+    for _ in range(tiles // 4):
+        for _ in tl.static_range(4):  # four loads on their way at once
+            g = load(address, at, count, masked)
+            g = floating(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
+            magnitude = g.to(tl.uint32, bitcast=True) & _ABS
+            wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
+            total += g.to(tl.float64) * g.to(tl.float64)
+            at += tile
+    return total, wrong
+
+
+@triton.jit(do_not_specialize=["first"])
+def statistics_kernel(
+    table: tl.tensor,
+    owners: tl.tensor,
+    partials: tl.tensor,
+    flags: tl.tensor,
+    first: tl.tensor,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+    tiles: tl.constexpr,
+) -> None:
+    """Sum of squares of ``tile * tiles`` gradients to ``partials``; what is wrong to ``flags``.
+
+    A tensor's flag gets 1 if it holds an infinity and 2 if it holds a NaN.
+    """
+    program = tl.program_id(0)
+    task = tl.load(owners + program)
+    row = table + task * COLUMNS
+    count = tl.load(row + COUNT)
+    wide: tl.constexpr = tl.float32 if dtype == "fp32" else tl.float16
+    stored: tl.constexpr = tl.uint16 if dtype == "bf16" else wide
+    address = pointer(row, GRADIENT, stored, aligned)
+    start = (program - tl.load(row + STATISTICS_START)) * (tile * tiles)
+    total = tl.zeros([tile], tl.float64)
+    wrong = tl.zeros([tile], tl.int32)
+    if start + tile * tiles <= count:
+        total, wrong = _sums(address, start, count, total, wrong, dtype, False, tile, tiles)
+    else:
+        total, wrong = _sums(address, start, count, total, wrong, dtype, True, tile, tiles)
+    tl.store(partials + first + program, tl.sum(total))
+    flag = tl.max(wrong & 1) | tl.max(wrong & 2)
+    tl.atomic_or(flags + task, flag, mask=flag != 0)
+
+
+@triton.jit
+def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """fp64 base to a whole number below 2^31, by squaring; relative error < exponent * 2^-52."""
+    result = tl.full(base.shape, 1.0, tl.float64)
+    for _ in range(31):
+        result = tl.where((exponent & 1) == 1, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit(do_not_specialize=["partial_count", "flag_count", "row_count"])
+def decide_kernel(
+    state: tl.tensor,
+    partials: tl.tensor,
+    flags: tl.tensor,
+    partial_count: tl.tensor,
+    flag_count: tl.tensor,
+    row_count: tl.tensor,
+    rule: tl.constexpr,
+    tile: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    """The one program that decides; ``rows`` is a power of two, at least ``row_count``."""
+    lanes = tl.arange(0, tile)
+    squares = tl.zeros([tile], tl.float64)
+    at = 0
+    while at < partial_count:  # the interpreter cannot range up to an argument
+        squares += tl.load(partials + at + lanes, mask=at + lanes < partial_count, other=0.0)
+        at += tile
+    wrong = tl.zeros([tile], tl.int32)
+    at = 0
+    while at < flag_count:
+        wrong |= tl.load(flags + at + lanes, mask=at + lanes < flag_count, other=0)
+        at += tile
+    has_inf = tl.max(wrong & 1) > 0
+    has_nan = tl.max(wrong & 2) > 0
+    found = has_inf | has_nan
+
+    scale = tl.load(state + _SCALE)
+    good = tl.load(state + _GOOD_STEPS)
+    tracker = tl.load(state + _TRACKER)
+    kind = tl.load(state + _KIND)
+    low = tl.load(state + _MIN_SCALE)
+    steps = tl.load(state + _STEPS)
+    skipped = tl.load(state + _SKIPPED_TOTAL)
+    in_a_row = tl.where(found, tl.load(state + _SKIPPED_IN_A_ROW) + 1, 0.0)
+    stop = tl.load(state + _STOP)
+    loss = tl.load(state + _LOSS)
+    norm = tl.sqrt(tl.sum(squares)) / scale
+    tiny = tl.full([], 1e-6, tl.float64)
+    clip = tl.minimum(tl.load(state + _MAX_NORM) / (norm + tiny), 1.0)
+
+    floor = (kind == 2) & (scale <= low) & (tracker <= 1)
+    limit = in_a_row >= tl.load(state + _MAX_SKIPS)
+    reason = tl.where(kind == 0, 1.0, tl.where(floor, 2.0, tl.where(limit, 3.0, 0.0)))
+    stop = tl.where(found & (stop == 0), reason, stop)
+
+    tracker_skip = tracker - 1
+    smaller = tl.maximum(scale * tl.load(state + _BACKOFF_FACTOR), low)
+    scale_skip = tl.where(tracker_skip <= 0, smaller, scale)
+    grows = good + 1 == tl.load(state + _GROWTH_INTERVAL)
+    larger = tl.minimum(scale * tl.load(state + _GROWTH_FACTOR), tl.load(state + _MAX_SCALE))
+    tracker_good = tl.where(grows, tl.load(state + _HYSTERESIS), tracker)
+    dynamic = kind == 2
+    new_scale = tl.where(found, scale_skip, tl.where(grows, larger, scale))
+    new_good = tl.where(found | grows, 0.0, good + 1)
+    new_tracker = tl.where(found, tracker_skip, tracker_good)
+
+    order = tl.arange(0, rows)
+    held = order < row_count
+    row = state + _ROWS + order * _ROW
+    n = tl.load(row + _STEP, mask=held, other=0.0) + 1
+    o0 = tl.load(row, mask=held, other=0.0)
+    o1 = tl.load(row + 1, mask=held, other=0.0)
+    o2 = tl.load(row + 2, mask=held, other=0.0)
+    o3 = tl.load(row + 3, mask=held, other=0.0)
+    o4 = tl.load(row + 4, mask=held, other=0.0)
+
+    tl.debug_barrier()  # every warp has read what the stores below change
+    tl.store(state + _SCALE, tl.where(dynamic, new_scale, scale))
+    tl.store(state + _GOOD_STEPS, tl.where(dynamic, new_good, good))
+    tl.store(state + _TRACKER, tl.where(dynamic, new_tracker, tracker))
+    tl.store(state + _STEPS, tl.where(found, steps, steps + 1))
+    tl.store(state + _SKIPPED_TOTAL, tl.where(found, skipped + 1, skipped))
+    tl.store(state + _SKIPPED_IN_A_ROW, in_a_row)
+    tl.store(state + _NORM, norm)
+    tl.store(state + _FOUND_INF, has_inf.to(tl.float64))
+    tl.store(state + _FOUND_NAN, has_nan.to(tl.float64))
+    tl.store(state + _MULTIPLIER, clip / scale)
+    tl.store(state + _LAST_SCALE, scale)
+    tl.store(state + _LOSS, 0.0)
+    tl.store(state + _LAST_LOSS, loss)
+    tl.store(state + _STOP, stop)
+
+    held = order < tl.where(found, 0, row_count)
+    tl.store(row + _STEP, n, mask=held)
+    to = row + _CONSTANTS
+    if rule == "sgd":  # momentum, dampening, weight decay, lr, nesterov
+        tl.store(to, tl.where(n > 1, o0, 0.0), mask=held)
+        tl.store(to + 1, tl.where((n > 1) & (o0 != 0), 1 - o1, 1.0), mask=held)
+        tl.store(to + 2, o2, mask=held)
+        tl.store(to + 3, o3, mask=held)
+        tl.store(to + 4, tl.where(o4 != 0, 1.0, 0.0), mask=held)
+        tl.store(to + 5, tl.where(o4 != 0, o0, 1.0), mask=held)
+    else:  # both betas, lr, weight decay, for AdamW eps
+        tl.store(to, o0, mask=held)
+        tl.store(to + 1, 1 - o0, mask=held)
+        tl.store(to + 2, o1, mask=held)
+        tl.store(to + 3, 1 - o1, mask=held)
+        tl.store(to + 4, 1 - o2 * o3, mask=held)
+        if rule == "lion":
+            tl.store(to + 5, o2, mask=held)
+        else:
+            whole = n.to(tl.int32)
+            tl.store(to + 5, o2 / (1 - _power(o0, whole)), mask=held)
+            tl.store(to + 6, 1 / tl.sqrt(1 - _power(o1, whole)), mask=held)
+            tl.store(to + 7, o4, mask=held)

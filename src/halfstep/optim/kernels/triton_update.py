@@ -1,0 +1,225 @@
+"""The optimizer step on a GPU: all tensors in one launch, each element read and written once.
+
+The definition of every operation stands in kernel.py, algorithms.py, moments.py and
+masters/rounding.py. The bits are the same, which needs a launch with :data:`LAUNCH`: no fused
+multiply-add, no subnormal numbers flushed to 0.
+
+A program takes ``rows`` blocks of 128 elements of one tensor, the block of the 8-bit moments. Where
+its tensors are stands in ``table``, one row of int64 per tensor (see the column numbers below);
+which tensor is its own stands in ``owners``. bf16 numbers travel as uint16, by their bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfstep.optim.kernels.triton_numbers import (
+    canonical,
+    cut,
+    decode,
+    encode,
+    floating,
+    kahan,
+    kahan_sum,
+    master,
+    mix,
+    nearest,
+)
+from halfstep.optim.on_device.buffer import Head, Row
+
+# Columns of a row: addresses, then the number of elements, the stream of random bits and their
+# seed, the tensor's first program of the update, and its first of the statistics.
+WEIGHT = tl.constexpr(0)
+REMAINDER = tl.constexpr(1)
+GRADIENT = tl.constexpr(2)
+FIRST = tl.constexpr(3)
+SECOND = tl.constexpr(4)
+FIRST_TOPS = tl.constexpr(5)
+SECOND_TOPS = tl.constexpr(6)
+COUNT = tl.constexpr(7)
+STREAM = tl.constexpr(8)
+SEED = tl.constexpr(9)
+UPDATE_START = tl.constexpr(10)
+STATISTICS_START = tl.constexpr(11)
+COLUMNS = tl.constexpr(12)
+
+LANES = tl.constexpr(128)  # moments.BLOCK
+_FOUND_INF = tl.constexpr(Head.FOUND_INF.value)
+_FOUND_NAN = tl.constexpr(Head.FOUND_NAN.value)
+_MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
+_STEP = tl.constexpr(Row.STEP.value)
+_CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
+
+# How every kernel here is compiled; the interpreter knows none of it.
+LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
+
+
+@triton.jit
+def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
+    """``random_key``: of the weight's random bits (which = 0) or the moments' (1)."""
+    seed = mix(tl.load(row + SEED).to(tl.uint32))
+    stream = (2 * tl.load(row + STREAM) + which).to(tl.uint32)
+    return mix(mix(seed ^ step.to(tl.uint32)) ^ stream)
+
+
+@triton.jit
+def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN201
+    """The address in a column, as a pointer; ``aligned`` says that 16 divides it."""
+    address = tl.load(row + column).to(tl.pointer_type(dtype))
+    if aligned:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def load(address: tl.tensor, at: tl.tensor, count: tl.tensor, masked: tl.constexpr) -> tl.tensor:
+    """Elements ``at``; 0 from ``count`` on. Without a mask the compiler reads 16 bytes at once."""
+    if masked:
+        return tl.load(address + at, mask=at < count, other=0)
+    return tl.load(address + at)
+
+
+@triton.jit
+def _store(  # noqa: ANN202
+    address: tl.tensor, at: tl.tensor, count: tl.tensor, value: tl.tensor, masked: tl.constexpr
+):
+    if masked:
+        tl.store(address + at, value, mask=at < count)
+    else:
+        tl.store(address + at, value)
+
+
+@triton.jit
+def _tile(  # noqa: ANN202
+    row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
+    aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Elements ``start`` to ``start + 128 * rows`` of one tensor."""
+    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from here on
+    element = at.to(tl.uint32) + start.to(tl.uint32)
+    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
+    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
+    weight = load(weight_at, at, count, masked)
+    remainder = weight
+    if update == "split" or update == "split24" or update == "kahan":
+        signed_type: tl.constexpr = tl.int16 if update == "split" else tl.int8
+        remainder_type: tl.constexpr = tl.uint16 if update == "kahan" else signed_type
+        remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
+        remainder = load(remainder_at, at, count, masked)
+    w = master(weight, remainder, update)
+    stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
+    gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
+    g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
+    g = (
+        floating(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
+    ) * multiplier
+
+    small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
+    moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
+    block = tl.arange(0, rows)
+    blocks = (count + LANES - 1) // LANES
+    m_at = pointer(row, FIRST, moment_type, aligned) + start
+    codes = load(m_at, at, count, masked)
+    tops = block
+    if moments == "8bit":
+        m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
+        tops = load(m_tops, block, blocks, masked)
+    m = decode(codes, tops, moments, True)
+    if rule == "adamw":
+        v_at = pointer(row, SECOND, moment_type, aligned) + start
+        codes = load(v_at, at, count, masked)
+        if moments == "8bit":
+            v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
+            tops = load(v_tops, block, blocks, masked)
+        v = decode(codes, tops, moments, False)
+
+    if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
+        m = m * c0 + g * c1
+        v = v * c2 + (g * c3) * g
+        w = w * c4 - tl.math.div_rn(m, tl.math.sqrt_rn(v) * c6 + c7) * c5
+    elif rule == "sgd":  # c: momentum, fresh, decay, lr, direct, through
+        g = g + w * c2
+        m = m * c0 + g * c1
+        w = w - (g * c4 + m * c5) * c3
+    else:  # lion; c: beta1, 1 - beta1, beta2, 1 - beta2, decay, lr
+        u = m * c0 + g * c1
+        w = w * c4 - ((u > 0).to(tl.float32) - (u < 0).to(tl.float32)) * c5
+        m = m * c2 + g * c3
+
+    if update == "fp32":
+        _store(weight_at, at, count, w, masked)
+    elif update == "split":
+        b = canonical(w)
+        _store(weight_at, at, count, ((b + 0x8000) >> 16).to(tl.uint16), masked)
+        _store(remainder_at, at, count, b.to(tl.uint16).to(tl.int16, bitcast=True), masked)
+    elif update == "split24":
+        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFF) >> 8
+        _store(weight_at, at, count, ((b + 0x80) >> 8).to(tl.uint16), masked)
+        _store(remainder_at, at, count, b.to(tl.uint8).to(tl.int8, bitcast=True), masked)
+    elif update == "stochastic":
+        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFFFF) >> 16
+        _store(weight_at, at, count, b.to(tl.uint16), masked)
+    elif update == "kahan":
+        high, lost = kahan(w)
+        high, lost = kahan(kahan_sum(high, lost))
+        _store(weight_at, at, count, high.to(tl.uint16), masked)
+        _store(remainder_at, at, count, lost.to(tl.uint16), masked)
+    else:
+        _store(weight_at, at, count, nearest(w).to(tl.uint16), masked)
+
+    if moments == "fp32":
+        _store(m_at, at, count, m, masked)
+        if rule == "adamw":
+            _store(v_at, at, count, v, masked)
+    else:
+        random = mix(element ^ _key(row, step, 1))
+        if moments == "bf16":
+            b = cut(canonical(m), random, 0xFFFF) >> 16
+            _store(m_at, at, count, b.to(tl.uint16), masked)
+            if rule == "adamw":
+                b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
+                _store(v_at, at, count, b.to(tl.uint16), masked)
+        else:
+            codes, tops = encode(m, random, moments, True)
+            _store(m_at, at, count, codes, masked)
+            _store(m_tops, block, blocks, tops, masked)
+            if rule == "adamw":
+                codes, tops = encode(v, random, moments, False)
+                _store(v_at, at, count, codes, masked)
+                _store(v_tops, block, blocks, tops, masked)
+
+
+@triton.jit(do_not_specialize=["at_row", "step"])
+def update_kernel(  # noqa: ANN201
+    table, owners, state, at_row, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
+    aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """One program; ``on_device`` reads all numbers from ``state`` (see device_state.py)."""
+    if on_device:
+        if tl.load(state + _FOUND_INF) + tl.load(state + _FOUND_NAN) > 0:
+            return
+        multiplier = tl.load(state + _MULTIPLIER).to(tl.float32)
+        numbers = state + at_row
+        step = tl.load(numbers + _STEP).to(tl.int32)
+        c0 = tl.load(numbers + _CONSTANTS).to(tl.float32)
+        c1 = tl.load(numbers + _CONSTANTS + 1).to(tl.float32)
+        c2 = tl.load(numbers + _CONSTANTS + 2).to(tl.float32)
+        c3 = tl.load(numbers + _CONSTANTS + 3).to(tl.float32)
+        c4 = tl.load(numbers + _CONSTANTS + 4).to(tl.float32)
+        c5 = tl.load(numbers + _CONSTANTS + 5).to(tl.float32)
+        c6 = tl.load(numbers + _CONSTANTS + 6).to(tl.float32)
+        c7 = tl.load(numbers + _CONSTANTS + 7).to(tl.float32)
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program) * COLUMNS
+    count = tl.load(row + COUNT)
+    start = (program - tl.load(row + UPDATE_START)) * (rows * LANES)
+    if start + rows * LANES <= count:
+        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+              rule, gradient_dtype, update, moments, aligned, False, rows)  # fmt: skip
+    else:
+        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+              rule, gradient_dtype, update, moments, aligned, True, rows)  # fmt: skip

@@ -1,0 +1,1 @@
+"""A step that is decided on the device, so that the host never waits."""

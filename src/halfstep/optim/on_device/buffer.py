@@ -1,0 +1,175 @@
+"""Where everything that a step on the device decides upon stands: one buffer of fp64 numbers.
+
+The head is one number per :class:`Head`; after it comes one row per group of tensors that share
+their options and their step number, with :class:`Row` inside. fp64 holds every counter, every power
+of two that a loss scale can be and the options of a group exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from halfstep.errors import NonFiniteError
+from halfstep.optim.rules import Algorithm
+from halfstep.precision.result import Reason, StepResult
+from halfstep.precision.scaling.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleConfig,
+    State,
+    make_loss_scale,
+)
+
+
+class Head(IntEnum):
+    """Numbers of the head; those from CONFIG_KIND on are written by the host alone."""
+
+    SCALE = 0
+    """The loss scale that the next ``backward`` carries."""
+    GOOD_STEPS = 1
+    """Good steps since the last overflow or growth."""
+    TRACKER = 2
+    """Overflows left before the next back-off."""
+    STEPS = 3
+    """Applied steps since the scaler was made or loaded."""
+    SKIPPED_TOTAL = 4
+    """Skipped steps."""
+    SKIPPED_IN_A_ROW = 5
+    """Skipped steps since the last applied one."""
+    NORM = 6
+    """2-norm of the last step's unscaled gradients before clipping."""
+    FOUND_INF = 7
+    """1 if the last step's gradients held an infinity."""
+    FOUND_NAN = 8
+    """1 if they held a NaN."""
+    MULTIPLIER = 9
+    """Clip factor / scale of the last step."""
+    LAST_SCALE = 10
+    """The scale that the last step's gradients carried."""
+    LOSS = 11
+    """Sum of the losses scaled since the last step."""
+    LAST_LOSS = 12
+    """The same of the last step."""
+    STOP = 13
+    """0, or why going on cannot help, the first such reason: see :data:`STOPS`."""
+    CONFIG_KIND = 14
+    """0 none, 1 static, 2 dynamic."""
+    GROWTH_FACTOR = 15
+    """This and the next six as in ``LossScaleConfig``."""
+    BACKOFF_FACTOR = 16
+    GROWTH_INTERVAL = 17
+    MIN_SCALE = 18
+    MAX_SCALE = 19
+    HYSTERESIS = 20
+    MAX_CONSECUTIVE_SKIPS = 21
+    MAX_NORM = 22
+    """What the norm is clipped to; infinity for no clipping."""
+    SIZE = 24
+
+
+class Row(IntEnum):
+    """Numbers of a row."""
+
+    OPTIONS = 0
+    """The group's options, written by the host: at most 7, in the order of :func:`options`."""
+    STEP = 7
+    """Applied steps of these tensors."""
+    CONSTANTS = 8
+    """``Algorithm.constants`` of the last applied step, at most 8."""
+    SIZE = 16
+
+
+KINDS = ("none", "static", "dynamic")
+STOPS = ("", "gradients", "loss_scale_floor", "skip_limit")
+_OPTIONS = {
+    "adamw": ("betas", "lr", "weight_decay", "eps"),
+    "sgd": ("momentum", "dampening", "weight_decay", "lr", "nesterov"),
+    "lion": ("betas", "lr", "weight_decay"),
+}
+
+
+def options(algorithm: Algorithm, group: dict[str, Any]) -> tuple[float, ...]:
+    """A group's numbers in the order in which the device reads them."""
+    found: list[float] = []
+    for name in _OPTIONS[algorithm.name]:
+        value = group[name]
+        found.extend(map(float, value) if isinstance(value, (tuple, list)) else [float(value)])
+    return tuple(found)
+
+
+def head(config: LossScaleConfig, scale: LossScale) -> list[float]:
+    """The head for a loss scale of this configuration, before any step."""
+    numbers = [0.0] * Head.SIZE
+    numbers[Head.SCALE] = numbers[Head.LAST_SCALE] = scale.value
+    if isinstance(scale, DynamicLossScale):
+        numbers[Head.GOOD_STEPS], numbers[Head.TRACKER] = scale.good_steps, scale.tracker
+    numbers[Head.CONFIG_KIND] = KINDS.index(config.kind)
+    for index in list(Head)[Head.GROWTH_FACTOR : Head.MAX_NORM]:
+        numbers[index] = getattr(config, index.name.lower())
+    numbers[Head.MAX_NORM] = float("inf")
+    return numbers
+
+
+def loss_scale_state(config: LossScaleConfig, numbers: Sequence[float]) -> State:
+    """The ``state_dict`` of the loss scale that the head describes."""
+    scale = make_loss_scale(config)
+    if isinstance(scale, DynamicLossScale):
+        scale.value = numbers[Head.SCALE]
+        scale.good_steps = int(numbers[Head.GOOD_STEPS])
+        scale.tracker = int(numbers[Head.TRACKER])
+    return scale.state_dict()
+
+
+def read_result(numbers: Sequence[float], flags: Sequence[int], names: Sequence[str]) -> StepResult:
+    """What the last step did.
+
+    Args:
+        numbers: The buffer.
+        flags: Per tensor: 1 if its gradient held an infinity, plus 2 if it held a NaN.
+        names: Of the tensors.
+
+    Raises:
+        NonFiniteError: If going on cannot help, as ``Precision.step`` would have raised.
+    """
+    has_inf, has_nan = numbers[Head.FOUND_INF] > 0, numbers[Head.FOUND_NAN] > 0
+    named = list(zip(names, flags, strict=False))
+    broken = [name for name, flag in named if flag & 2]
+    broken += [name for name, flag in named if flag == 1]
+    if numbers[Head.STOP]:
+        raise _stop_error(numbers, tuple(broken))
+    reason: Reason | None = None
+    if has_inf or has_nan:
+        reason = "overflow" if has_inf else "nan_gradients"
+    return StepResult(
+        applied=reason is None,
+        reason=reason,
+        loss=numbers[Head.LAST_LOSS],
+        grad_norm=numbers[Head.NORM],
+        loss_scale=numbers[Head.LAST_SCALE],
+        next_loss_scale=numbers[Head.SCALE],
+        skipped_total=int(numbers[Head.SKIPPED_TOTAL]),
+        skipped_in_a_row=int(numbers[Head.SKIPPED_IN_A_ROW]),
+        calibrating=KINDS[int(numbers[Head.CONFIG_KIND])] == "dynamic" and not numbers[Head.STEPS],
+        nonfinite_parameters=tuple(broken),
+    )
+
+
+def _stop_error(numbers: Sequence[float], names: tuple[str, ...]) -> NonFiniteError:
+    cause = STOPS[int(numbers[Head.STOP])]
+    why = {
+        "gradients": "there is no loss scale to lower",
+        "loss_scale_floor": f"the loss scale was at its floor {numbers[Head.MIN_SCALE]:g}",
+        "skip_limit": (
+            f"{numbers[Head.MAX_CONSECUTIVE_SKIPS]:g} steps in a row were skipped, the limit "
+            "(max_consecutive_skips)"
+        ),
+    }[cause]
+    where = f" (in the last step: {', '.join(names[:3])})" if names else ""
+    return NonFiniteError(
+        f"gradients were not finite and {why}: a bug in a backward pass, or values beyond the "
+        f"format{where}. Such steps were left out, the others were applied",
+        cause=cause,
+        parameters=names,
+    )

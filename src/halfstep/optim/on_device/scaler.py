@@ -1,0 +1,285 @@
+"""The tail of a training step on the device: check, unscale, clip, update, adapt; nobody waits.
+
+Per step: one read of the gradients, one small program that decides, and the update, all reading one
+buffer (device_state.py). Every number that changes stands there, so the whole training step can be
+captured into a CUDA graph, and an overflow inside a replay is skipped and answered as anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep.optim.kernels.cuda as cuda
+from halfstep.errors import PrecisionError
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.on_device.buffer import Head, Row, head, loss_scale_state, options, read_result
+from halfstep.optim.on_device.tensors import Bundle
+from halfstep.precision.border import require
+from halfstep.precision.checks import check_max_norm
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.loss_scale import LossScaleConfig, make_loss_scale
+
+_STATE = {"loss_scale", "skipped_total", "skipped_in_a_row"}
+
+
+@dataclass(frozen=True, slots=True)
+class PendingResult:
+    """A copy of a step's numbers that is on its way to the host."""
+
+    numbers: Tensor
+    names: tuple[str, ...]
+    flags_at: int
+    event: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        """Whether :meth:`get` would return at once."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def get(self) -> StepResult:
+        """The step's result; waits for this one copy if need be.
+
+        Raises:
+            NonFiniteError: As :meth:`DeviceScaler.result`.
+        """
+        if self.event is not None:
+            self.event.synchronize()
+        flags = self.numbers[self.flags_at :].view(torch.int32).tolist()
+        return read_result(self.numbers.tolist(), flags, self.names)
+
+
+class DeviceScaler:
+    """Loss scaling, clipping and the optimizer step without a host synchronisation.
+
+    Use it in place of ``halfstep.Precision`` where the host must not wait or the step is captured
+    into a CUDA graph. Gradients are only read; set them to None, or to 0, yourself.
+
+    A step whose gradients are not finite leaves weights, moments, remainders and step numbers as
+    they are, bit for bit. That going on cannot help (no scale to lower, its floor, too many skips)
+    is only raised when somebody asks for a result.
+
+    Before a capture, take at least one step; after it, the same parameters must have gradients.
+    Learning rates and other group options are written to the device by the next :meth:`step`; with
+    a captured one, call :meth:`write_options` before the replay.
+
+    Example::
+
+        scaler = DeviceScaler(LossScaleConfig(kind="dynamic"), optimizer)
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(max_norm=1.0)
+        optimizer.zero_grad()
+        print(scaler.result().grad_norm)  # waits
+
+    **Source:** the flag, scale and step counter on the device as in NVIDIA Apex's capturable
+    optimizers and torch's fused ones; the algorithm of the scale: precision/scaling/loss_scale.py.
+    """
+
+    def __init__(
+        self,
+        config: LossScaleConfig | str | PrecisionPolicy,
+        optimizer: LowPrecisionOptimizer,
+        *,
+        names: Mapping[Tensor, str] | None = None,
+    ) -> None:
+        """Make the buffer; the optimizer may have stepped already.
+
+        Args:
+            config: How the loss is scaled; or a policy, or its name, whose loss scale is meant.
+            optimizer: One of :mod:`halfstep.optim`. All its parameters on one CUDA device.
+            names: Of parameters, for results; ``param_names`` of the groups where torch knows them.
+
+        Raises:
+            PrecisionError: For another optimizer, without triton, with parameters elsewhere, or
+                with ``init_scale=auto``, which asks the host.
+        """
+        if not isinstance(config, LossScaleConfig):
+            config = parse_policy(config).loss_scale
+        require(optimizer, LowPrecisionOptimizer, "DeviceScaler(optimizer)", "halfstep.optim's")
+        kernels = cuda.triton_kernels()
+        if isinstance(kernels, str):
+            raise PrecisionError(f"DeviceScaler has no torch-operations form: {kernels}")
+        if config.calibrate:
+            raise PrecisionError("init_scale=auto is for halfstep.Precision; give a number here")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        devices = {p.device for p in parameters}
+        if len(devices) != 1 or not cuda.can_launch(next(iter(devices))):
+            found = ", ".join(sorted(map(str, devices)))
+            raise PrecisionError(f"DeviceScaler needs all parameters on one CUDA device: {found}")
+        optimizer.state_dict()  # another scaler's hook brings its step numbers
+        self.config = config
+        self.optimizer = optimizer
+        self._kernels: ModuleType = kernels
+        self._device: torch.device = devices.pop()
+        self._flags_at = Head.SIZE + len(parameters) * Row.SIZE
+        size = self._flags_at + (len(parameters) + 1) // 2
+        self._buffer = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._flags = self._buffer[self._flags_at :].view(torch.int32)
+        self._max_norm = float("inf")
+        self._write(0, head(config, make_loss_scale(config)))
+        self._bundle = Bundle(optimizer, self._device, names or {})
+        self._options: list[tuple[float, ...]] = []
+        optimizer.register_state_dict_pre_hook(lambda _: self._pull())
+        optimizer.register_step_pre_hook(lambda *_: self._pull())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the present scale, a scalar in fp32; call ``backward`` on it.
+
+        Args:
+            loss: A scalar. For k micro-batches: divided, so that the sum is the batch's loss.
+        """
+        with torch.no_grad():
+            self._buffer[Head.LOSS].add_(loss.detach().reshape(()))
+        return loss.float() * self._buffer[Head.SCALE].float()
+
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None) -> None:
+        """Check, unscale, clip and apply the gradients, or skip the step; adapt the scale.
+
+        Args:
+            max_norm: Clip the global 2-norm of the unscaled gradients to this, or None. Captured
+                into a graph as it is.
+
+        Raises:
+            PrecisionError: If no parameter has a gradient, a bf16 weight has no ``update``, or a
+                capture has not been prepared by a step like it, or ``max_norm`` is not above 0.
+        """
+        check_max_norm(max_norm)
+        bundle = self._bundle
+        with cuda.on(self._device):
+            if bundle.changed():
+                self._attach()
+            bundle.locate()
+            self.write_options()
+            self._write_max_norm(float("inf") if max_norm is None else max_norm)
+            self._flags.zero_()
+            for bound in bundle.bounds:
+                bundle.launch_statistics(self._kernels, bound, self._flags)
+            self._decide()
+            for i, bound in enumerate(bundle.bounds):
+                cuda.launch_update(
+                    self._kernels,
+                    bound.launch,
+                    bundle.table,
+                    aligned=bundle.aligned,
+                    state=self._buffer,
+                    at_row=Head.SIZE + i * Row.SIZE,
+                )
+            bundle.mark_written()
+
+    def write_options(self) -> None:
+        """Send changed group options (learning rates) to the device, without waiting.
+
+        Raises:
+            PrecisionError: During a capture, which would freeze them.
+        """
+        for i, bound in enumerate(self._bundle.bounds):
+            wanted = options(self.optimizer.algorithm, bound.group)
+            if wanted != self._options[i]:
+                self._write(Head.SIZE + i * Row.SIZE, list(wanted))
+                self._options[i] = wanted
+
+    def result(self) -> StepResult:
+        """What the last step did; waits for the device, the only method of a step that does.
+
+        Raises:
+            NonFiniteError: If, since the last call, a step was not finite and going on cannot help:
+                there is no scale to lower, it was at its floor, or too many steps in a row were
+                skipped. That step changed nothing. Asking again tells about later steps.
+            PrecisionError: Before the first step.
+        """
+        pending = self.async_result()
+        self._pull()
+        self._buffer[Head.STOP].zero_()
+        return pending.get()
+
+    def async_result(self) -> PendingResult:
+        """A copy of the last step's numbers, on its way to pinned memory."""
+        if not self._bundle.bounds:
+            raise PrecisionError("result() before the first step()")
+        gpu = self._device.type == "cuda"
+        numbers = torch.empty(self._buffer.shape, dtype=torch.float64, pin_memory=gpu)
+        numbers.copy_(self._buffer, non_blocking=gpu)
+        event = None
+        if gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+        return PendingResult(numbers, self._bundle.names, self._flags_at, event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs besides model and optimizer, as ``Precision`` has it; waits."""
+        numbers = self._buffer[: Head.SIZE].tolist()
+        return {
+            "loss_scale": loss_scale_state(self.config, numbers),
+            "skipped_total": int(numbers[Head.SKIPPED_TOTAL]),
+            "skipped_in_a_row": int(numbers[Head.SKIPPED_IN_A_ROW]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; further keys, as ``Precision`` has them, are left out.
+
+        Raises:
+            PrecisionError: If it is damaged or of another configuration; nothing is changed then.
+        """
+        missing = _STATE - set(state)
+        if missing:
+            raise PrecisionError(f"the saved state has no {', '.join(sorted(missing))}")
+        scale = make_loss_scale(self.config)
+        scale.load_state_dict(state["loss_scale"])
+        numbers = head(self.config, scale)
+        numbers[Head.SKIPPED_TOTAL] = state["skipped_total"]
+        numbers[Head.SKIPPED_IN_A_ROW] = state["skipped_in_a_row"]
+        numbers[Head.MAX_NORM] = self._max_norm
+        self._write(0, numbers)
+
+    def _attach(self) -> None:
+        """Take the parameters that have gradients now, and what their steps count to."""
+        self._pull()
+        self._bundle.attach()
+        self._options = []
+        for i, bound in enumerate(self._bundle.bounds):
+            found = options(self.optimizer.algorithm, bound.group)
+            row = [*found, *([0.0] * (Row.STEP - len(found))), float(bound.step)]
+            self._write(Head.SIZE + i * Row.SIZE, row)
+            self._options.append(found)
+
+    def _pull(self) -> None:
+        """Bring the device's step numbers into the optimizer's state; waits."""
+        if self._bundle.bounds:
+            rows = self._buffer[Head.SIZE : self._flags_at].view(-1, Row.SIZE)
+            self._bundle.set_steps(rows[:, Row.STEP].tolist())
+
+    def _write_max_norm(self, max_norm: float) -> None:
+        if max_norm != self._max_norm:
+            self._write(Head.MAX_NORM, [max_norm])
+            self._max_norm = max_norm
+
+    def _write(self, at: int, numbers: list[float]) -> None:
+        if cuda.is_capturing(self._device):
+            raise PrecisionError(
+                "group options or max_norm changed just before a CUDA graph capture, which would "
+                "freeze them; take one more step, or call write_options(), before the capture"
+            )
+        source = cuda.pinned(numbers, torch.float64, self._device)
+        self._buffer[at : at + len(numbers)].copy_(source, non_blocking=True)
+
+    def _decide(self) -> None:
+        bundle = self._bundle
+        self._kernels.decide_kernel[(1,)](
+            self._buffer,
+            bundle.partials,
+            self._flags,
+            bundle.partials.numel(),
+            len(bundle.names),
+            len(bundle.bounds),
+            rule=self.optimizer.algorithm.name,
+            tile=4096,
+            rows=max(16, 1 << (len(bundle.bounds) - 1).bit_length()),
+            **self._kernels.LAUNCH,
+        )

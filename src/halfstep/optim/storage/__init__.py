@@ -1,0 +1,1 @@
+"""How weights and moments are stored between two steps."""

@@ -1,0 +1,176 @@
+"""One parameter's optimizer state in any format, and its way from one format to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.optim.kernels.reference import flat
+from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode, moment_dtype, zeros
+from halfstep.optim.storage.weights import REMAINDER_DTYPES
+from halfstep.precision.masters.rounding import random_bits
+from halfstep.precision.policy.policy import Update
+
+REMAINDER = "remainder"
+CODES = "_codes"
+TOPS = "_tops"
+FELL_BACK = "moments_fell_back"
+"""The key of the step at which a parameter's 8-bit moments went over to bf16; see fallback.py."""
+_SIGNED = ("exp_avg", "momentum_buffer")
+
+
+def codes_of(moment: str) -> str:
+    """The key of an 8-bit moment's codes.
+
+    Not the moment's own name: ``torch.optim`` would take the codes for the moment's values.
+    """
+    return moment + CODES
+
+
+def tops_of(moment: str) -> str:
+    """The key of an 8-bit moment's block tops."""
+    return moment + TOPS
+
+
+def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, Tensor | None]:
+    """A moment as it is stored: values or 8-bit codes, or None; and the codes' block tops.
+
+    Codes under the moment's own name, as older versions and checkpoint files have them, are found
+    as well.
+    """
+    values = state.get(codes_of(name))
+    return (state.get(name) if values is None else values), state.get(tops_of(name))
+
+
+def new_step(count: float) -> Tensor:
+    """A step counter, a tensor as ``torch.optim`` has it, but fp64: fp32 stops at 2^24 steps."""
+    return torch.tensor(count, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one parameter's state is kept.
+
+    Attributes:
+        update: How the weight is kept.
+        moments: How the moments are kept.
+        seed: Of the random bits.
+        stream: Which random bits are this parameter's.
+    """
+
+    update: Update
+    moments: Moments
+    seed: int
+    stream: int
+
+
+def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
+    """A moment of zeros, with its block tops where it has some."""
+    values, tops = zeros(parameter, moments)
+    return _entries(name, values, tops if moments == "8bit" else None)
+
+
+def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor]:
+    return {name: values} if tops is None else {codes_of(name): values, tops_of(name): tops}
+
+
+@torch.no_grad()
+def convert(
+    names: Sequence[str], form: Form, data: Tensor, entry: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A saved state in another format.
+
+    Args:
+        names: The moments that the optimizer has; the first is signed.
+        form: The wanted format.
+        data: The parameter.
+        entry: The saved state: moments in any format, ``step`` and perhaps a remainder.
+
+    Raises:
+        PrecisionError: If a moment is missing or of another shape.
+    """
+    state: dict[str, Any] = {}
+    moments = form.moments
+    if entry.get(FELL_BACK) is not None and moments == "8bit":
+        moments = "bf16"  # 8 bits do not hold this tensor's spread, and still do not
+        state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
+    if any(stored_moment(entry, name)[0] is not None for name in names):
+        # torch.optim.SGD saves no step; its momentum is under way all the same.
+        state["step"] = new_step(float(entry.get("step", 1)))
+        for i, name in enumerate(names):
+            values, tops = stored_moment(entry, name)
+            if values is None or values.shape != data.shape:
+                raise PrecisionError(
+                    f"the saved state of parameter {form.stream} has no {name} of shape "
+                    f"{tuple(data.shape)}: it is of another optimizer or model"
+                )
+            codes = values.to(data.device), tops
+            state |= _moment(name, form, moments, data, codes, int(state["step"]), signed=i == 0)
+    held = entry.get(REMAINDER)
+    if held is not None and held.dtype == REMAINDER_DTYPES[form.update]:
+        if held.shape != data.shape:
+            raise PrecisionError(
+                f"the saved remainder of parameter {form.stream} has shape {tuple(held.shape)}, "
+                f"the parameter {tuple(data.shape)}: it is of another model"
+            )
+        state[REMAINDER] = _like(flat(held.to(data.device), data), data)
+    return state
+
+
+def _moment(
+    name: str,
+    form: Form,
+    moments: Moments,
+    data: Tensor,
+    stored: tuple[Tensor, Tensor | None],
+    step: int,
+    *,
+    signed: bool,
+) -> dict[str, Tensor]:
+    codes, tops = stored
+    blocks = -(-data.numel() // BLOCK)
+    if (codes.dtype == torch.uint8) != (tops is not None) or (
+        tops is not None and tops.shape != (blocks,)
+    ):
+        raise PrecisionError(
+            f"the saved {name} of parameter {form.stream} is {codes.dtype} with block tops "
+            f"{None if tops is None else tuple(tops.shape)}; 8-bit moments have {blocks}, others "
+            "none: the state is damaged"
+        )
+    if codes.dtype == moment_dtype(moments) and (tops is None or codes.stride() == data.stride()):
+        kept = _like(flat(codes, data), data)
+        return _entries(name, kept, None if tops is None else tops.to(data.device, copy=True))
+    values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())
+    bits = None
+    if moments != "fp32":
+        stream = 2 * form.stream + 1
+        bits = random_bits(form.seed, step, data.numel(), stream=stream, device=data.device)
+    encoded, fresh = encode(flat(values, data), moments, bits, signed=signed)
+    return _entries(name, _like(encoded, data), fresh)
+
+
+def _like(values: Tensor, data: Tensor) -> Tensor:
+    """Flat values in the shape and memory order of a parameter, in memory of their own."""
+    own = torch.empty_strided(data.shape, data.stride(), dtype=values.dtype, device=data.device)
+    flat(own, own).copy_(values)
+    return own
+
+
+def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A saved state with its moments in a floating dtype, as ``torch.optim`` keeps them."""
+    state = {}
+    for key, value in entry.items():
+        if key.endswith(TOPS) or key == FELL_BACK:
+            continue
+        if key == "step":
+            state[key] = value.to(torch.float32)
+        else:
+            name = key.removesuffix(CODES)
+            values = decode(flat(value, value), entry.get(tops_of(name)), signed=name in _SIGNED)
+            state[name] = values.as_strided(value.shape, value.stride()).to(dtype)
+    return state

@@ -1,0 +1,1 @@
+"""How tensors change format on their way through a model."""

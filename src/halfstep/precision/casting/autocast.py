@@ -1,0 +1,262 @@
+"""Whether a device can honour a policy, and the contexts of its forward and its backward.
+
+``torch.autocast`` warns and disables itself for a combination it does not support; here such a
+combination is refused before anything runs, with the nearest policy that works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_device
+from halfstep.precision.casting.fp32_pins import Pins, pins
+from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
+from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import root_is_fp32
+from halfstep.precision.policy.spelling import parse_policy
+
+Status = Literal["native", "simulated", "refused"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """How a device runs a policy.
+
+    Attributes:
+        status: ``"native"``: by instructions of the device. ``"simulated"``: halfstep runs
+            16-bit products through fp32 kernels with 16-bit rounding: the results and the memory
+            of the format, not its speed. ``"refused"``: not run.
+        reason: One sentence for the user.
+        nearest: For ``"refused"``, the policy to ask for instead.
+    """
+
+    status: Status
+    reason: str
+    nearest: str = ""
+
+
+def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
+    """Tell how a device runs a policy; needs no GPU memory and changes nothing.
+
+    Args:
+        policy: A policy, its name, field string or ``.toml`` file.
+        device: A device or its name.
+
+    Raises:
+        PrecisionError: If one of them is neither.
+
+    **Source:** compute capability 7.0 (Volta) brought fp16 tensor cores, 8.0 (Ampere) bf16 and
+    tf32: CUDA C++ Programming Guide, section "Compute Capabilities".
+    """
+    policy, device = parse_policy(policy), as_device(device)
+    compute = policy.compute_dtype
+    if device.type == "cpu":
+        if policy.tf32:
+            return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
+        name = dtype_name(compute)
+        if _is_simulated(policy, device):
+            how = f"{name} products run through fp32 kernels with {name} rounding"
+            return Support("simulated", how)
+        return Support("native", f"{name} matrix kernels of this CPU")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
+        major, minor = torch.cuda.get_device_capability(device)
+        needed = 8 if policy.tf32 or compute == torch.bfloat16 else 7
+        what = "tf32" if policy.tf32 else dtype_name(compute)
+        if what != "fp32" and major < needed:
+            nearest = "fp16-mixed" if what == "bf16" and major >= 7 else "fp32"
+            return Support(
+                "refused",
+                f"compute capability {major}.{minor} has no {what} tensor cores ({needed}.0 has)",
+                nearest,
+            )
+        return Support("native", f"{what} on compute capability {major}.{minor}")
+    reason = f"device {device.type!r} is not supported yet"
+    return Support("refused", reason, _nearest_on_cpu(policy))
+
+
+def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
+    return f"{'fp32' if policy.tf32 else policy} on --device cpu"
+
+
+def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
+    """Return how the device runs the policy, or refuse.
+
+    Raises:
+        PrecisionError: If it cannot be honoured, naming policy, device, reason and nearest policy.
+    """
+    found = support(policy, device)
+    if found.status == "refused":
+        raise PrecisionError(
+            f"precision {policy} cannot be honoured on {device}: {found.reason}; the nearest that "
+            f"can is {found.nearest}"
+        )
+    return found
+
+
+@cache
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX or Arm BF16)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        if platform.system() != "Darwin":
+            return False
+        query = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        return answer.stdout.strip() == "1"
+    words = set(text.split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
+    """Whether the products of a policy run through fp32 kernels (fp16 on every CPU)."""
+    compute = policy.compute_dtype
+    missing = compute == torch.float16 or (compute == torch.bfloat16 and not cpu_has_bf16())
+    return device.type == "cpu" and missing
+
+
+@contextlib.contextmanager
+def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
+    """Pin how fp32 products round their operands, whatever the process has set globally.
+
+    For a call that runs as a whole, such as a backward; see ``fp32_pins.py``.
+    """
+    with pins(tf32, device) or contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
+    """The context that a backward needs, whatever is on around it.
+
+    fp32 products are pinned, formats that a CPU has no instructions for are simulated, an outer
+    ``torch.autocast``, which would change the precision that was asked for, is off, and what
+    activation checkpointing computes again gets the casts of its first time.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(float32_matmul(policy.tf32, device))
+        _enter_casts(stack, policy, device, None)
+        if device.type == "cuda" and policy.param_dtype != torch.float32:
+            # else autograd runs in a thread of its own, where no mode is entered
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield
+
+
+def _enter_casts(
+    stack: contextlib.ExitStack, policy: PrecisionPolicy, device: torch.device, held: Pins | None
+) -> None:
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    if _is_simulated(policy, device):
+        stack.enter_context(SimulatedProducts(policy.compute_dtype))
+    if policy.param_dtype != torch.float32:
+        stack.enter_context(StoredCasts(policy.compute_dtype, held))
+    elif device.type == "cpu" and policy.casts_per_op:
+        stack.enter_context(AutocastCasts(held))
+    elif held is not None or inside_casts():  # which must not act on what this policy computes
+        stack.enter_context(OpCasts(held))
+
+
+class Autocast:
+    """The context for a forward and its loss, under one policy.
+
+    Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
+    used as a decorator. Under ``*-mixed`` operations are cast one by one by CUDA's lists, on every
+    device; under 16-bit weights operands of two formats are promoted. Nothing of the process is
+    changed, but for the time of single products where torch's switches contradict the policy.
+
+    Args:
+        policy: What to compute in.
+        model: Whose forward it is for, where the policy's rules speak of the model itself.
+        device: Where it runs; must not refuse the policy.
+        on_enter: Called at every entry, before anything is entered.
+
+    Raises:
+        PrecisionError: If the device cannot honour the policy. torch.autocast would warn and run
+            in another precision.
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        model: nn.Module | None,
+        device: torch.device,
+        on_enter: Callable[[], None] | None = None,
+    ) -> None:
+        require_support(policy, device)
+        self.policy = policy
+        self.device = device
+        self.on_enter = on_enter
+        self._casts_per_op = policy.casts_per_op and not (
+            model is not None and root_is_fp32(policy, model)
+        )
+
+    def __enter__(self) -> None:
+        if self.on_enter is not None:
+            self.on_enter()
+        with contextlib.ExitStack() as stack:
+            if self.policy.rules and self.policy.casts_per_op:
+                # torch.compile else traces the backward under the autocast around the whole graph,
+                # and rounds in the backward of fp32 modules. The patch is this thread's alone.
+                stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
+            _enter_casts(stack, self.policy, self.device, pins(self.policy.tf32, self.device))
+            if self._casts_per_op:
+                low = self.policy.compute_dtype
+                stack.enter_context(torch.autocast(self.device.type, dtype=low))
+            _active().append((self, stack.pop_all()))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entries = _active()
+        # a generator that is resumed late may leave before what was entered after it
+        last = max(i for i, (context, _) in enumerate(entries) if context is self)
+        _, stack = entries.pop(last)
+        stack.__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Decorate a function: every call of it runs inside."""
+
+        @wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+
+_entered = threading.local()
+
+
+def _active() -> list[tuple[Autocast, contextlib.ExitStack]]:
+    found: list[tuple[Autocast, contextlib.ExitStack]] | None = getattr(_entered, "stack", None)
+    if found is None:
+        found = _entered.stack = []
+    return found
+
+
+def active_autocast() -> Autocast | None:
+    """The innermost :class:`Autocast` that this thread is inside of."""
+    entries = _active()
+    return entries[-1][0] if entries else None

@@ -1,0 +1,290 @@
+"""Buffers that 16 bits would break, and casting a module without breaking them.
+
+``model.to(torch.bfloat16)`` casts buffers too. bf16 tells only 769 of the positions 0 to 4095
+apart, a rotary angle computed from a rounded frequency is wrong by many radians far out, and a
+running mean loses the small updates that it is made of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_dtype, as_texts, require_model
+from halfstep.precision.casting.cast import add_regions_
+from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import parameter_dtypes
+
+Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
+_SENSITIVE: tuple[Kind, ...] = ("rope", "positions", "running statistics")
+_POSITIONS = 4096
+"""For how many positions the damage to a rotary table is measured."""
+
+_NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    (
+        "running statistics",
+        re.compile(
+            r"running_(mean|var|std)|num_batches_tracked|e_score_correction_bias"
+            r"|(router|expert|gate)_?bias"
+        ),
+    ),
+    ("rope", re.compile(r"inv_freq|freqs(_cis)?$|rope|rotary|(^|_)(cos|sin)($|_)")),
+    ("positions", re.compile(r"position|(^|_)pos($|_ids?)")),
+    ("mask", re.compile(r"mask|causal|tril")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CastReport:
+    """What a cast did to one parameter or buffer.
+
+    Attributes:
+        name: Its qualified name.
+        from_dtype: Before.
+        to_dtype: After; the same where it was left alone.
+        max_abs_error: Largest ``|after - before|`` over the elements that stayed finite.
+        max_rel_error: Largest ``|after - before| / |before|``, zeros left out; 1 for an underflow.
+        overflowed: Finite numbers that became infinite.
+        underflowed: Numbers that became 0.
+    """
+
+    name: str
+    from_dtype: torch.dtype
+    to_dtype: torch.dtype
+    max_abs_error: float = 0.0
+    max_rel_error: float = 0.0
+    overflowed: int = 0
+    underflowed: int = 0
+
+
+def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
+    """What a buffer is for, by its name, its owner and its values.
+
+    Args:
+        name: Its name, qualified or not.
+        tensor: The buffer.
+        module: The module that owns it.
+
+    Returns:
+        ``"rope"``: frequencies, or tables of cosines and sines, of rotary embeddings.
+        ``"positions"``: position ids and tables of whole numbers. ``"running statistics"``: of
+        norms, and the biases that balance a router's experts. ``"mask"``: booleans, or 0 and a
+        large negative number, or a triangle of ones. ``"other"``.
+    """
+    own = name.rpartition(".")[2].lower()
+    for kind, pattern in _NAMES:
+        whole = kind != "positions" or not tensor.is_floating_point() or tensor.is_meta
+        if pattern.search(own) and (whole or _is_whole(tensor.detach().double())):
+            return kind
+    if tensor.dtype == torch.bool:
+        return "mask"
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() < 2:
+        return "other"
+    if re.search(r"rope|rotary", type(module).__name__.lower()):
+        return "rope"
+    values = tensor.detach().double()
+    if _is_mask(values):
+        return "mask"
+    if _is_whole(values):
+        return "positions" if _distinct(values) > 2 else "other"
+    return "rope" if _is_geometric(values) or _is_wave(values) else "other"
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse a model whose sensitive buffers are in 16 bits already: what they lost is gone.
+
+    Raises:
+        PrecisionError: Naming the buffer, the damage and what to do.
+    """
+    require_model(model, "check_buffers(model)")
+    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
+    for name, buffer in model.named_buffers():
+        if buffer.dtype not in LOW:
+            continue
+        owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
+        kind = kind_of_buffer(name, buffer, owner)
+        damage = _damage_done(kind, buffer) if kind in _SENSITIVE else ""
+        if damage:
+            raise PrecisionError(
+                f"buffer {name} ({kind}) is {dtype_name(buffer.dtype)} already, by model.to() or "
+                f"as it was loaded: {damage}. Make or load the model in fp32 and let the policy "
+                "cast it, or use halfstep.cast_module_(model, dtype), which leaves buffers alone"
+            )
+
+
+@torch.no_grad()
+def cast_module_(
+    model: nn.Module,
+    dtype: str | torch.dtype,
+    *,
+    keep_fp32: str | Sequence[str] = (),
+    buffers: str | Sequence[str] = (),
+) -> list[CastReport]:
+    """Cast a model's parameters, and only those buffers that are named: a safe ``model.to(dtype)``.
+
+    Args:
+        model: Changed in place; its Parameter objects stay the same.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, or a name such as ``"bf16"``.
+        keep_fp32: Modules whose parameters are fp32 afterwards and that compute in fp32: patterns
+            as in a policy's rules.
+        buffers: Globs over the qualified names of the buffers to cast as well.
+
+    Returns:
+        A report for each floating parameter and buffer, those that were left alone included.
+
+    Raises:
+        PrecisionError: If a named buffer holds rotary tables, positions or running statistics, or
+            whole numbers of which one would change; a pattern matches nothing; or for what is no
+            model, no dtype or no pattern. Nothing is changed then.
+    """
+    require_model(model, "cast_module_(model)")
+    dtype = as_dtype(dtype)
+    patterns = as_texts(keep_fp32, "cast_module_(keep_fp32)", "patterns, as in a policy's rules")
+    buffers = as_texts(buffers, "cast_module_(buffers)", "globs over the names of buffers")
+    if dtype not in DTYPES.values():
+        raise PrecisionError(f"cast to {dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+    rules = tuple((pattern, "fp32") for pattern in patterns)
+    policy = PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, rules=rules)
+    wanted = parameter_dtypes(policy, model)
+    named: dict[str, Tensor] = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+    for glob in buffers:
+        if not any(fnmatchcase(name, glob) for name in named):
+            known = ", ".join(named) or "none"
+            raise PrecisionError(f"{glob!r} matches no floating buffer of the model: {known}")
+    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
+    for name, buffer in named.items():
+        wanted[name] = buffer.dtype
+        if any(fnmatchcase(name, glob) for glob in buffers):
+            owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
+            _require_castable(name, buffer, owner, dtype)
+            wanted[name] = dtype
+    add_regions_(model, policy)
+    reports = []
+    for name, tensor in [*model.named_parameters(), *named.items()]:
+        if tensor.is_floating_point():
+            after = tensor.detach().to(wanted[name])
+            reports.append(_compare(name, tensor.detach(), after))
+            tensor.data = after
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(wanted[name])
+    return reports
+
+
+def _require_castable(name: str, buffer: Tensor, owner: nn.Module, dtype: torch.dtype) -> None:
+    kind = kind_of_buffer(name, buffer, owner)
+    after = buffer.detach().to(dtype)
+    if kind in _SENSITIVE and dtype in LOW:
+        raise PrecisionError(
+            f"buffer {name} ({kind}) is not cast to {dtype_name(dtype)}: "
+            f"{_damage_to_come(kind, buffer.detach(), after)}; leave it in "
+            f"{dtype_name(buffer.dtype)}"
+        )
+    changed = int((after.double() != buffer.double()).sum())
+    if changed and _is_whole(buffer.double()):
+        raise PrecisionError(
+            f"buffer {name} holds whole numbers, of which {changed} of {buffer.numel()} would "
+            f"change in {dtype_name(dtype)}; leave it in {dtype_name(buffer.dtype)}"
+        )
+
+
+def _damage_done(kind: Kind, buffer: Tensor) -> str:
+    """What 16 bits have made of a buffer; empty for whole numbers that they all hold."""
+    if buffer.is_meta:
+        return "its values will be rounded"
+    eps = torch.finfo(buffer.dtype).eps
+    if kind == "positions":
+        values, whole = buffer.double(), 2 / eps
+        distinct = _distinct(values)
+        top = float(values.abs().max()) if values.numel() else 0.0
+        fits = _is_whole(values) and (top < whole or (top == whole and distinct == values.numel()))
+        return "" if fits else f"{distinct} of {values.numel()} positions distinct"
+    if kind == "running statistics":
+        return f"updates of less than {eps / 4:g} of a value round to nothing"
+    if buffer.dim() == 1:
+        inexact = torch.where(buffer == 1, 0.0, buffer.double())  # the first frequency is 1
+        half_ulp = torch.frexp(inexact).exponent.double().sub(1).exp2() * eps / 2
+        worst = float(torch.where(inexact != 0, half_ulp, 0.0).max()) * _POSITIONS
+        return f"at position {_POSITIONS} an angle may be off by {worst:.2g} rad"
+    rows = buffer.reshape(-1, buffer.shape[-1])
+    distinct = torch.unique(rows.float(), dim=0).shape[0]
+    return f"{distinct} of {rows.shape[0]} positions distinct, each number off by up to {eps / 4:g}"
+
+
+def _damage_to_come(kind: Kind, before: Tensor, after: Tensor) -> str:
+    """What a cast would do to a buffer that is still exact."""
+    form = dtype_name(after.dtype)
+    if kind == "positions":
+        return f"{_distinct(after)} of {_distinct(before)} positions distinct"
+    if kind == "running statistics":
+        return f"updates of less than {torch.finfo(after.dtype).eps / 4:g} of a value get lost"
+    if before.dim() == 1:
+        positions = torch.arange(_POSITIONS, dtype=torch.float64, device=before.device)
+        waves = [torch.outer(positions, table.double()).cos() for table in (before, after)]
+        worst = float((waves[0] - waves[1]).abs().max())
+        return f"over {_POSITIONS} positions cosines are off by up to {worst:.2g}"
+    worst = float((before.double() - after.double()).abs().max())
+    return f"numbers are off by up to {worst:.2g} in {form}"
+
+
+def _compare(name: str, before: Tensor, after: Tensor) -> CastReport:
+    if before.dtype == after.dtype or before.is_meta or not before.numel():
+        return CastReport(name, before.dtype, after.dtype)
+    x, y = before.double(), after.double()
+    error = torch.where(x.isfinite() & y.isfinite(), (y - x).abs(), 0.0)
+    relative = torch.where(x != 0, error / x.abs(), 0.0)
+    return CastReport(
+        name,
+        before.dtype,
+        after.dtype,
+        max_abs_error=float(error.max()),
+        max_rel_error=float(relative.nan_to_num(0.0).max()),
+        overflowed=int((x.isfinite() & y.isinf()).sum()),
+        underflowed=int(((x != 0) & (y == 0)).sum()),
+    )
+
+
+def _distinct(values: Tensor) -> int:
+    return int(torch.unique(values).numel())
+
+
+def _is_whole(values: Tensor) -> bool:
+    return bool((values == values.round()).all())
+
+
+def _is_mask(values: Tensor) -> bool:
+    """0 and one large negative number (the smallest in use is -1e4), or a triangle of ones."""
+    if float(values.max()) == 0 and float(values.min()) <= -1e4:
+        return _distinct(values) == 2
+    if values.dim() < 2 or values.shape[-1] < 2 or values.shape[-1] != values.shape[-2]:
+        return False
+    return bool((values == torch.ones_like(values).tril()).all())
+
+
+def _is_geometric(values: Tensor) -> bool:
+    """1, r, r^2, ... with r < 1: the frequencies of rotary embeddings (Su et al. 2021, eq. 15)."""
+    if values.dim() != 1 or values.numel() < 3 or float(values[0]) != 1 or float(values.min()) <= 0:
+        return False
+    ratios = values[1:] / values[:-1]
+    # each value is rounded to at least 8 bits
+    return float(ratios[0]) < 1 and bool(((ratios / ratios[0] - 1).abs() < 2.0**-7).all())
+
+
+def _is_wave(values: Tensor) -> bool:
+    """Columns cos(p w) or sin(p w) for p = 0, 1, ...: x[p+1] = 2 cos(w) x[p] - x[p-1]."""
+    table = values.reshape(-1, values.shape[-1])
+    if values.dim() < 2 or table.shape[0] < 4 or float(table.abs().max()) > 1:
+        return False
+    first = table[0]
+    if not bool(((first == 0) | (first == 1)).all()):
+        return False
+    cosine = torch.where(first == 1, table[1], (1 - table[1].square()).sqrt())
+    rest = table[2:] - (2 * cosine * table[1:-1] - table[:-2])
+    # three numbers of 8 bits or more, the middle one times 2 cos(w)
+    return bool((rest.abs() < 2.0**-6).all())

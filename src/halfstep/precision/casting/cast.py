@@ -1,0 +1,465 @@
+"""Cast values and modules between formats."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_device, require_model
+from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import (
+    Placement,
+    needs_region,
+    parameter_dtypes,
+    place,
+    root_is_fp32,
+)
+from halfstep.precision.policy.spelling import parse_policy
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor inside ``value``; leave all else as it is.
+
+    Args:
+        value: A tensor, or lists, tuples (named too), mappings and dataclasses of such, nested.
+        dtype: The floating dtype to cast to.
+
+    Returns:
+        The same structure. Tensors that have the dtype already are the same objects.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, dict):  # a copy keeps what a subclass holds besides its items
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = cast_floating(item, dtype)
+        return result
+    if isinstance(value, Mapping):
+        return type(value)({k: cast_floating(item, dtype) for k, item in value.items()})  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(
+            value, **{name: cast_floating(getattr(value, name), dtype) for name in names}
+        )
+    return value
+
+
+@torch.no_grad()
+def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype]) -> None:
+    """Cast every floating parameter in place: the Parameter objects stay the same.
+
+    Buffers keep their dtype: tables and running statistics lose their meaning in 16 bits.
+
+    Args:
+        module: Its parameters are cast.
+        dtype: One for all, or one for each by name: see
+            :func:`halfstep.precision.policy.rules.parameter_dtypes`.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
+            if parameter.dtype != wanted:  # a sharded one has it already, or is refused before
+                parameter.data = parameter.data.to(wanted)
+
+
+def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Store and compute as a policy and its rules say, in place, without an optimizer.
+
+    For evaluation and generation; training does it by :class:`halfstep.Precision`. Run the model
+    under :func:`around_model`.
+
+    Raises:
+        PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
+    """
+    if policy.casts == "module":  # as FSDP2 gathers them
+        cast_parameters_(model, policy.compute_dtype)
+    else:
+        cast_parameters_(model, parameter_dtypes(policy, model))
+    add_regions_(model, policy)
+
+
+@torch.no_grad()
+def upcast_(parameters: Iterable[Tensor]) -> int:
+    """Convert parameters of less than 32 bits to fp32 in place, with their gradients.
+
+    Returns:
+        The bytes that this adds.
+    """
+    added = 0
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
+        for tensor in (parameter, gradient):
+            if tensor is not None:
+                stored = tensor._values() if tensor.is_sparse else tensor
+                added += stored.numel() * (4 - tensor.element_size())
+        parameter.data = parameter.data.float()
+        parameter.grad = None if gradient is None else gradient.float()
+    return added
+
+
+class CastInputs:
+    """A forward pre-hook: floating inputs of a module with 16-bit weights to the compute dtype."""
+
+    __name__ = "CastInputs"  # torch.export asks every hook for one
+
+    def __init__(self, policy: PrecisionPolicy, dtype: torch.dtype) -> None:
+        self.policy = policy
+        self.dtype = dtype
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the arguments to call the module with."""
+        return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
+
+
+class CastOutputs:
+    """A forward hook: floating outputs to the output dtype, fp32, so that the loss is an island."""
+
+    __name__ = "CastOutputs"
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+
+    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
+        """Give the output to return to the caller."""
+        return cast_floating(output, self.policy.output_dtype)
+
+
+class CastRecurrentInputs:
+    """A forward pre-hook of LSTM, GRU and RNN: floating inputs to the format of the weights."""
+
+    __name__ = "CastRecurrentInputs"
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the arguments to call the layer with."""
+        dtype = next(layer.parameters()).dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
+    """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
+
+    Modules that the policy's rules place otherwise than what calls them get a
+    :class:`FormatRegion`. Recurrent layers of 16 bits get their inputs in their own format, which
+    torch asks for before any operation runs.
+
+    Returns:
+        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`, all
+        of it with :func:`give_back_`.
+    """
+    handles = []
+    add_regions_(module, policy)
+    if policy.param_dtype != torch.float32:
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):
+                hook = CastRecurrentInputs()
+                handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+        dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
+        inputs = CastInputs(policy, dtype)
+        handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
+    if policy.compute_dtype != torch.float32:
+        handles.append(module.register_forward_hook(CastOutputs(policy)))
+    return handles
+
+
+class Region:
+    """Stands as ``forward`` in a module's own attributes, around the module's own forward.
+
+    Unlike a pair of hooks it cannot be left by an interrupt with the context still on, holds no
+    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
+    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class FormatRegion(Region):
+    """The forward of a module that rules place in another format than what is around it.
+
+    In fp32: floating inputs are cast to fp32, autocast is off, and floating outputs are cast to
+    what the surroundings compute in. Under a 16-bit policy that is the compute dtype. Under
+    ``*-mixed`` outputs stay fp32: autocast casts operands of products itself, and sums, as of a
+    residual stream, keep their bits; CUDA's autocast does the same after an operation of its fp32
+    list. Nothing here asks which operation or device it is, so dtypes are the same on CPU and CUDA.
+
+    Back in the policy's own format, inside of an fp32 module: inputs are cast to the compute dtype
+    or autocast is on again, and outputs are cast to fp32.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, placement: Placement) -> None:
+        compute, stored_low = policy.compute_dtype, policy.param_dtype != torch.float32
+        low = compute if stored_low else None
+        super().__init__(placement.module)
+        self.inputs = torch.float32 if placement.fp32 else low
+        self.outputs = torch.float32 if placement.around_fp32 else low
+        self.autocast = None if placement.fp32 or not policy.casts_per_op else compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward in its format."""
+        if self.inputs is not None:
+            args, kwargs = cast_floating(args, self.inputs), cast_floating(kwargs, self.inputs)
+        with self._context(_device_type(self.module, args, kwargs)):
+            output = self.inside(args, kwargs)
+        return output if self.outputs is None else cast_floating(output, self.outputs)
+
+    def _context(self, device_type: str) -> AbstractContextManager[object]:
+        if not _has_autocast(device_type):
+            return nullcontext()
+        if self.autocast is not None:
+            return torch.autocast(device_type, dtype=self.autocast)
+        if torch.is_autocast_enabled(device_type):
+            return torch.autocast(device_type, enabled=False)
+        return nullcontext()
+
+
+def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Autocast:
+    """The context for a model's forward and loss; what its rules ask of modules is in its regions.
+
+    Where a rule keeps the model itself in fp32, operation-wise casts are off outside of its
+    submodules too.
+
+    Raises:
+        PrecisionError: If the device cannot honour the policy.
+    """
+    return Autocast(policy, model, device)
+
+
+def autocast(
+    policy: str | PrecisionPolicy, device: str | torch.device, model: nn.Module | None = None
+) -> Autocast:
+    """The context for a forward under a policy, without an optimizer.
+
+    In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
+
+    Args:
+        policy: A policy, its name, field string or ``.toml`` file.
+        device: Where the forward runs, such as ``"cpu"``.
+        model: Needed where a policy says how weights are stored or has rules for modules. It must
+            be as the policy says already; nothing of it is changed.
+
+    Raises:
+        PrecisionError: If the device cannot honour the policy, or a context alone cannot.
+
+    Example:
+        >>> with autocast("bf16-mixed", "cpu"):
+        ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        torch.bfloat16
+    """
+    value = parse_policy(policy)
+    where = as_device(device)
+    if model is not None:
+        require_model(model, "autocast(model)")
+    context = Autocast(value, model, where)
+    low = value.param_dtype != torch.float32
+    if model is not None:
+        check_wrappers(value, model)
+        _require_prepared(value, model)
+    elif value.rules or low or value.casts == "module":
+        what = "has rules for modules" if value.rules else "says how weights are stored"
+        raise PrecisionError(
+            f"policy {value} {what}, so that autocast needs the model: autocast(policy, device, "
+            "model) with one that halfstep.Precision has prepared; in training use "
+            "precision.autocast()"
+        )
+    return context
+
+
+def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
+    """Refuse a model whose weights or modules are not as the policy says."""
+    cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
+    if policy.param_dtype != torch.float32:
+        wanted = parameter_dtypes(policy, model)
+        for name, parameter in model.named_parameters():
+            if name in wanted and parameter.dtype != wanted[name]:
+                raise PrecisionError(
+                    f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
+                    f"stores it in {dtype_name(wanted[name])}; {cure}"
+                )
+    if policy.rules and policy.compute_dtype != torch.float32:
+        for placement in place(policy, model):
+            own = placement.module.__dict__.get("forward")
+            if needs_region(placement) and not isinstance(own, Region):
+                raise PrecisionError(
+                    f"rule {placement.rule!r} of policy {policy} is not applied to "
+                    f"{placement.name or 'the model'}; {cure}"
+                )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types
+def _has_autocast(device_type: str) -> bool:
+    """A constant to ``torch.compile``, which in torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Where a module computes: with its parameters, or where its arguments are."""
+    for tensor in module.parameters():
+        return tensor.device.type
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook that does nothing, for torch to see that a module's call matters.
+
+    ``TransformerEncoderLayer`` in evaluation else hands the weights of its submodules to one fused
+    kernel and calls none of them.
+    """
+
+
+def add_regions_(model: nn.Module, policy: PrecisionPolicy) -> None:
+    """Make every module compute as the policy's rules say; earlier rules' regions go.
+
+    Raises:
+        PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
+    """
+    placements = place(policy, model) if policy.rules else []
+    remove_regions_(model)
+    if policy.compute_dtype == torch.float32:
+        return
+    for placement in placements:
+        module = placement.module
+        if needs_region(placement) and not isinstance(module.__dict__.get("forward"), Region):
+            module.forward = FormatRegion(policy, placement)
+            module.register_forward_pre_hook(keep_fused_paths_off)
+
+
+def remove_regions_(model: nn.Module) -> None:
+    """Give every module its own forward back."""
+    for module in model.modules():
+        while isinstance(region := module.__dict__.get("forward"), Region):
+            del module.forward
+            if region.replaced is not None:
+                module.forward = region.replaced
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is keep_fused_paths_off:
+                    del module._forward_pre_hooks[key]
+
+
+def is_cast(value: object) -> bool:
+    """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
+    kinds = CastInputs | CastOutputs | CastRecurrentInputs | Region
+    return isinstance(value, kinds) or value is keep_fused_paths_off
+
+
+def give_back_(model: nn.Module) -> None:
+    """Take everything off a model that :func:`cast_at_border` has put on it, regions included."""
+    remove_regions_(model)
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, CastInputs | CastOutputs | CastRecurrentInputs):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+# What torch's own wrappers around a model do to its weights and gradients, held to the policy.
+#
+# A wrapper has formats of its own: FSDP2 gathers weights in its ``param_dtype`` and sums gradients
+# in its ``reduce_dtype``, whatever the policy says; DDP sums ``parameter.grad``, which masters and
+# buffers have taken away by then. None of them tells.
+
+
+def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
+    """Refuse a model that is wrapped to compute or to sum otherwise than the policy says.
+
+    Raises:
+        PrecisionError: Naming the wrapper, what it does, and what to do.
+    """
+    moves_on = policy.has_masters or policy.update != "nearest"  # gradients, as they are finished
+    for name, module in model.named_modules():
+        what = name or "the model"
+        if hasattr(module, "_fsdp_wrapped_module"):
+            raise PrecisionError(
+                f"{what} is a FullyShardedDataParallel (FSDP1), whose flat parameters do not say "
+                "which part a rank holds, so that norms cannot be told; use "
+                "torch.distributed.fsdp.fully_shard"
+            )
+        if isinstance(module, DistributedDataParallel) and moves_on:
+            raise PrecisionError(
+                f"{what} is a DistributedDataParallel, which sums parameter.grad: under policy "
+                f"{policy} gradients have moved on by then, and every rank would train by "
+                "its own; use halfstep.distributed (parallel=data=N), or bf16-mixed"
+            )
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if policy.loss_scale.calibrate and sharded:
+        raise PrecisionError(
+            "init_scale=auto tries scales on each rank by itself, and ranks that share the "
+            "parameters of one model would add gradients of different scales; use init_scale=65536"
+        )
+    found = dict(fsdp_modules(model))
+    for name, state in found.items():
+        _check_casts(policy, name or "the model", getattr(state, "_mp_policy", None))
+    if policy.casts == "module":
+        outside = [n for n, p in model.named_parameters() if not is_sharded(p)]
+        if not found or outside:
+            raise PrecisionError(
+                f"policy {policy} computes in {dtype_name(policy.compute_dtype)} where FSDP2 "
+                f"gathers weights, and {outside[0] if outside else 'this model'} is not sharded "
+                "by it: use torch.distributed.fsdp.fully_shard, or halfstep.distributed "
+                "(parallel=shard=N), or policy bf16-mixed"
+            )
+
+
+def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
+    """Hold one module's ``MixedPrecisionPolicy`` to the policy."""
+    gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
+    summed = getattr(casts, "reduce_dtype", None) or gathered
+    output = getattr(casts, "output_dtype", None) or torch.float32
+    wanted = policy.compute_dtype if policy.casts == "module" else policy.param_dtype
+    if gathered != wanted:
+        nearest = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
+        raise PrecisionError(
+            f"{what} is sharded by fully_shard with MixedPrecisionPolicy(param_dtype="
+            f"{dtype_name(gathered)}), so it computes with weights in that format, and policy "
+            f"{policy} asks for {dtype_name(wanted)} there; use "
+            f"param_dtype={_written(policy, wanted)}, or policy {nearest}"
+        )
+    if summed != policy.reduce_dtype:
+        raise PrecisionError(
+            f"{what} is sharded by fully_shard with MixedPrecisionPolicy that sums gradients in "
+            f"{dtype_name(summed)}, and policy {policy} in {dtype_name(policy.reduce_dtype)}; use "
+            f"reduce_dtype={policy.reduce_dtype}, or the policy with reduce={dtype_name(summed)}"
+        )
+    if output not in (torch.float32, wanted):
+        raise PrecisionError(
+            f"{what} is sharded by fully_shard with MixedPrecisionPolicy(output_dtype="
+            f"{dtype_name(output)}), and policy {policy} hands out fp32; leave output_dtype out"
+        )
+
+
+def _written(policy: PrecisionPolicy, wanted: torch.dtype) -> str:
+    """``param_dtype`` as it is written: None means as stored."""
+    return str(wanted) if policy.casts == "module" else "None"

@@ -1,0 +1,393 @@
+"""Applies the op table: modes through which every torch function passes while they are entered.
+
+:class:`AutocastCasts` makes a CPU under ``torch.autocast`` compute in the formats of CUDA's
+autocast. :class:`StoredCasts` promotes operands of two formats under 16-bit weights. Both stand
+above autograd and autocast, as ``x.float()`` written by hand would, so gradients come back in the
+format of what was cast, and checkpointing and ``torch.compile`` see the casts as part of the model.
+
+A mode of this kind sees the functions that Python calls, not what a function written in C++ calls
+inside; for those torch's own autocast remains underneath. A function of torch that is written in
+Python (``F.multi_head_attention_forward``, ``Tensor.backward``) is run with the mode still on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, reduce
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from halfstep.precision.casting.fp32_pins import Pins
+from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS, PRODUCTS
+from halfstep.precision.masters.arrivals import is_running
+from halfstep.precision.policy.policy import LOW
+
+Function = Callable[..., Any]
+_NO_16_BITS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_RUNS_BACKWARD = frozenset(
+    {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)  # in one call, whose products no mode sees one by one
+_entered = threading.local()
+
+
+class OpCasts(TorchFunctionMode):
+    """Casts nothing itself; pins how fp32 products round where the process says otherwise.
+
+    Enter an instance once, and make a new one for each entry. Of nested ones only the innermost
+    acts.
+
+    Args:
+        pins: The switches to hold while a product runs; None where they are right as they are.
+    """
+
+    table: Mapping[Function, str] = {}
+
+    def __init__(self, pins: Pins | None = None) -> None:
+        super().__init__()
+        self.pins = pins
+        self.covered = False
+        self._running: list[Function] = []
+
+    def __enter__(self) -> OpCasts:
+        modes = _modes()
+        if modes:
+            modes[-1].covered = True
+        modes.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        modes = _modes()
+        modes.remove(self)
+        if modes:
+            modes[-1].covered = False
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        cast = self.table.get(func)
+        plain = type(func) is not FunctionType or func in LEAVES
+        if self.covered or (plain and cast is None and self.pins is None):
+            # most calls, a model's every view and shape: as short as can be
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if cast is not None and self.is_on():
+            return self.cast(cast, func, args, kwargs)
+        if cast == "product":
+            args, kwargs = self.agreed(args, kwargs)
+        if plain or torch.compiler.is_compiling() or not self.looks_inside(func):
+            return self.call(func, args, kwargs)
+        if not all(map(_overrides_nothing, types)):
+            return self.call(func, args, kwargs)
+        return self._inside(func, args, kwargs)
+
+    def looks_inside(self, func: Function) -> bool:
+        """Whether the calls that a function written in Python makes matter here."""
+        return self.pins is not None
+
+    def is_on(self) -> bool:
+        """Whether the table applies now."""
+        return False
+
+    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of the table."""
+        raise NotImplementedError
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The operands of a product, while the table does not apply."""
+        return args, kwargs
+
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function as it is."""
+        if self.pins is None or func not in PRODUCTS:
+            return func(*args, **kwargs)
+        with self.pins:
+            return func(*args, **kwargs)
+
+    def _inside(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of torch written in Python, and have its calls pass through here too."""
+        body = body_of(func)
+        if body is None or func in self._running:
+            return func(*args, **kwargs)
+        self._running.append(func)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            if self.pins is None or func not in _RUNS_BACKWARD:
+                return body(*args, **kwargs)
+            with self.pins:
+                return body(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._running.pop()
+
+
+class AutocastCasts(OpCasts):
+    """CUDA's lists on a CPU, while ``torch.autocast("cpu")`` is on."""
+
+    table = AUTOCAST_ON_CPU
+
+    def is_on(self) -> bool:
+        """Whether autocast is on: not in fp32 regions, nor in a backward but for recomputation."""
+        return torch.is_autocast_enabled("cpu")
+
+    def looks_inside(self, func: Function) -> bool:
+        """Not while autocast is off, but that a backward may compute a part again with it on."""
+        return self.pins is not None or self.is_on() or func in _RUNS_BACKWARD
+
+    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function with its operands in the format of its list."""
+        if kwargs.get("out") is not None or cast == "product":
+            # autocast leaves out= alone on CUDA as well; products it casts by itself
+            return self.call(func, args, kwargs)
+        if cast == "into_self":
+            return self.call(func, *_into_self(args, kwargs))
+        if cast == "half":
+            to = torch.get_autocast_dtype("cpu")
+        elif cast == "fp32":
+            if kwargs.get("dtype") is not None:  # sum(dtype=...): as the user says
+                return self.call(func, args, kwargs)
+            to = torch.float32
+        else:
+            found = _formats((args, kwargs), on_cpu=True)
+            if cast == "as_given":
+                result = func(*args, **kwargs)
+                return _cast(result, found.pop()) if len(found) == 1 else result
+            args, kwargs = _cast((args, kwargs), _widest(found), on_cpu=True)
+            with torch.autocast("cpu", enabled=False):  # what it is made of is not cast again
+                return self.call(func, args, kwargs)
+        args, kwargs = _cast((args, kwargs), to, on_cpu=True)
+        return self.call(func, args, kwargs)
+
+    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """In a backward, 16-bit gradients meet fp32 tensors that a Function of the user's saved.
+
+        Their product runs in 16 bits, as it would under ``torch.amp.custom_bwd``.
+        """
+        if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
+            found = _formats((args, kwargs), on_cpu=True)
+            if len(found) == 2 and torch.float32 in found:
+                return _cast((args, kwargs), min(found, key=_bytes), on_cpu=True)  # type: ignore[no-any-return]
+        return args, kwargs
+
+
+class StoredCasts(OpCasts):
+    """The promotion of operands of two formats under a policy with 16-bit weights.
+
+    Args:
+        compute: The policy's compute dtype.
+        pins: As for :class:`OpCasts`.
+    """
+
+    table = MIXED_FUNCTIONS
+
+    def __init__(self, compute: torch.dtype, pins: Pins | None = None) -> None:
+        super().__init__(pins)
+        self.compute = compute
+
+    def is_on(self) -> bool:
+        """Always: where formats agree, most of the table does nothing."""
+        return True
+
+    def looks_inside(self, func: Function) -> bool:
+        """Always, since operands of two formats may meet there as well."""
+        return True
+
+    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function with its operands in one format, where they have several."""
+        if cast in ("loss", "fp32"):
+            return self.call(func, *_low_to_fp32((args, kwargs)))
+        if cast == "into_self":
+            return self.call(func, *_into_self(args, kwargs))
+        found = _formats((args, kwargs))
+        if len(found) < 2:
+            return self.call(func, args, kwargs)
+        if cast == "product":
+            if self.compute not in found:
+                return self.call(func, args, kwargs)
+            if func is F.scaled_dot_product_attention:
+                args, kwargs = _with_finite_mask(args, kwargs, self.compute)
+            out = kwargs.get("out")
+            to = self.compute if out is None else out.dtype
+            if any(isinstance(v, Tensor) and v.layout in _NO_16_BITS for v in args):
+                to = torch.float32
+        elif cast == "widest":
+            to = _widest(found)
+        elif cast == "statistics":
+            # (input, weight, bias, running mean, running variance): those are written in place, and
+            # torch would write 16-bit ones of an fp32 norm into a copy; alone it refuses them
+            first, rest = args[:3], args[3:]
+            kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
+            if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):
+                return self.call(func, args, kwargs)
+            first, named = _low_to_fp32(first), _low_to_fp32(kwargs)
+            return self.call(func, (*first, *rest), named)
+        else:
+            to = _widest(found | {torch.float32})
+        args, kwargs = _cast((args, kwargs), to)
+        return self.call(func, args, kwargs)
+
+
+def inside_casts() -> bool:
+    """Whether this thread is inside of any mode of this file."""
+    return bool(_modes())
+
+
+def _modes() -> list[OpCasts]:
+    found: list[OpCasts] | None = getattr(_entered, "modes", None)
+    if found is None:
+        found = _entered.modes = []
+    return found
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def _formats(value: Any, *, on_cpu: bool = False) -> set[torch.dtype]:
+    """The floating dtypes in arguments; of what autocast may touch, with ``on_cpu``."""
+    found: set[torch.dtype] = set()
+    _collect(value, found, on_cpu)
+    return found
+
+
+def _collect(value: Any, found: set[torch.dtype], on_cpu: bool) -> None:
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, Tensor):
+            dtype = item.dtype
+            if dtype not in found and dtype.is_floating_point:
+                if on_cpu and (dtype == torch.float64 or item.device.type != "cpu"):
+                    continue
+                found.add(dtype)
+        elif isinstance(item, list | tuple | dict):
+            _collect(item, found, on_cpu)
+
+
+def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
+    """Cast floating tensors in arguments; of those that autocast may touch, with ``on_cpu``."""
+    if isinstance(value, Tensor):
+        if value.dtype == to or not value.is_floating_point():
+            return value
+        if on_cpu and (value.dtype == torch.float64 or value.device.type != "cpu"):
+            return value
+        return value.to(to)
+    if type(value) is tuple or type(value) is list:
+        return type(value)([_cast(item, to, on_cpu=on_cpu) for item in value])
+    if type(value) is dict:
+        return {key: _cast(item, to, on_cpu=on_cpu) for key, item in value.items()}
+    return value
+
+
+def _low_to_fp32(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in LOW else value
+    if type(value) is tuple or type(value) is list:
+        return type(value)([_low_to_fp32(item) for item in value])
+    if type(value) is dict:
+        return {key: _low_to_fp32(item) for key, item in value.items()}
+    return value
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _widest(found: set[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, found) if found else torch.float32
+
+
+def _into_self(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return args, kwargs
+    to = args[0].dtype
+    return (args[0], *_cast(args[1:], to)), _cast(kwargs, to)
+
+
+def _with_finite_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Attention's arguments with a float mask cast so that large numbers stay finite.
+
+    The smallest fp32 number, which masks are made of, is -inf in 16 bits, and a row of nothing but
+    -inf has a softmax of NaN. What is -inf already stays so.
+    """
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.dtype == dtype:
+        return args, kwargs
+    range_ = torch.finfo(dtype)
+    finite = mask.clamp(range_.min, range_.max)
+    mask = torch.where(mask.isinf(), mask, finite).to(dtype)
+    if "attn_mask" in kwargs:
+        return args, {**kwargs, "attn_mask": mask}
+    return (*args[:3], mask, *args[4:]), kwargs
+
+
+# --- functions of torch that are written in Python ------------------------------------------------
+
+_PLAIN = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+@cache
+def _overrides_nothing(kind: type) -> bool:
+    """Whether a type of tensor leaves functions of torch as they are."""
+    override = getattr(kind, "__torch_function__", None)
+    known = (_PLAIN, torch._C._disabled_torch_function_impl)
+    return getattr(override, "__func__", override) in known
+
+
+LEAVES: frozenset[Function] = frozenset(
+    {
+        *(F.dropout, F.embedding, F.relu, F.relu6, F.silu, F.leaky_relu, F.elu, F.hardtanh),
+        *(F.sigmoid, F.tanh, F.glu, F.mish, F.hardswish),
+        *(torch.Tensor.split, torch.Tensor.unflatten, torch.split, torch.broadcast_tensors),
+    }
+)
+"""Functions written in Python that models call often, with nothing of the table inside."""
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_bodies: dict[Function, Function | None] = {}
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function, but that no argument and no mode overrides anything."""
+
+    def __init__(self, real: dict[str, Any]) -> None:
+        super().__init__(dict.fromkeys(_CHECKS, _nothing_overrides))
+        self.real = real
+
+    def __missing__(self, name: str) -> Any:
+        return self.real[name]
+
+
+def _nothing_overrides(*_: Any) -> bool:
+    return False
+
+
+def body_of(func: Function) -> Function | None:
+    """A function of torch whose calls pass through a mode; None for one that never asks for modes.
+
+    Such a function asks ``has_torch_function`` before all else and hands itself to the mode, so
+    that its own code never runs under one. The copy gets "no" for an answer and goes on.
+    """
+    if func not in _bodies:
+        body = None
+        if isinstance(func, FunctionType) and set(_CHECKS) & set(func.__code__.co_names):
+            body = FunctionType(
+                func.__code__,
+                _Globals(func.__globals__),
+                func.__name__,
+                func.__defaults__,
+                func.__closure__,
+            )
+            body.__kwdefaults__ = func.__kwdefaults__
+        _bodies[func] = body
+    return _bodies[func]

@@ -1,0 +1,1 @@
+"""Weights that lose nothing: masters, how gradients reach them, and exact rounding."""

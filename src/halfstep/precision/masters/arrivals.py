@@ -1,0 +1,258 @@
+"""How gradients arrive in ``p.grad``: unscaled, and added up in the policy's format.
+
+A backward of ``loss * S`` gives every gradient times S. Here it is divided by S again before it
+reaches ``p.grad``, so that what can be seen between two lines of a training loop is the gradient:
+clipping, masks, noise, norms and hooks on parameters need not know of the scale. S is a power of
+two and p.grad fp32, so the division is exact.
+
+Gradients of 16-bit weights stay 16 bit after one backward, as autograd made them, and become fp32
+when a second one is about to be added. Under fp16 they are fp32 from the start: unscaled, fp16
+could not hold them; and so are those of parameters with hooks of the user's, which may multiply
+them by an fp32 mask. Between two backwards ``p.grad`` takes a tensor of any format.
+
+A loss may reach leaves that are not the model's: an image that is attacked or painted, a module
+that another optimizer trains. Their gradients are unscaled too, for the time of the backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
+from halfstep.precision.policy.policy import LOW, PrecisionPolicy
+from halfstep.precision.scaling.calibrate import graph_leaves
+
+# Thread to 1 / S of the backward that it runs: a loss may reach models of another Precision.
+_RUNNING: dict[int, float] = {}
+
+
+def is_running(device: torch.device) -> bool:
+    """Whether this thread runs a backward of some Precision, or works for one, as on CUDA.
+
+    Args:
+        device: Of what is computed. A CPU's part of a backward runs in the thread that called it.
+    """
+    return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
+
+
+class _Unscale:
+    """A hook of a parameter: the arriving gradient times 1 / S of the backward that made it."""
+
+    __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
+
+    def __init__(self, widens: bool) -> None:
+        self.widens = widens  # gradients that arrive add up in fp32
+        self.inverse: float | None = None  # of a backward of the parameter's own Precision
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        inverse = self.inverse
+        if inverse is None:
+            inverse = _RUNNING.get(threading.get_ident())
+        if inverse is None and is_running(gradient.device):  # on CUDA, in a thread of its own
+            inverse = next(iter(_RUNNING.values()), None)
+        return None if inverse is None or inverse == 1.0 else gradient * inverse
+
+
+class Arrivals:
+    """The parameters of one Precision, as receivers of gradients."""
+
+    def __init__(self, policy: PrecisionPolicy, model: nn.Module) -> None:
+        """Ask whether FSDP2 sets the gradients of sharded parameters.
+
+        Args:
+            policy: In which format gradients add up, and whether they are scaled.
+            model: FSDP2 computes with parameters of its own, and writes ``p.grad`` of the sharded
+                ones past autograd, so that no hook of theirs runs.
+        """
+        self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
+        self._widens = policy.grad_dtype == torch.float32
+        self._scaled = policy.loss_scale.kind != "none"
+        self._unscale = _Unscale(self._widens)
+        self._handles: list[RemovableHandle] = []
+        self._low: list[nn.Parameter] = []  # whose gradients add up in fp32
+        self._received: list[nn.Parameter] = []  # of 16 bits, by autograd
+        self._sharded: list[nn.Parameter] = []
+        self._left: list[tuple[nn.Parameter, int, int]] = []
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Let a trainable parameter, in its final dtype, receive as the policy says."""
+        sharded = self._by_fsdp and is_sharded(parameter)
+        if sharded:
+            self._sharded.append(parameter)
+        if parameter.dtype in LOW:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = None  # of any format
+            if self._widens:
+                self._low.append(parameter)
+                gradient = None if gradient is None else gradient.float()
+            if not sharded:
+                self._received.append(parameter)
+            parameter.grad = gradient
+        if self._scaled and not sharded:
+            for number in _hooks_of(parameter):  # that another Precision has put there
+                parameter._backward_hooks.pop(number)  # type: ignore[union-attr]
+            self._handles.append(self._hook(parameter))
+
+    def _hook(self, tensor: Tensor) -> RemovableHandle:
+        handle: RemovableHandle = tensor.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+        _move_first(tensor, handle.id)
+        return handle
+
+    @contextmanager
+    def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The context of a backward of ``loss * scale``.
+
+        Args:
+            scale: A power of two.
+            loss: Whose graph is searched for leaves that are not the model's.
+            inputs: What alone gets a gradient; none: all leaves.
+        """
+        wide = self._prepare(scale)
+        leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
+        passing = self._receive_foreign(leaves, wide)
+        inner = [tensor for tensor in inputs if scale != 1.0 and not tensor.is_leaf]
+        _multiply_gradients_(inner, scale)
+        thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
+        outer, self._unscale.inverse = self._unscale.inverse, 1.0 / scale
+        _RUNNING[thread] = 1.0 / scale
+        try:
+            yield
+        finally:
+            self._unscale.inverse = outer
+            if before is None:
+                del _RUNNING[thread]
+            else:
+                _RUNNING[thread] = before
+            for handle in passing:
+                handle.remove()
+            for parameter in wide:
+                parameter.grad_dtype = None
+            if scale != 1.0:
+                for parameter in self._sharded:
+                    gradient = parameter.grad
+                    if gradient is not None and gradient.dtype in LOW and self._widens:
+                        parameter.grad = gradient.float()
+                _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
+
+    def _prepare(self, scale: float) -> list[Tensor]:
+        """Make what is there ready for more to be added by autograd; return what gets fp32."""
+        for parameter in self._low:
+            if parameter.grad is not None and parameter.grad.dtype in LOW:
+                parameter.grad = parameter.grad.float()
+        wide: list[Tensor] = []
+        for parameter in self._received:
+            if (self._widens and parameter.dtype == torch.float16) or _has_hooks(parameter):
+                wide.append(_widened(parameter))
+        if scale != 1.0:
+            _multiply_gradients_(self._sharded, scale)
+        return wide
+
+    def _receive_foreign(
+        self, leaves: Iterable[Tensor], wide: list[Tensor]
+    ) -> list[RemovableHandle]:
+        """Unscale gradients of leaves that are not the model's; widen those of another Precision.
+
+        Args:
+            leaves: All that a loss reaches.
+            wide: What gets fp32; what is widened here is appended.
+
+        Returns:
+            Hooks of leaves that no Precision unscales already.
+        """
+        handles = []
+        for leaf in leaves:
+            theirs = [*_hooks_of(leaf).values()]
+            if not theirs:
+                handles.append(self._hook(leaf))
+            elif theirs[0].widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
+                wide.append(_widened(leaf))
+        return handles
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember how a backward has left the gradients."""
+        self._left = [(p, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+        self._left.sort(key=lambda left: left[0].numel())
+
+    def cleared(self) -> bool:
+        """Whether all gradients that the last backward has left were dropped or set to zero.
+
+        On a CPU one is looked at, the smallest, even where torch knows of no write to it, as
+        ``p.grad.data.zero_()`` is none; on a GPU that would have the host wait.
+        """
+        for parameter, identity, version in self._left:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            unwritten = id(gradient) == identity and gradient._version == version
+            if (unwritten and gradient.is_cuda) or bool(local_part(gradient).any()):
+                return False
+        return bool(self._left)
+
+    def release(self) -> None:
+        """Remove the hooks from all parameters; gradients that are there stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def close(self) -> None:
+        """Let parameters take gradients as torch's do, in the format of the weight."""
+        self.release()
+        for parameter in {*self._low, *self._received}:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        self._low, self._received, self._sharded, self._left = [], [], [], []
+
+
+def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
+    """The hooks that unscale a tensor's gradient, by their numbers: one, or none."""
+    hooks: dict[int, Any] = tensor._backward_hooks or {}
+    return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
+    return len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    """Let autograd give a parameter fp32 gradients, and make the one that is there fp32."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = torch.float32
+    parameter.grad = None if gradient is None else gradient.float()
+    return parameter
+
+
+def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        gradient = tensor.grad if tensor.is_leaf else _gradient_inside(tensor)
+        if gradient is not None:
+            local_part(gradient).mul_(factor)
+
+
+def _gradient_inside(activation: Tensor) -> Tensor | None:
+    with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
+        warnings.simplefilter("ignore", UserWarning)
+        return activation.grad
+
+
+def _move_first(parameter: Tensor, number: int) -> None:
+    """Let a hook run before the user's, which then see the gradient unscaled.
+
+    torch calls them in the order in which the dict was filled.
+    """
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    ours = hooks.pop(number)
+    others = [*hooks.items()]
+    hooks.clear()
+    hooks[number] = ours
+    hooks.update(others)

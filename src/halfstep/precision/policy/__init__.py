@@ -1,0 +1,1 @@
+"""What is asked for: the policy as a value, its spelling, and its rules by module."""

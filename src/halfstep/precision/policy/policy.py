@@ -1,0 +1,298 @@
+"""The precision policy: which number format each part of training uses, as one frozen value.
+
+A policy is written as a name (``bf16-mixed``), as a string of fields
+(``params=bf16,compute=bf16,master=fp32``) or as a TOML file (a base policy and what differs). All
+three give the same value, and ``str(policy)`` gives the canonical spelling back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
+"""The formats of 16 bits."""
+Casts = Literal["op", "module"]
+Update = Literal["nearest", "split", "split24", "stochastic", "kahan"]
+Moments = Literal["master", "fp32", "bf16", "8bit"]
+# They separate rules and fields; a module name that holds one is matched with ? in its place.
+_NOT_IN_RULES = frozenset("|,=:\"'")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: ``"bf16"`` for ``torch.bfloat16``."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _check_rules(rules: tuple[tuple[str, str], ...], tf32: bool, compute: str) -> None:
+    """Refuse a rule that cannot be honoured, or that could not be written into a field string."""
+    if rules and tf32:
+        raise PrecisionError(
+            f"rule {rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole process, "
+            "not by module; use compute=bf16 with rules, or fp32 throughout"
+        )
+    for pattern, form in rules:
+        if form not in ("fp32", compute):
+            allowed = ", ".join(dict.fromkeys(("fp32", compute)))
+            raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}")
+        glob = pattern.removeprefix("type:")
+        odd = sorted({char for char in glob if char in _NOT_IN_RULES or char.isspace()})
+        if not glob or odd or glob.endswith(".toml"):
+            found = f"contains {odd[0]!r}" if odd else "is empty" if not glob else "ends in .toml"
+            raise PrecisionError(
+                f"rule {pattern!r} {found}; allowed: a glob over module names such as '*.norm*', "
+                "or 'type:' and a glob over class names; ? stands for any one character"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """Which format each part of training uses; a combination that cannot be run is refused."""
+
+    param_dtype: torch.dtype = torch.float32
+    """What the module stores between steps. (FSDP2 uses this word for ``compute_dtype``.)"""
+    compute_dtype: torch.dtype = torch.float32
+    """Operands of matrix products and attention, forward and backward. Where it differs from
+    ``param_dtype``, operations are cast one by one (autocast)."""
+    output_dtype: torch.dtype = torch.float32
+    """Logits handed to the loss. Always fp32: the loss is an fp32 island."""
+    grad_dtype: torch.dtype = torch.float32
+    """The buffer in which gradients of several micro-batches are added up."""
+    reduce_dtype: torch.dtype = torch.float32
+    """Gradients on the wire between data-parallel ranks; unused on one device."""
+    master_dtype: torch.dtype = torch.float32
+    """What the optimizer updates. Equal to ``param_dtype`` means no second copy."""
+    update: Update = "nearest"
+    """How an update reaches a 16-bit weight without a second fp32 copy: ``"split"`` (the weight and
+    a 16-bit remainder are the exact fp32 master), ``"split24"`` (an 8-bit remainder, its last bit
+    rounded stochastically), ``"kahan"`` (a bf16 residual), ``"stochastic"`` (right on average); or
+    ``"nearest"``: from an fp32 copy where ``master_dtype`` is fp32; else small updates get lost."""
+    moments: Moments = "master"
+    """The optimizer's moments: in ``master_dtype``, or ``"fp32"``, ``"bf16"`` or ``"8bit"``."""
+    tf32: bool = False
+    """Whether fp32 matrix products may round their operands to tf32 (10 mantissa bits)."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """How the loss is scaled."""
+    casts: Casts = "op"
+    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for a
+    module when FSDP2 gathers its weights: cheaper, and residual streams are 16 bit too."""
+    rules: tuple[tuple[str, str], ...] = ()
+    """Modules with another format: pairs of a glob over module names (or ``type:`` and a glob over
+    class names) and ``"fp32"`` or the compute format. See ``rules.py``."""
+
+    def __post_init__(self) -> None:
+        """Raise PrecisionError for a combination that no code path can honour."""
+        for name in ("param", "compute", "output", "grad", "reduce", "master"):
+            dtype = getattr(self, f"{name}_dtype")
+            if dtype not in DTYPES.values():
+                if isinstance(dtype, str):
+                    raise PrecisionError(
+                        f"{name}={dtype!r}; allowed: a torch.dtype; by name write a field string, "
+                        "such as halfstep.parse_policy('params=bf16')"
+                    )
+                raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+        if not isinstance(self.loss_scale, LossScaleConfig):
+            raise PrecisionError(
+                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
+                "LossScaleConfig(kind='dynamic')"
+            )
+        ways = (("update", Update), ("moments", Moments), ("casts", Casts))
+        for key, allowed in ((key, get_args(kind)) for key, kind in ways):
+            if getattr(self, key) not in allowed:
+                raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
+        p, c, m = self.param_dtype, self.compute_dtype, self.master_dtype
+        low = p != torch.float32
+        if low and c != p:
+            raise PrecisionError(
+                f"params={dtype_name(p)} with compute={dtype_name(c)}: 16-bit weights compute in "
+                f"their own format; use compute={dtype_name(p)}, or params=fp32"
+            )
+        if m not in (torch.float32, p):
+            raise PrecisionError(
+                f"params={dtype_name(p)} with master={dtype_name(m)}: the master is fp32 or the "
+                "weights themselves"
+            )
+        if self.update != "nearest":
+            kept = torch.float32 if self.update in ("split", "split24") else torch.bfloat16
+            if p != torch.bfloat16 or m != kept:
+                raise PrecisionError(
+                    f"update={self.update} with params={dtype_name(p)}, master={dtype_name(m)}: "
+                    f"use params=bf16,master={dtype_name(kept)},update={self.update}; for fp16 "
+                    "weights use fp16-master"
+                )
+        if self.casts == "module" and (low or c != torch.bfloat16 or self.rules):
+            raise PrecisionError(
+                f"casts=module with params={dtype_name(p)}, compute={dtype_name(c)}"
+                f"{' and rules' if self.rules else ''}: allowed: params=fp32,compute=bf16 without "
+                "rules, as bf16-module; use a *-mixed policy for others"
+            )
+        if self.moments == dtype_name(m):
+            object.__setattr__(self, "moments", "master")
+        grad = p if self.is_pure else torch.float32
+        if self.grad_dtype != grad:
+            raise PrecisionError(
+                f"grad={dtype_name(self.grad_dtype)} with master={dtype_name(m)}: gradients add up "
+                f"in the format the optimizer updates; use grad={dtype_name(grad)}"
+            )
+        if self.output_dtype != torch.float32:
+            raise PrecisionError(
+                f"output={dtype_name(self.output_dtype)}: the loss is always computed in fp32; "
+                "use output=fp32"
+            )
+        if self.tf32 and (low or c != torch.float32):
+            raise PrecisionError(
+                "compute=tf32 rounds the operands of fp32 matrix products; it needs params=fp32"
+            )
+        object.__setattr__(self, "rules", tuple((str(p), str(f)) for p, f in self.rules))
+        _check_rules(self.rules, self.tf32, dtype_name(c))
+
+    @property
+    def name(self) -> str:
+        """The preset's name, and reduce, moments and rules where only these differ; or all."""
+        for name, preset in POLICIES.items():
+            plain = replace(self, moments="master", rules=(), reduce_dtype=preset.reduce_dtype)
+            if plain == preset:
+                wire = self.reduce_dtype != preset.reduce_dtype
+                reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
+                moments = [] if self.moments == "master" else [f"moments={self.moments}"]
+                return ",".join([name, *reduce, *moments, *_spell_rules(self.rules)])
+        return _spell(self)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates fp32 copies of 16-bit weights."""
+        return self.param_dtype != self.master_dtype and self.update == "nearest"
+
+    @property
+    def keeps_more_than_weights(self) -> bool:
+        """Whether the numbers that are trained are finer than the module's weights."""
+        return self.has_masters or self.update in ("split", "split24", "kahan")
+
+    @property
+    def needs_own_optimizer(self) -> bool:
+        """Whether only halfstep's optimizers keep weights and moments as this policy says."""
+        return self.update != "nearest" or self.moments != "master"
+
+    @property
+    def moment_format(self) -> str:
+        """The moments' format by name, ``"master"`` resolved."""
+        return dtype_name(self.master_dtype) if self.moments == "master" else self.moments
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether weights are 16 bit with no fp32 copy, so that small updates round to nothing."""
+        return self.master_dtype != torch.float32 and self.update == "nearest"
+
+    @property
+    def casts_per_op(self) -> bool:
+        """Whether fp32 weights are cast to the compute dtype operation by operation (autocast)."""
+        return self.compute_dtype != self.param_dtype and self.casts == "op"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _master(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
+    return PrecisionPolicy(
+        param_dtype=dtype, compute_dtype=dtype, loss_scale=LossScaleConfig(kind=kind)
+    )
+
+
+def _pure(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
+    return PrecisionPolicy(
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        grad_dtype=dtype,
+        reduce_dtype=dtype,
+        master_dtype=dtype,
+        loss_scale=LossScaleConfig(kind=kind),
+    )
+
+
+def _kept(update: Update, master: torch.dtype) -> PrecisionPolicy:
+    return PrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        master_dtype=master,
+        update=update,
+    )
+
+
+POLICIES: dict[str, PrecisionPolicy] = {
+    "fp32": PrecisionPolicy(),
+    "tf32": PrecisionPolicy(tf32=True),
+    "bf16-mixed": PrecisionPolicy(compute_dtype=torch.bfloat16),
+    "bf16-module": PrecisionPolicy(compute_dtype=torch.bfloat16, casts="module"),
+    "fp16-mixed": PrecisionPolicy(
+        compute_dtype=torch.float16, loss_scale=LossScaleConfig(kind="dynamic")
+    ),
+    "bf16-master": _master(torch.bfloat16, "none"),
+    "fp16-master": _master(torch.float16, "dynamic"),
+    "bf16-split": _kept("split", torch.float32),
+    "bf16-split24": _kept("split24", torch.float32),
+    "bf16-kahan": _kept("kahan", torch.bfloat16),
+    "bf16-sr": _kept("stochastic", torch.bfloat16),
+    "bf16-pure": _pure(torch.bfloat16, "none"),
+    "fp16-pure": _pure(torch.float16, "dynamic"),
+}
+ALIASES = {
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "fp32-true": "fp32",
+    "no": "fp32",
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "mixed_bfloat16": "bf16-mixed",
+    "amp_bf16": "bf16-mixed",
+    "fp16": "fp16-mixed",
+    "float16": "fp16-mixed",
+    "half": "fp16-mixed",
+    "16": "fp16-mixed",
+    "mixed_float16": "fp16-mixed",
+    "16-mixed": "fp16-mixed",
+    "amp": "fp16-mixed",
+    "amp_fp16": "fp16-mixed",
+    "bf16-true": "bf16-pure",
+    "16-true": "fp16-pure",
+    "fp16-true": "fp16-pure",
+}
+POLICY_FIELDS = {
+    "params": "param_dtype",
+    "compute": "compute_dtype",
+    "output": "output_dtype",
+    "grad": "grad_dtype",
+    "reduce": "reduce_dtype",
+    "master": "master_dtype",
+}
+WAYS = {"update": "nearest", "moments": "master", "casts": "op"}
+
+
+def _spell(policy: PrecisionPolicy) -> str:
+    parts = [f"{key}={dtype_name(getattr(policy, name))}" for key, name in POLICY_FIELDS.items()]
+    parts += [f"{key}={getattr(policy, key)}" for key in WAYS if getattr(policy, key) != WAYS[key]]
+    if policy.tf32:
+        parts[1] = "compute=tf32"
+    default = LossScaleConfig(kind=policy.loss_scale.kind)
+    parts.append(f"scale={policy.loss_scale.kind}")
+    if policy.loss_scale.calibrate:
+        parts.append("init_scale=auto")
+    for key in LOSS_SCALE_FIELDS:
+        value = getattr(policy.loss_scale, key)
+        measured = policy.loss_scale.calibrate and key == "init_scale"
+        if value != getattr(default, key) and not measured:
+            parts.append(f"{key}={value!r}")
+    return ",".join([*parts, *_spell_rules(policy.rules)])
+
+
+def _spell_rules(rules: tuple[tuple[str, str], ...]) -> list[str]:
+    if all(form == "fp32" for _, form in rules):
+        return ["keep_fp32=" + "|".join(pattern for pattern, _ in rules)] if rules else []
+    return ["rules=" + "|".join(f"{pattern}:{form}" for pattern, form in rules)]

@@ -1,0 +1,215 @@
+"""Which modules a policy's rules keep in which format.
+
+A rule is a pattern and a format: ``("*.norm*", "fp32")``. The pattern is a glob over the module's
+qualified name (``*`` matches dots too), or ``type:`` and a glob over the name of its class. For
+every module::
+
+    rules match the module itself    the last of them decides
+    none does                        its parent decides; for the root, the policy
+
+So a rule on a module holds for all below it, a rule that matches deeper down overrides it there in
+whatever order they stand, and among rules that match the same module the later one wins.
+
+What "fp32" means for a module is in :class:`cast.FormatRegion`; a module that
+calls no submodule's forward but uses its weights (``torch.nn.MultiheadAttention``) is one piece.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the rules say of one module.
+
+    Attributes:
+        name: Its qualified name, one of several where a module is shared.
+        module: The module.
+        fp32: Whether a rule keeps it in fp32; else it is in the policy's own format.
+        rule: The pattern that decided, ``""`` where none did.
+        direct: Whether that pattern matches the module itself.
+        around_fp32: Whether the module that calls it is kept in fp32: the nearest one above that
+            has a forward (a ``ModuleList`` has none).
+    """
+
+    name: str
+    module: nn.Module
+    fp32: bool
+    rule: str
+    direct: bool
+    around_fp32: bool
+
+
+def place(policy: PrecisionPolicy, model: nn.Module) -> list[Placement]:
+    """Apply the rules to every module, a shared one under each of its names; parents first.
+
+    Raises:
+        PrecisionError: If a rule matches no module, or rules contradict each other about a shared
+            module or parameter.
+    """
+    named = list(model.named_modules(remove_duplicate=False))
+    if policy.rules:
+        _require_matches(policy, model, named)
+    found: dict[str, Placement] = {}
+    for name, module in named:
+        above = found[name.rpartition(".")[0]] if name else None
+        matching = [rule for rule in policy.rules if matches(rule[0], name, module)]
+        if matching:
+            pattern, form = matching[-1]
+            fp32 = form == "fp32"
+        else:
+            pattern, fp32 = (above.rule, above.fp32) if above else ("", _is_fp32(policy))
+        around = fp32 if above is None else above.fp32 if _runs(above) else above.around_fp32
+        found[name] = Placement(name, module, fp32, pattern, bool(matching), around)
+    placements = list(found.values())
+    if policy.rules:
+        _check_shared(policy, placements)
+    return placements
+
+
+def matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """Whether a rule's pattern matches a module of this qualified name."""
+    if pattern.startswith("type:"):
+        return fnmatchcase(type(module).__name__, pattern.removeprefix("type:"))
+    return fnmatchcase(name, pattern)
+
+
+def parameter_dtypes(policy: PrecisionPolicy, model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype in which the model stores each floating parameter, by its name in the model.
+
+    Raises:
+        PrecisionError: As :func:`place`.
+    """
+    kept = kept_parameters(policy, model)
+    return {
+        name: torch.float32 if name in kept else policy.param_dtype
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+    }
+
+
+def kept_parameters(policy: PrecisionPolicy, model: nn.Module) -> set[str]:
+    """Names of the parameters that rules keep in fp32.
+
+    Raises:
+        PrecisionError: As :func:`place`.
+    """
+    if not policy.rules:
+        return set()
+    kept = {
+        id(parameter)
+        for placement in place(policy, model)
+        for parameter in placement.module._parameters.values()
+        if placement.fp32
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) in kept}
+
+
+def root_is_fp32(policy: PrecisionPolicy, model: nn.Module) -> bool:
+    """Whether a rule keeps the model itself in fp32: what runs outside all its submodules."""
+    matching = [form for pattern, form in policy.rules if matches(pattern, "", model)]
+    return bool(matching) and matching[-1] == "fp32"
+
+
+def needs_region(placement: Placement) -> bool:
+    """Whether the module's forward must be told its format; else what is around it has told it."""
+    if not has_forward(placement.module):
+        return False
+    if not placement.fp32:
+        return placement.around_fp32
+    return placement.direct or next(placement.module.parameters(), None) is not None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module is called itself, as a ``ModuleList`` is not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _runs(placement: Placement) -> bool:
+    return not placement.name or has_forward(placement.module)
+
+
+def _is_fp32(policy: PrecisionPolicy) -> bool:
+    return policy.compute_dtype == torch.float32
+
+
+def _require_matches(
+    policy: PrecisionPolicy, model: nn.Module, named: list[tuple[str, nn.Module]]
+) -> None:
+    for pattern, form in policy.rules:
+        if any(matches(pattern, name, module) for name, module in named):
+            continue
+        glob = pattern.removeprefix("type:")
+        what, known = "module", [name for name, _ in named if name]
+        if glob != pattern:
+            what, known = "class", sorted({type(module).__name__ for _, module in named})
+        close = difflib.get_close_matches(glob, known, n=3, cutoff=0.4) or known[:3]
+        hint = f"there are {', '.join(close)}" if close else "the model has no submodules"
+        owner = next(
+            (n.rpartition(".")[0] for n, _ in model.named_parameters() if fnmatchcase(n, glob)), ""
+        )
+        if owner:
+            hint = f"it matches a parameter of {owner}, and rules are about modules"
+        raise PrecisionError(f"rule {pattern!r} -> {form} matches no {what} of the model: {hint}")
+
+
+def _check_shared(policy: PrecisionPolicy, placements: list[Placement]) -> None:
+    """Refuse what one rule keeps in fp32 and another, or none, in the policy's format."""
+    compute = dtype_name(policy.compute_dtype)
+    modules: dict[int, Placement] = {}
+    owners: dict[int, tuple[str, bool]] = {}
+    for placement in placements:
+        module = placement.module
+        first = modules.setdefault(id(module), placement)
+        region = needs_region(placement)
+        if placement.fp32 != first.fp32 and (region or needs_region(first)):
+            low, high = sorted((first, placement), key=lambda p: p.fp32)
+            raise PrecisionError(
+                f"the module that is both {high.name} and {low.name} is fp32 by rule {high.rule!r} "
+                f"under the one name and {compute} under the other; give both names one rule"
+            )
+        if region and placement.around_fp32 != first.around_fp32:
+            low, high = sorted((first, placement), key=lambda p: p.around_fp32)
+            raise PrecisionError(
+                f"the module that is both {high.name} and {low.name} is called from fp32 at the "
+                f"one place and from {compute} at the other; give both callers one rule"
+            )
+        if isinstance(module, nn.MultiheadAttention):
+            _check_attention(placement, placements)
+        for name, parameter in _low_owners(policy, placement):
+            other, fp32 = owners.setdefault(parameter, (name, placement.fp32))
+            if fp32 != placement.fp32:
+                high_name, low_name = (other, name) if fp32 else (name, other)
+                raise PrecisionError(
+                    f"{high_name} and {low_name} are one tensor, which rules keep in fp32 for the "
+                    f"one and in {compute} for the other; give both modules the same rule"
+                )
+
+
+def _low_owners(policy: PrecisionPolicy, placement: Placement) -> Iterator[tuple[str, int]]:
+    """Name and identity of the module's own parameters, where the policy stores 16 bits."""
+    if policy.param_dtype != torch.float32:
+        for name, parameter in placement.module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                yield f"{placement.name}.{name}".removeprefix("."), id(parameter)
+
+
+def _check_attention(attention: Placement, placements: list[Placement]) -> None:
+    inside = f"{attention.name}." if attention.name else ""
+    for placement in placements:
+        if placement.name.startswith(inside) and placement.fp32 != attention.fp32:
+            raise PrecisionError(
+                f"rule {placement.rule or attention.rule!r} separates {placement.name} from "
+                f"{attention.name or 'the model'}, a MultiheadAttention, which uses its weights "
+                f"without calling it; write a rule for {attention.name or '*'} as a whole"
+            )

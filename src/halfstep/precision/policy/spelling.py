@@ -1,0 +1,223 @@
+"""Read a precision policy from a name, a string of fields or a file."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.policy.policy import (
+    ALIASES,
+    DTYPES,
+    POLICIES,
+    POLICY_FIELDS,
+    WAYS,
+    PrecisionPolicy,
+)
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+
+
+def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
+    """Read a policy from its name, alias, field string or ``.toml`` file.
+
+    Grammar: ``key=value`` pairs joined by commas, after a name to start from if there is one. Keys:
+    ``params compute output grad reduce master`` (fp32, bf16, fp16; compute also tf32), ``update``
+    (nearest, split, split24, kahan, stochastic), ``moments`` (master, fp32, bf16, 8bit), ``scale``
+    (none, static, dynamic), the fields of
+    :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module names,
+    joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after those of ``keep_fp32``).
+    What is left out follows from what is there: compute from params; master is fp32, or bf16 with
+    update kahan or stochastic; grad and reduce follow master; scale is dynamic where compute is
+    fp16. A file holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list
+    of globs, and rules as a table ``[rules]`` of ``"glob" = "format"``.
+
+    Raises:
+        PrecisionError: For an unknown name, key or value, or fields that contradict each other.
+
+    Example:
+        >>> str(parse_policy("bf16"))
+        'bf16-mixed'
+        >>> str(parse_policy("params=fp16"))
+        'fp16-master'
+        >>> parse_policy("bf16-split,moments=8bit").moments
+        '8bit'
+        >>> parse_policy("fp16-mixd")
+        Traceback (most recent call last):
+        ...
+        halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
+'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, bf16-module, fp16-mixed, bf16-master, fp16-master, \
+bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, with fields such as \
+'bf16-split,moments=8bit', or a .toml file
+    """
+    if isinstance(spec, PrecisionPolicy):
+        return spec
+    if not isinstance(spec, str):
+        raise PrecisionError(_no_policy(spec))
+    name = spec.strip()
+    lower = name.lower()
+    known = POLICIES.get(ALIASES.get(lower, lower))
+    if known is not None:
+        return known
+    if name.endswith(".toml"):
+        return _read_file(Path(name))
+    if "=" in name:
+        first, _, rest = name.partition(",")
+        base = None if "=" in first else parse_policy(first)
+        pairs = [part.partition("=") for part in (name if base is None else rest).split(",")]
+        keys = [key.strip() for key, _, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise PrecisionError(f"{name!r} gives a key twice")
+        return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
+    raise PrecisionError(
+        f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
+        f"{', '.join(POLICIES)}, with fields such as 'bf16-split,moments=8bit', or a .toml file"
+    )
+
+
+def _hint(name: str) -> str:
+    """The known name that is meant; never one of another format than the name speaks of."""
+    formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
+    asked = next((short for word, short in formats.items() if word in name), "")
+    names = {**{policy: policy for policy in POLICIES}, **ALIASES}
+    known = [word for word, policy in names.items() if policy.startswith(asked)]
+    close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
+    return f", did you mean {close[0]!r}?" if close else "."
+
+
+def _no_policy(spec: object) -> str:
+    """What to write instead of something that is no text."""
+    if spec in (torch.bfloat16, torch.float16):
+        short = "bf16" if spec == torch.bfloat16 else "fp16"
+        return (
+            f"{spec} is a dtype, which does not say where it is used: write '{short}-mixed' "
+            f"(weights stay fp32), '{short}-master' or '{short}-pure'"
+        )
+    return (
+        f"the precision policy is a {type(spec).__name__}; allowed: a name such as 'bf16-mixed', "
+        "or a PrecisionPolicy"
+    )
+
+
+def _read_file(path: Path) -> PrecisionPolicy:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
+    base, kept, rules = (table.pop(key, None) for key in ("base", "keep_fp32", "rules"))
+    if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
+        raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
+    try:
+        values = {
+            key: value if isinstance(value, str) else repr(value) for key, value in table.items()
+        }
+        found = [*_keep_fp32(kept), *_rules(rules)]
+        return _from_fields(values, parse_policy(base) if base is not None else None, found)
+    except PrecisionError as error:
+        raise PrecisionError(f"policy file {path}: {error}") from error
+
+
+def _keep_fp32(value: object) -> list[tuple[str, str]]:
+    """Globs as a list, or joined by ``|``, as rules."""
+    globs = value.split("|") if isinstance(value, str) else [] if value is None else value
+    if not isinstance(globs, list) or not all(isinstance(glob, str) for glob in globs):
+        raise PrecisionError(f"keep_fp32 is {value!r}; allowed: a list of globs over module names")
+    return [(glob.strip(), "fp32") for glob in globs]
+
+
+def _rules(value: object) -> list[tuple[str, str]]:
+    """A table of globs and formats, or ``glob:format`` joined by ``|``, as rules."""
+    if isinstance(value, str):
+        parts = [part.rpartition(":") for part in value.split("|")]
+        return [(glob.strip(), form.strip()) for glob, _, form in parts]
+    table = {} if value is None else value
+    if not isinstance(table, dict) or not all(isinstance(form, str) for form in table.values()):
+        raise PrecisionError(
+            f'rules are {value!r}; allowed: a table with lines such as "*.norm" = "fp32", the '
+            "glob in quotes"
+        )
+    return list(table.items())
+
+
+def _from_fields(
+    values: dict[str, str], base: PrecisionPolicy | None, rules: Sequence[tuple[str, str]] = ()
+) -> PrecisionPolicy:
+    """Build a policy from spelled fields over a base, filling what was left out."""
+    rules = [*rules, *_keep_fp32(values.pop("keep_fp32", None)), *_rules(values.pop("rules", None))]
+    allowed = [*POLICY_FIELDS, *WAYS, "scale", *LOSS_SCALE_FIELDS, "keep_fp32", "rules"]
+    for key in values:
+        if key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(allowed)}")
+    tf32 = values.get("compute") == "tf32"
+    ways: dict[str, Any] = {key: values[key] for key in WAYS if key in values}
+    dtypes: dict[str, Any] = {
+        POLICY_FIELDS[key]: _read_dtype(key, value)
+        for key, value in values.items()
+        if key in POLICY_FIELDS and not (key == "compute" and tf32)
+    }
+    if base is None:
+        params = dtypes.setdefault("param_dtype", torch.float32)
+        compute = dtypes.setdefault("compute_dtype", torch.float32 if tf32 else params)
+        compensated = ways.get("update") in ("kahan", "stochastic")
+        master = dtypes.setdefault("master_dtype", params if compensated else torch.float32)
+        added = torch.float32 if compensated else master
+        dtypes.setdefault("grad_dtype", added)
+        dtypes.setdefault("reduce_dtype", added)
+        scale = LossScaleConfig(kind="dynamic" if compute == torch.float16 else "none")
+        base = PrecisionPolicy(**dtypes, **ways, tf32=tf32, loss_scale=scale)
+    elif "compute" in values:
+        dtypes.setdefault("compute_dtype", torch.float32)
+        if dtypes["compute_dtype"] != base.compute_dtype:  # a scale fits a format, not its heir
+            kind: Kind = "dynamic" if dtypes["compute_dtype"] == torch.float16 else "none"
+            base = replace(base, loss_scale=LossScaleConfig(kind=kind))
+    else:
+        tf32 = base.tf32
+    options: dict[str, Any] = {}
+    if "scale" in values:
+        options["kind"] = values["scale"]
+        if values["scale"] not in get_args(Kind):
+            raise PrecisionError(f"scale={values['scale']}; allowed: {', '.join(get_args(Kind))}")
+    for key in LOSS_SCALE_FIELDS:
+        if key in values:
+            if (key, values[key]) == ("init_scale", "auto"):
+                options["calibrate"] = True
+            else:
+                options[key] = _read_number(key, values[key])
+    if set(options) - {"kind"} and options.get("kind", base.loss_scale.kind) == "none":
+        raise PrecisionError(
+            f"{', '.join(sorted(set(options) - {'kind'}))} given, but this policy does not scale "
+            "the loss; add scale=dynamic or scale=static"
+        )
+    return replace(
+        base,
+        **dtypes,
+        **ways,
+        tf32=tf32,
+        rules=(*base.rules, *rules),
+        loss_scale=LossScaleConfig()
+        if options.get("kind") == "none"
+        else replace(base.loss_scale, **options),
+    )
+
+
+def _read_dtype(key: str, value: str) -> torch.dtype:
+    if value not in DTYPES:
+        allowed = [*DTYPES, "tf32"] if key == "compute" else [*DTYPES]
+        raise PrecisionError(f"{key}={value}; allowed: {', '.join(allowed)}")
+    return DTYPES[value]
+
+
+def _read_number(key: str, text: str) -> float | int:
+    try:
+        value = float(text)
+        integer = key in ("growth_interval", "hysteresis", "max_consecutive_skips")
+        return int(text) if integer else value
+    except ValueError:
+        raise PrecisionError(f"{key}={text}; allowed: a number") from None

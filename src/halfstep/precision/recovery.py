@@ -1,0 +1,247 @@
+"""What is done about a loss or gradients that are not finite and that no loss scale can cure."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.precision.agreement import Ranks
+from halfstep.precision.checks import some
+from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.scaling.gradients import NonFinite, find_nonfinite
+from halfstep.precision.scaling.loss_scale import LossScale
+
+Action = Literal["stop", "skip", "rollback"]
+_KEPT = ("params", "lr", "initial_lr")
+
+
+@dataclass(frozen=True, slots=True)
+class OnNonFinite:
+    """The choice, written ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
+
+    Attributes:
+        action: ``"stop"`` raises at once. ``"skip"`` leaves up to ``count`` such steps in a row
+            out. ``"rollback"`` goes back to a copy in memory that is taken every ``count`` applied
+            steps, 1 to ``count`` steps ago, and raises if that has not helped: if it happens again
+            before the next copy. Two copies are kept, so that one is at least a step old.
+        count: Steps; unused for ``"stop"``.
+    """
+
+    action: Action = "stop"
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
+        """Read the written form; a value is itself.
+
+        Raises:
+            PrecisionError: If it is neither of the three.
+        """
+        if isinstance(text, OnNonFinite):
+            return text
+        if not isinstance(text, str):
+            text = repr(text)  # which is none of them
+        name, _, number = text.partition(":")
+        if text == "stop":
+            return cls()
+        if name in get_args(Action)[1:] and number.isdecimal() and int(number) >= 1:
+            return cls(name, int(number))  # type: ignore[arg-type]
+        raise PrecisionError(
+            f"on_nonfinite={text!r}; allowed: stop, skip:K, rollback:N with K, N > 0"
+        )
+
+    def __str__(self) -> str:
+        return self.action if self.action == "stop" else f"{self.action}:{self.count}"
+
+
+def incurable(
+    policy: PrecisionPolicy, loss_scale: LossScale, found: NonFinite, loss: float, in_a_row: int
+) -> NonFiniteError | None:
+    """The error for gradients that are not finite, or None if a smaller loss scale may help.
+
+    Args:
+        policy: What the run uses.
+        loss_scale: Before it is updated.
+        found: The parameters concerned.
+        loss: Finite.
+        in_a_row: Steps skipped so far in a row, this one included.
+    """
+    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
+    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
+    same = "the weights are unchanged"
+    if policy.loss_scale.kind == "none":
+        return NonFiniteError(
+            f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
+            f"or values beyond {dtype_name(policy.compute_dtype)}; {same}",
+            cause="gradients",
+            parameters=found.names,
+        )
+    if loss_scale.at_floor:
+        return NonFiniteError(
+            f"{where} at the smallest loss scale {loss_scale.value:g}: no smaller scale can help, "
+            f"so this is no overflow by scaling but a bug or values beyond the format; {same}",
+            cause="loss_scale_floor",
+            parameters=found.names,
+        )
+    if in_a_row >= policy.loss_scale.max_consecutive_skips:
+        return NonFiniteError(
+            f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at "
+            f"loss scale {loss_scale.value:g}; {same}",
+            cause="skip_limit",
+            parameters=found.names,
+        )
+    return None
+
+
+def broken_loss(
+    policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
+) -> NonFiniteError:
+    """The error for a loss that is not finite before any gradient.
+
+    Args:
+        policy: What the run uses.
+        loss: NaN or inf.
+        model: Its weights may be what is not finite.
+        ranks: All of them get the same error.
+    """
+    weights = dict(model.named_parameters())
+    found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
+    broken = ranks.union(found, list(weights)).names
+    source, end = "the forward pass or the data made it", "; the weights are unchanged"
+    if broken:
+        source, end = f"the weights {some(broken)} are not finite", ""
+    return NonFiniteError(
+        f"the loss is {loss} before any gradient: {source}, no loss scale can help (policy "
+        f"{policy}){end}",
+        cause="forward",
+        parameters=broken,
+    )
+
+
+class Guard:
+    """Goes on after an error where that was asked for: leaves the step out, or goes back."""
+
+    def __init__(
+        self,
+        choice: OnNonFinite,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averages: Mapping[str, Tensor],
+        ranks: Ranks,
+    ) -> None:
+        self._choice = choice
+        self._ranks = ranks
+        self._model = model
+        self._optimizers = optimizers
+        self._averages = averages
+        self._copies: list[tuple[int, Snapshot]] = []  # steps applied by then; the newest last
+        self._applied = 0
+        self._in_a_row = 0
+        self._said = False
+
+    def start(self, applied: int) -> None:
+        """Begin after ``applied`` steps, with a copy of what is there."""
+        self._applied, self._in_a_row, self._copies = applied, 0, []
+        self._copy()
+
+    def applied(self) -> None:
+        """Count an applied step, and take a copy where it is time."""
+        self._applied += 1
+        self._in_a_row = 0
+        if self._choice.action == "rollback" and self._applied % self._choice.count == 0:
+            self._copy()
+
+    def _copy(self) -> None:
+        if self._choice.action == "rollback":
+            taken = Snapshot(self._model, self._optimizers, self._averages)
+            self._copies = [*self._copies[-1:], (self._applied, taken)]
+
+    def answer(self, error: NonFiniteError) -> bool:
+        """Go on, or raise ``error``.
+
+        Returns:
+            Whether weights, buffers, averages and optimizer state went back.
+
+        Raises:
+            NonFiniteError: Also where leaving the step out does not help, because the forward has
+                left a NaN in a buffer (running statistics).
+        """
+        choice = self._choice
+        self._in_a_row += 1
+        what = str(error).removesuffix("; the weights are unchanged")
+        if choice.action == "skip" and self._in_a_row <= choice.count:
+            floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
+            buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
+            if buffers:
+                raise NonFiniteError(
+                    f"{what}; the step was left out, but its forward has left values that are not "
+                    f"finite in {some(buffers)}; use on_nonfinite=rollback:N, which puts buffers "
+                    "back",
+                    cause=error.cause,
+                    parameters=buffers,
+                ) from error
+            self._say(f"the step is left out, as on_nonfinite={choice} allows: {what}")
+            return False
+        older = [copy for applied, copy in self._copies if applied < self._applied]
+        if choice.action == "rollback" and older:
+            older[-1].restore_()
+            self._copies = []  # if it happens again before the next copy, this did not help
+            self._say(f"back to a copy of earlier weights, on_nonfinite={choice}: {what}")
+            return True
+        raise error
+
+    def _say(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
+
+
+class Snapshot:
+    """A copy in memory of weights, buffers, averages and optimizer state, to go back to.
+
+    Learning rates stay: they belong to the schedule.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averages: Mapping[str, Tensor],
+    ) -> None:
+        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        held = {p.data_ptr() for p in owned}  # where a sharded weight's part may be among them
+        weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
+        parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
+        weights += [part for part in parts if part.data_ptr() not in held]
+        every = (*weights, *model.buffers(), *averages.values(), *owned)
+        self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
+        self._states = [
+            (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers
+        ]
+        self._groups = [
+            (group, {k: copy.deepcopy(v) for k, v in group.items() if k not in _KEPT})
+            for o in optimizers
+            for group in o.param_groups
+        ]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Put everything back, in place, bit for bit; it can be restored again."""
+        for tensor, value in self._tensors:
+            tensor.copy_(value)
+        for optimizer, states in self._states:
+            optimizer.state.clear()
+            for parameter, state in states.items():
+                optimizer.state[parameter] = copy.deepcopy(state)
+        for group, options in self._groups:
+            group.update(copy.deepcopy(options))

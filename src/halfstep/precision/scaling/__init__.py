@@ -1,0 +1,1 @@
+"""Loss scaling: how the scale moves, where it starts, and what it protects."""

@@ -1,0 +1,292 @@
+"""The index of a checkpoint: which file holds which piece of which tensor.
+
+``manifest.json``::
+
+    {"format": 2,
+     "files": {"weights-00001-of-00002.safetensors": {"sha256": "..."}, ..., "state.json": ...},
+     "weights": {"blocks.0.attention.weight": {
+         "shape": [768, 768], "dtype": "F32",
+         "pieces": [{"file": "weights-00001-of-00002.safetensors",
+                     "offset": [0, 0], "shape": [384, 768]}, ...]}},
+     "optimizer": {"blocks.0.attention.weight/exp_avg": ...}}
+
+A piece of 8-bit codes has ``"order"`` besides: its dims as they lie in memory, slowest first, which
+is how the file holds them; the tops of their blocks lie in the same file as ``NAME/exp_avg_tops``.
+
+A manifest is data from outside: whatever is not exactly of this form is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import CheckpointError
+from halfstep.trainer.checkpoint.pieces import Piece, fault
+
+FORMAT = 2
+STATE = "state.json"
+MANIFEST = "manifest.json"
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+SECTIONS = (WEIGHTS, OPTIMIZER)
+# safetensors' own names
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+EMPTY_CODES = "F32"  # an 8-bit moment without elements has no tops: its dtype on loading
+_SHARD = re.compile(r"(weights|optimizer)(-(\d{5,})-of-(\d{5,}))?\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_JSON_BYTES = 1 << 30  # the manifest of a model of 10,000 tensors on 1,000 ranks
+_MOST = 2**63 - 1  # torch's and safetensors' largest size
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A piece in a file.
+
+    Attributes:
+        file: Its name within the checkpoint.
+        piece: The box.
+        order: For 8-bit codes, the dims as they lie in memory; None for any other tensor.
+    """
+
+    file: str
+    piece: Piece
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor: its whole shape, its dtype by safetensors' name, and where its pieces are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Stored, ...]
+
+    @property
+    def coded(self) -> bool:
+        """Whether it is an 8-bit moment, which has block tops."""
+        return any(stored.order is not None for stored in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A checked manifest.
+
+    Attributes:
+        files: File name to SHA-256.
+        tensors: ``"weights"`` and ``"optimizer"``, each tensor name to entry.
+    """
+
+    files: dict[str, str]
+    tensors: dict[str, dict[str, Entry]]
+
+
+def shard_name(section: str, rank: int, size: int) -> str:
+    """The file of a rank's tensors; without numbers where there is one rank."""
+    return f"{section}{f'-{rank + 1:05d}-of-{size:05d}' if size > 1 else ''}.safetensors"
+
+
+def as_json(entry: Entry) -> dict[str, Any]:
+    """An entry as the manifest spells it."""
+    pieces = []
+    for stored in entry.pieces:
+        piece: dict[str, Any] = {
+            "file": stored.file,
+            "offset": list(stored.piece.offset),
+            "shape": list(stored.piece.local),
+        }
+        pieces.append(piece if stored.order is None else {**piece, "order": list(stored.order)})
+    return {"shape": list(entry.shape), "dtype": entry.dtype, "pieces": pieces}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file with one JSON object, in which no key stands twice.
+
+    Raises:
+        CheckpointError: If it cannot be read or is anything else.
+    """
+    require_plain(path)
+    try:
+        size = path.stat().st_size
+        if size > _JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: {size:,} bytes are no {path.name} of a checkpoint; it is damaged or "
+                f"foreign. Remove {path.parent} to go on from the checkpoint before it"
+            )
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
+    return value
+
+
+def require_plain(path: Path) -> None:
+    """Refuse a link, and what is not a file: reading a pipe would wait for ever.
+
+    Raises:
+        CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(
+            f"{path}: is a symbolic link; a checkpoint is read from plain files of its own folder "
+            "only: copy the file there"
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path}: is not a regular file; a checkpoint is read from plain files only. Remove "
+            f"{path.parent} to go on from the checkpoint before it"
+        )
+
+
+def check_index(raw: dict[str, Any], where: Path) -> Index:
+    """A manifest's content of the present format, checked whole.
+
+    Args:
+        raw: From :func:`read_json`.
+        where: Its path, for messages.
+
+    Raises:
+        CheckpointError: Naming the file and the tensor.
+    """
+    _keys(raw, {"format", "files", *SECTIONS}, f"{where}: not a halfstep checkpoint manifest")
+    files = checked_files(raw["files"], where)
+    tensors: dict[str, dict[str, Entry]] = {}
+    for section in SECTIONS:
+        entries = raw[section]
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{where}: {section!r} is no table; {_advice(where)}")
+        tensors[section] = {
+            name: _entry(entry, section, files, f"{where}: tensor {name!r} of {section}")
+            for name, entry in entries.items()
+        }
+    return Index(files, tensors)
+
+
+def checked_files(raw: Any, where: Path) -> dict[str, str]:
+    """The table of files, name to SHA-256; every name is one that a checkpoint can have.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    if not isinstance(raw, dict) or STATE not in raw:
+        raise CheckpointError(f"{where}: not a halfstep checkpoint manifest: no {STATE} in it")
+    for name, value in raw.items():
+        if name != STATE and not _SHARD.fullmatch(name):
+            raise CheckpointError(
+                f"{where}: names a file {name!r}; allowed: {STATE}, weights.safetensors, "
+                f"weights-00001-of-00002.safetensors and the same of optimizer; {_advice(where)}"
+            )
+        _keys(value, {"sha256"}, f"{where}: file {name!r}")
+        if not isinstance(value["sha256"], str) or not _SHA256.fullmatch(value["sha256"]):
+            raise CheckpointError(f"{where}: file {name!r} has no SHA-256; {_advice(where)}")
+    return {name: value["sha256"] for name, value in raw.items()}
+
+
+def _entry(raw: Any, section: str, files: Collection[str], what: str) -> Entry:
+    _keys(raw, {"shape", "dtype", "pieces"}, what)
+    shape = _sizes(raw["shape"], None, f"{what}: shape")
+    if not isinstance(raw["dtype"], str) or raw["dtype"] not in DTYPES:
+        raise CheckpointError(f"{what}: dtype {raw['dtype']!r}; allowed: {', '.join(DTYPES)}")
+    if not isinstance(raw["pieces"], list):
+        raise CheckpointError(f"{what}: its pieces are no list: the manifest is damaged")
+    pieces = tuple(
+        _piece(part, shape, section, files, f"{what}, piece {number}")
+        for number, part in enumerate(raw["pieces"])
+    )
+    used = [stored.file for stored in pieces]
+    problem = fault(shape, [stored.piece for stored in pieces])
+    if len(set(used)) != len(used):
+        problem = "two of its pieces are in one file"
+    if len({stored.order is None for stored in pieces}) > 1:
+        problem = "some pieces are 8-bit codes with block tops, some are not"
+    entry = Entry(shape, raw["dtype"], pieces)
+    if entry.coded and (section != OPTIMIZER or raw["dtype"] != "U8"):
+        problem = f"block tops at {raw['dtype']} of {section}; only 8-bit moments (U8) have some"
+    if problem:
+        raise CheckpointError(f"{what}: {problem}: the checkpoint is not whole or damaged")
+    return entry
+
+
+def _piece(
+    raw: Any, shape: tuple[int, ...], section: str, files: Collection[str], what: str
+) -> Stored:
+    wanted = {"file", "offset", "shape"}
+    coded = isinstance(raw, dict) and "order" in raw
+    _keys(raw, wanted | {"order"} if coded else wanted, what)
+    file = raw["file"]
+    if not isinstance(file, str) or file not in files or not file.startswith(section):
+        raise CheckpointError(
+            f"{what}: is said to be in file {file!r}, which is no {section} file of the manifest"
+        )
+    piece = Piece(
+        shape,
+        _sizes(raw["offset"], len(shape), f"{what}: offset"),
+        _sizes(raw["shape"], len(shape), f"{what}: shape"),
+    )
+    if 0 in piece.local:
+        raise CheckpointError(f"{what}: is empty; a checkpoint has no empty pieces")
+    order = _sizes(raw["order"], len(shape), f"{what}: order") if coded else None
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise CheckpointError(f"{what}: order {order} is not each dim of {shape} once")
+    return Stored(file, piece, order)
+
+
+def _sizes(raw: Any, count: int | None, what: str) -> tuple[int, ...]:
+    if (
+        not isinstance(raw, list)
+        or not all(type(n) is int and 0 <= n <= _MOST for n in raw)
+        or count not in (None, len(raw))
+    ):
+        count_text = "" if count is None else f"{count} "
+        raise CheckpointError(
+            f"{what}: {str(raw)[:80]!r}; allowed: {count_text}integers from 0 to 2^63 - 1"
+        )
+    return tuple(raw)
+
+
+def _keys(raw: Any, wanted: set[str], what: str) -> None:
+    if not isinstance(raw, dict) or set(raw) != wanted:
+        found = sorted(raw)[:8] if isinstance(raw, dict) else type(raw).__name__
+        raise CheckpointError(
+            f"{what}: has {found}, a manifest has {sorted(wanted)} there: it is damaged or foreign"
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _advice(where: Path) -> str:
+    return f"the manifest is damaged or foreign. Remove {where.parent} to go on from the one before"

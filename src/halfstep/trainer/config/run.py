@@ -1,0 +1,126 @@
+"""The part of a run's configuration that every task has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from halfstep.distributed.layout import Layout
+from halfstep.errors import ConfigError
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.recovery import OnNonFinite
+from halfstep.trainer.optimizer import OptimizerConfig, ScheduleConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """How long, how much at a time, where to, and on what."""
+
+    LEAST_STEPS: ClassVar[int] = 1
+
+    max_steps: int = 300
+    """Optimizer steps, skipped ones included."""
+    max_seconds: float = 0.0
+    """Stop, evaluate and save after this many seconds; 0: no limit."""
+    batch_size: int = 8
+    """Sequences in one optimizer step, over all ranks and micro-batches."""
+    grad_accum: int = 1
+    """Micro-batches that one step's batch is split into; divides batch_size."""
+    seed: int = 1337
+    """Seed of the initial weights, the batches and dropout."""
+    eval_every: int = 100
+    """Evaluate every this many steps and at the end; 0: at the end only."""
+    eval_batches: int = 16
+    """Validation batches per evaluation, spread over the file; 0: all of it."""
+    on_nonfinite: str = "stop"
+    """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
+    or "rollback:N" (go back up to N steps to a copy in memory, once)."""
+    lost_update_every: int = 50
+    """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
+    save_every: int = 100
+    """Save a checkpoint every this many steps and at the end; 0: at the end only."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are removed after a newer one is safely written."""
+    output_dir: str = ""
+    """Run folder; empty: runs/NAME-PRECISION-TIME."""
+    patience: int = 0
+    """Stop after this many evaluations in a row that are no better than the best; 0: never."""
+    report_to: Literal["none", "tensorboard"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+    parallel: str = ""
+    """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
+    "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
+    sequence_parallel: bool = False
+    """With tensor ranks: split norms and residual streams between them along the sequence."""
+    agree_every: int = 100
+    """Compare loss scale, counts and replicated weights between ranks every this many steps; 0:
+    at the start only."""
+    rank_timeout: float = 300.0
+    """Seconds after which a rank that does not answer ends the run."""
+    background_save: bool = True
+    """Write checkpoints beside training; a step then waits for a copy only."""
+    device: str = "auto"
+    """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values outside their range or that contradict each other."""
+        for name in ("max_steps", "batch_size", "grad_accum", "keep"):
+            least = self.LEAST_STEPS if name == "max_steps" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= {least}")
+        for name in (
+            "max_seconds", "eval_every", "eval_batches", "save_every", "lost_update_every",
+            "agree_every", "patience",
+        ):  # fmt: skip
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
+        if not self.rank_timeout > 0:
+            raise ConfigError(f"run.rank_timeout={self.rank_timeout}; allowed: seconds > 0")
+        _require_path(self.output_dir)
+        Layout.parse(self.parallel)
+        OnNonFinite.parse(self.on_nonfinite)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"run.seed={self.seed}; allowed: 0 to 2^63 - 1")
+        if self.batch_size % self.grad_accum:
+            raise ConfigError(
+                f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="
+                f"{self.grad_accum} equal micro-batches"
+            )
+
+
+def _require_path(text: str) -> None:
+    """Raises ConfigError for a run folder's name that no file system takes."""
+    longest = max(text.split("/"), key=len)
+    if len(longest.encode("utf-8", "surrogateescape")) > 255:
+        raise ConfigError(
+            f"run.output_dir: {longest[:30]}... has {len(longest)} characters; allowed: names of "
+            "at most 255 bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseConfig:
+    """Everything a run depends on, but for the task's own model and data."""
+
+    TASK: ClassVar[str]
+    """Name of the task in files: the key ``task``."""
+
+    name: str = "custom"
+    """A name for the run folder."""
+    precision: str = "bf16-mixed"
+    """A precision policy: a name, a field string or a .toml file."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        """Raise for contradictions between the parts."""
+        # Spelled out, so that a run does not depend on a policy file after it has started.
+        object.__setattr__(self, "precision", str(parse_policy(self.precision)))
+        if self.schedule.warmup_steps > self.run.max_steps >= 1:
+            raise ConfigError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} is longer than the run of "
+                f"run.max_steps={self.run.max_steps}; lower --schedule.warmup_steps"
+            )

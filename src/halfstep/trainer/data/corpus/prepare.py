@@ -1,0 +1,391 @@
+"""``prepare`` turns what the user named into two token files, once, and finds them ever after.
+
+::
+
+    list files -> hash contents -> split -> tokenizer (loaded, cached, or trained on train only)
+    -> each part: cached token file, or encode into the cache     (``.bin``: checked, used in place)
+
+Nothing is ever loaded whole: text passes in batches of a few MiB (``encode.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.cache import cache_root, fetch
+from halfstep.trainer.data.config import DataConfig, bpe_size
+from halfstep.trainer.data.corpus.documents import Span, read_pieces, whole
+from halfstep.trainer.data.corpus.encode import encode
+from halfstep.trainer.data.corpus.split import held_out, split, too_small
+from halfstep.trainer.data.corpus.token_file import TokenFile, load_tokens, write_tokens
+from halfstep.trainer.data.progress import CHECK, Progress, no_progress
+from halfstep.trainer.data.sources import (
+    Source,
+    check_unchanged,
+    content_sha256,
+    find_sources,
+    inspect_file,
+    read_chunks,
+    unreadable,
+)
+from halfstep.trainer.data.tokenizers.files import load_tokenizer
+from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from halfstep.trainer.data.tokenizers.training import MIN_FREQUENCY, SAMPLE_BYTES, train_bpe
+
+# nanoGPT's ``.bin`` files are used where they lie: raw little-endian uint16, no header, no copy.
+#
+# **Source:** nanoGPT ``data/openwebtext/prepare.py``, which writes them, and ``train.py``.
+
+
+ITEM_BYTES = 2
+"""Bytes of a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """The tokens ``start`` to ``stop`` of a ``.bin`` file."""
+
+    source: Source
+    start: int
+    stop: int
+
+
+def whole_file(sources: tuple[Source, ...], field: str) -> TokenSpan:
+    """Takes every token of the one ``.bin`` file.
+
+    Args:
+        sources: The files given; more than one could not be used without a copy.
+        field: Name for messages, ``data.train`` or ``data.validation``.
+
+    Raises:
+        DataError: There is more than one file, or it does not hold whole tokens.
+    """
+    if len(sources) > 1:
+        raise DataError(
+            f"{field} names {len(sources)} .bin files ({sources[0].path}, {sources[1].path}, ...), "
+            f"but one is used in place; name one each for data.train and data.validation, or join "
+            f"the shards with cat"
+        )
+    source = sources[0]
+    if source.size % ITEM_BYTES:
+        raise DataError(
+            f"{source.path}: {source.size} bytes are not a whole number of uint16 tokens (2 bytes "
+            f"each); the file is cut short or no nanoGPT .bin file: write it again"
+        )
+    return TokenSpan(source, 0, source.size // ITEM_BYTES)
+
+
+def split_file(span: TokenSpan, fraction: float) -> tuple[TokenSpan, TokenSpan]:
+    """Cuts the tokens into train and the last ``fraction``, validation.
+
+    Raises:
+        DataError: One of the two would be empty.
+    """
+    cut = span.stop - held_out(span.stop - span.start, fraction)
+    if cut <= span.start:
+        raise too_small([span.source.path], span.source.size)
+    return (
+        TokenSpan(span.source, span.start, cut),
+        TokenSpan(span.source, cut, span.stop),
+    )
+
+
+def check_ids(span: TokenSpan, tokenizer: Tokenizer, progress: Progress = no_progress) -> TokenFile:
+    """Reads every token once and makes sure that the tokenizer knows it.
+
+    Args:
+        span: The tokens to use.
+        tokenizer: The tokenizer that wrote them, as far as the user knows.
+        progress: Told about every chunk.
+
+    Returns:
+        A view of the file. ``text_bytes`` is exact where the tokenizer knows the bytes of each id.
+
+    Raises:
+        DataError: An id is outside the vocabulary, or the file cannot be read.
+    """
+    source, vocab_size = span.source, tokenizer.vocab_size
+    lengths = tokenizer.token_bytes
+    digest = hashlib.sha256()
+    position, text_bytes, held = span.start, 0, b""
+    for chunk in read_chunks(source, span.start * ITEM_BYTES, span.stop * ITEM_BYTES):
+        digest.update(chunk)
+        raw = held + chunk  # a short read may end within a token
+        held = raw[len(raw) - len(raw) % ITEM_BYTES :]
+        ids = np.frombuffer(raw, dtype="<u2", count=len(raw) // ITEM_BYTES)
+        bad = np.flatnonzero(ids >= vocab_size)
+        if len(bad):
+            raise DataError(
+                f"{source.path}: token {ids[bad[0]]} at offset {position + bad[0]} (byte "
+                f"{(position + bad[0]) * ITEM_BYTES}) is outside the vocabulary of {vocab_size} "
+                f"ids; give the tokenizer that wrote the file as data.tokenizer"
+            )
+        if lengths is not None:
+            text_bytes += int(lengths[ids].sum())
+        position += len(ids)
+        progress(CHECK, (position - span.start) * ITEM_BYTES, (span.stop - span.start) * ITEM_BYTES)
+    return TokenFile(
+        path=source.path,
+        dtype="uint16",
+        offset=span.start,
+        count=span.stop - span.start,
+        text_bytes=None if lengths is None else text_bytes,
+        vocab_size=vocab_size,
+        sha256=digest.hexdigest(),
+    )
+
+
+# The standard library of the running Python is a corpus that every user already has.
+
+
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+)
+"""Tests (many are not UTF-8 on purpose), what others installed, and ``ensurepip/_bundled``."""
+
+
+def standard_library(folder: Path | None = None) -> tuple[Source, ...]:
+    """Lists the ``.py`` files of the standard library in a shuffled order that never changes.
+
+    The order is that of the SHA-256 of each relative path, so that the tail that becomes validation
+    is a fair sample of the library and not its letters x to z.
+
+    Args:
+        folder: Where to look; None means the library of the Python that runs this.
+
+    Returns:
+        The sources, without empty files and without those that are not UTF-8.
+
+    Raises:
+        DataError: This Python has no library as source files (a zipped or frozen one).
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        found.extend(Path(parent, name) for name in files if name.endswith(".py"))
+    ordered = sorted(found, key=lambda path: _rank(path.relative_to(folder)))
+    sources = [inspect_file(path) for path in ordered if _is_text(path)]
+    if not sources:
+        raise DataError(
+            f"{folder}: this Python carries no standard library as .py files, so there is no "
+            f"default corpus; name text of your own with --data (data.train)"
+        )
+    return tuple(sources)
+
+
+def _rank(relative: Path) -> bytes:
+    return hashlib.sha256(relative.as_posix().encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+FORMAT_VERSION = 1
+"""Part of every cache name: raise it when the same input would give other files."""
+
+FINGERPRINT_FILE = "fingerprint"
+"""Beside a cached tokenizer: the fingerprint it had when it was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text of train or of validation."""
+
+    field: str
+    """Name for messages, ``data.train`` or ``data.validation``."""
+    spans: tuple[Span, ...]
+    identity: str
+    """Equal for equal text: the content hash of the corpus and which part of it this is."""
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of input in all spans."""
+        return sum(span.stop - span.start for span in self.spans)
+
+
+Part: TypeAlias = TextPart | TokenSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedData:
+    """All that training needs of the data."""
+
+    train: TokenFile
+    validation: TokenFile
+    tokenizer: Tokenizer
+
+
+def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedData:
+    """Finds or makes the token files that a configuration asks for.
+
+    Documents are separated by the tokenizer's end-of-text id, or by one newline if it has none.
+    Calls with the same content find the same files by its hash, whatever the paths are; several
+    processes may call this at once. ``.bin`` files are used in place.
+
+    Args:
+        config: What the user asks for.
+        progress: Called as ``progress(what, done_bytes, total_bytes)``, see ``progress.py``.
+
+    Returns:
+        The token files and the tokenizer.
+
+    Raises:
+        ConfigError: The tokenizer cannot be trained on this corpus.
+        DataError: Input cannot be used, or the cache cannot be written.
+    """
+    train, validation = _parts(config, progress)
+    root = cache_root(config.cache_dir)
+    tokenizer = _tokenizer(config.tokenizer, train, root, progress)
+    return PreparedData(
+        train=_token_file(train, tokenizer, root, progress),
+        validation=_token_file(validation, tokenizer, root, progress),
+        tokenizer=tokenizer,
+    )
+
+
+def prepare_one(
+    paths: tuple[str, ...],
+    tokenizer: Tokenizer,
+    cache_dir: str = "",
+    progress: Progress = no_progress,
+) -> TokenFile:
+    """Finds or makes the token file of one corpus, all of it, for a tokenizer that exists.
+
+    Args:
+        paths: Files, globs and folders, as ``DataConfig.train``; at least one.
+        tokenizer: What encodes it.
+        cache_dir: As in ``DataConfig``.
+        progress: As for :func:`prepare`.
+
+    Raises:
+        DataError: Input cannot be used, or the cache cannot be written.
+    """
+    part = _whole(find_sources(paths, "--data"), "--data", progress)
+    return _token_file(part, tokenizer, cache_root(cache_dir), progress)
+
+
+def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
+    """Lists and hashes the files, and decides which bytes are train and which validation."""
+    train = find_sources(config.train, "data.train") if config.train else standard_library()
+    validation = find_sources(config.validation, "data.validation") if config.validation else ()
+    _check_combination(config.tokenizer, train, validation)
+    if validation:
+        return (
+            _whole(train, "data.train", progress),
+            _whole(validation, "data.validation", progress),
+        )
+    fraction = config.validation_fraction
+    if _is_bin(train):
+        return split_file(whole_file(train, "data.train"), fraction)
+    content = content_sha256(train, progress)
+    first, last = split(train, fraction)
+    return (
+        TextPart("data.train", first, f"{content} without its last {fraction!r}"),
+        TextPart("data.validation", last, f"{content} only its last {fraction!r}"),
+    )
+
+
+def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> Part:
+    if _is_bin(sources):
+        return whole_file(sources, field)
+    return TextPart(field, whole(sources), content_sha256(sources, progress))
+
+
+def _is_bin(sources: tuple[Source, ...]) -> bool:
+    return sources[0].kind == "bin"  # find_sources refuses mixtures
+
+
+def _check_combination(
+    tokenizer: str, train: tuple[Source, ...], validation: tuple[Source, ...]
+) -> None:
+    binary = [source.path for source in (*train, *validation) if source.kind == "bin"]
+    if binary and bpe_size(tokenizer) is not None:
+        raise ConfigError(
+            f"data.tokenizer {tokenizer} cannot go with token files ({binary[0]}): BPE is trained "
+            f"on text, not on ids; give the path of the tokenizer that wrote them, or bytes"
+        )
+    known = {source.path.resolve() for source in train}
+    for source in validation:
+        if source.path.resolve() in known:
+            raise DataError(
+                f"{source.path}: is in both data.train and data.validation, so the validation loss "
+                f"would say nothing; take it out of one of them"
+            )
+
+
+def _tokenizer(spec: str, train: Part, root: Path, progress: Progress) -> Tokenizer:
+    if spec == "bytes":
+        return ByteTokenizer()
+    size = bpe_size(spec)
+    if size is None:
+        return load_tokenizer(spec)
+    # _check_combination refused bpe:N with anything but text.
+    assert isinstance(train, TextPart)
+    part, ids = train, size
+
+    def build(folder: Path) -> None:
+        pieces = read_pieces(part.spans)
+        trained = train_bpe(pieces, ids, total_bytes=part.source_bytes, progress=progress)
+        check_unchanged(span.source for span in part.spans)
+        trained.save(folder)
+        _write_fingerprint(folder, trained)
+
+    name = _name("bpe", ids, SAMPLE_BYTES, MIN_FREQUENCY, part.identity)
+    return fetch(root / "tokenizers", name, load=_cached_tokenizer, build=build)
+
+
+def _write_fingerprint(folder: Path, tokenizer: Tokenizer) -> None:
+    (folder / FINGERPRINT_FILE).write_text(tokenizer.fingerprint + "\n", encoding="utf-8")
+
+
+def _cached_tokenizer(folder: Path) -> Tokenizer | None:
+    try:
+        tokenizer = load_tokenizer(folder)
+        expected = (folder / FINGERPRINT_FILE).read_text(encoding="utf-8").strip()
+    except (DataError, OSError, ValueError):
+        return None
+    return tokenizer if tokenizer.fingerprint == expected else None
+
+
+def _token_file(part: Part, tokenizer: Tokenizer, root: Path, progress: Progress) -> TokenFile:
+    if isinstance(part, TokenSpan):
+        return check_ids(part, tokenizer, progress)
+
+    def build(folder: Path) -> None:
+        stream = encode(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
+        count = write_tokens(
+            folder, stream, vocab_size=tokenizer.vocab_size, source_bytes=part.source_bytes
+        )
+        if count == 0:
+            raise DataError(
+                f"{part.spans[0].source.path}: there is no text here for {part.field}, only empty "
+                f"documents; add text, or name other files"
+            )
+        check_unchanged(span.source for span in part.spans)
+
+    def load(folder: Path) -> TokenFile | None:
+        return load_tokens(folder, progress)
+
+    name = _name("tokens", tokenizer.fingerprint, part.identity)
+    return fetch(root / "tokens", name, load=load, build=build)
+
+
+def _name(*parts: object) -> str:
+    text = json.dumps([FORMAT_VERSION, *parts])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Instructions and chats for language models."""

@@ -1,0 +1,116 @@
+"""What a user can ask of the data of a causal-LM fine-tuning, checked without reading any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from halfstep.errors import ConfigError
+from halfstep.trainer.data.labelled.config import check_inputs
+
+Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
+Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
+DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
+
+AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
+FORMATS = (AUTO, ALPACA, CHAT, TEXT, COMPLETION)
+"""What a record is; ``auto`` tells it from the fields of the first record."""
+
+PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
+TEMPLATES = (PLAIN, ALPACA, VICUNA, TOKENIZER)
+"""The words around a prompt: none, Stanford Alpaca's, Vicuna's, the tokenizer's chat template."""
+
+TEMPLATES_OF = {
+    ALPACA: (ALPACA, VICUNA, TOKENIZER),
+    COMPLETION: (PLAIN, ALPACA, VICUNA, TOKENIZER),
+    CHAT: (TOKENIZER, VICUNA),
+    TEXT: (PLAIN,),
+}
+"""Templates that can write each format; the first is the one that "" stands for."""
+
+TRUNCATE, DROP, REFUSE = "truncate", "drop", "refuse"
+DROP_LONG = (TRUNCATE, DROP, REFUSE)
+"""What becomes of a document of more than ``max_length`` tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionsConfig:
+    """The data section of a causal-LM fine-tuning: which records, and how they become rows."""
+
+    train: tuple[str, ...] = ()
+    """``.jsonl`` files, ``.json`` lists or ``.txt`` texts, globs and folders of them."""
+
+    dev: tuple[str, ...] = ()
+    """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
+
+    dev_fraction: float = 0.1
+    """Share of the documents held out, drawn with the seed, in (0, 1); unused with ``dev``."""
+
+    format: Format = "auto"
+    """``alpaca``, ``chat``, ``text`` or ``prompt-completion``; ``auto`` goes by the fields."""
+
+    template: Template = ""
+    """``plain``, ``alpaca``, ``vicuna``, ``tokenizer`` (its own chat template); empty means the one
+    of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
+    tokenizer's own, or vicuna where the tokenizer has none."""
+
+    max_length: int = 1024
+    """Most tokens in a row, at least 2."""
+
+    packing: bool = True
+    """Whether several documents share a row (without seeing each other) to save padding."""
+
+    mask_prompt: bool = True
+    """Whether only answers are learned; otherwise prompts too."""
+
+    drop_long: DropLong = "truncate"
+    """What becomes of longer documents: ``truncate`` (cut at the right; plain text is cut into
+    several documents instead), ``drop`` or ``refuse``."""
+
+    def __post_init__(self) -> None:
+        for field in ("train", "dev"):
+            check_inputs(field, getattr(self, field))
+        fraction = self.dev_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
+            raise ConfigError(
+                f"data.dev_fraction must be a number between 0 and 1 (both excluded), got "
+                f"{fraction!r}; to evaluate on other records give data.dev"
+            )
+        _check_choice("format", self.format, FORMATS)
+        _check_choice("template", self.template, ("", *TEMPLATES))
+        _check_choice("drop_long", self.drop_long, DROP_LONG)
+        length = self.max_length
+        if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+            raise ConfigError(
+                f"data.max_length must be a whole number of at least 2 (a token and the one after "
+                f"it), got {length!r}"
+            )
+        for field in ("packing", "mask_prompt"):
+            if not isinstance(getattr(self, field), bool):
+                got = getattr(self, field)
+                raise ConfigError(f"data.{field} must be true or false, got {got!r}")
+        if self.format != AUTO:
+            check_template(self.format, self.template)
+
+
+def check_template(format: str, template: str) -> None:
+    """Makes sure that a template can write a format.
+
+    Args:
+        format: One of ``FORMATS`` but ``auto``.
+        template: One of ``TEMPLATES``, or "".
+
+    Raises:
+        ConfigError: It cannot: a conversation has no place in Alpaca's words, for example.
+    """
+    if template and template not in TEMPLATES_OF[format]:
+        raise ConfigError(
+            f"data.template {template} cannot write records of the format {format}; use "
+            f"{' or '.join(TEMPLATES_OF[format])}, or leave it empty"
+        )
+
+
+def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        shown = ", ".join(choice for choice in allowed if choice)
+        raise ConfigError(f"data.{field} must be one of {shown}; got {value!r}")

@@ -1,0 +1,160 @@
+"""Documents share rows without seeing each other, so that few positions are padding.
+
+A row is documents end to end. Positions restart at 0 where a document begins, which is how a model
+tells them apart, and no document has a target in the next one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from halfstep.trainer.data.corpus.batches import IGNORED
+from halfstep.trainer.data.instructions.documents import Documents, offsets
+
+LMBatch = tuple[Tensor, Tensor, Tensor]
+"""(ids_BT, targets_BT, positions_BT), int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one or several documents, in flat arrays."""
+
+    ids: npt.NDArray[np.int32]
+    """Shape (tokens,)."""
+    targets: npt.NDArray[np.int32]
+    """Shape (tokens,): the next token where that is to be learned, else ``IGNORED``."""
+    starts: npt.NDArray[np.int64]
+    """Shape (rows + 1,): where each row begins, and the end of the last."""
+    documents: npt.NDArray[np.int64]
+    """Shape (documents + 1,): where each document begins, and the end of the last."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row."""
+        return np.diff(self.starts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all rows."""
+        return len(self.ids)
+
+    @property
+    def learned_tokens(self) -> int:
+        """Targets that count, in all rows."""
+        return int(np.count_nonzero(self.targets != IGNORED))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of tokens among all positions if every row were as long as the longest."""
+        return self.tokens / (len(self) * int(self.lengths.max())) if len(self) else 1.0
+
+
+def pack(documents: Documents, max_length: int, *, packing: bool) -> Rows:
+    """Lays documents into rows.
+
+    Args:
+        documents: Each of at most ``max_length`` tokens.
+        max_length: Most tokens in a row.
+        packing: Whether rows are shared; otherwise each document is a row of its own.
+
+    Returns:
+        Rows that hold every document exactly once, whole.
+    """
+    lengths = documents.lengths
+    assert not len(lengths) or lengths.max() <= max_length, "fit the documents first"
+    shared = best_fit_decreasing(lengths.tolist(), max_length) if packing else None
+    if shared is not None:
+        documents = documents.select(np.array([n for row in shared for n in row], dtype=np.int64))
+        counts = np.array([len(row) for row in shared], dtype=np.int64)
+        starts = documents.starts[offsets(counts)]
+    else:
+        starts = documents.starts
+    targets = np.full(len(documents.ids), IGNORED, dtype=np.int32)
+    # The first token of a document is never learned, so nothing is a target across a border.
+    follows = np.flatnonzero(documents.learned)
+    targets[follows - 1] = documents.ids[follows]
+    return Rows(documents.ids, targets, starts, documents.starts)
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs lengths into bins: the longest first, each where it leaves the least room.
+
+    ::
+
+        for n in numbers, by length, longest first (ties: the smaller number first):
+            bin = the bin with the least room that still holds lengths[n], else a new one
+            (ties: the bin that came to this room last)
+
+    At most 11/9 of the fewest bins possible, plus 4.
+
+    Args:
+        lengths: Each at least 1 and at most ``capacity``.
+        capacity: Of a bin.
+
+    Returns:
+        Bins of numbers; depends on the arguments alone.
+
+    **Source:** Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
+    packing algorithms"; ``packing_strategy: bfd`` of TRL.
+    """
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room -> bins, the last to come to it at the end
+    rooms: list[int] = []  # keys of with_room, sorted
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        length = lengths[number]
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(number)
+        left = room - length
+        if left > 0:
+            if left not in with_room:
+                with_room[left] = []
+                insort(rooms, left)
+            with_room[left].append(chosen)
+    return bins
+
+
+def lm_batch(rows: Rows, indices: Sequence[int] | npt.NDArray[np.int64], pad_id: int) -> LMBatch:
+    """Builds the batch of some rows, padded on the right to the longest of them.
+
+    Args:
+        rows: Where to take them from.
+        indices: Numbers of rows, in the order of the batch.
+        pad_id: Id at padding; its target is ``IGNORED``, so any id will do.
+
+    Returns:
+        (ids_BT, targets_BT, positions_BT), int64. Padding is one more document: its positions too
+        restart at 0.
+    """
+    numbers = np.asarray(indices, dtype=np.int64)
+    lengths = rows.lengths[numbers]
+    shape = (len(numbers), int(lengths.max()) if len(numbers) else 0)
+    ids_BT = np.full(shape, pad_id, dtype=np.int64)
+    targets_BT = np.full(shape, IGNORED, dtype=np.int64)
+    positions_BT = np.empty(shape, dtype=np.int64)
+    for b, (start, length) in enumerate(zip(rows.starts[numbers], lengths, strict=True)):
+        stop = start + length
+        ids_BT[b, :length] = rows.ids[start:stop]
+        targets_BT[b, :length] = rows.targets[start:stop]
+        first, last = np.searchsorted(rows.documents, (start, stop))
+        begins = rows.documents[first : last + 1] - start  # of each document, then of the padding
+        widths = np.diff(begins, append=shape[1])
+        positions_BT[b] = np.arange(shape[1]) - np.repeat(begins, widths)
+    return torch.from_numpy(ids_BT), torch.from_numpy(targets_BT), torch.from_numpy(positions_BT)

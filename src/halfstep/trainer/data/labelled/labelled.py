@@ -1,0 +1,354 @@
+"""Files of labelled texts become the training and the evaluation data of a classifier."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.corpus.split import held_out
+from halfstep.trainer.data.labelled.config import LabelledConfig, LabelledData, LabelledTexts
+from halfstep.trainer.data.labelled.files import NamedTexts, label_name, read_named
+from halfstep.trainer.data.random_bits import permutation
+from halfstep.trainer.data.records import check_file, load_json, read_lines
+
+
+def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
+    """Reads, checks and, without dev files, splits labelled texts.
+
+    Args:
+        config: What to read.
+        seed: Decides the split, and nothing else; 0 <= seed < 2**64.
+
+    Returns:
+        Texts and class numbers, in the order of the files, with notes on what looks odd.
+
+    Raises:
+        ConfigError: There is no input, an optional library is missing, or a name is malformed.
+        DataError: Something cannot be read or used; the message names the place and the remedy.
+    """
+    if not config.train:
+        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
+    named = read_named(config.train, config, "train")
+    names = class_names(config, named)
+    notes = [_dropped("train", named)]
+    train = _numbered(named, names)
+    if config.dev:
+        why = "no training text has it; add some, or correct the label"
+        dev, note = read_known(config.dev, config, names, "dev", why)
+        notes.append(note)
+    else:
+        keep, out = stratified_split(train.labels, config.dev_fraction, seed)
+        notes.extend(
+            f"class {names[label]!r} has a single text: it is trained on and not evaluated"
+            for label in single_examples(train.labels)
+        )
+        train, dev = _take(train, keep), _take(train, out)
+    notes.extend(_odd(names, train, dev, split=not config.dev))
+    sha256 = content_sha256(names, train, dev)
+    return LabelledData(names, train, dev, sha256, tuple(note for note in notes if note))
+
+
+def read_known(
+    inputs: tuple[str, ...],
+    config: LabelledConfig,
+    names: tuple[str, ...],
+    role: str,
+    why: str = "the classifier has no such class",
+) -> tuple[LabelledTexts, str]:
+    """Reads labelled texts of classes that are known already.
+
+    Args:
+        inputs: As ``config.train``.
+        config: Columns, and what to do with empty texts.
+        names: The classes, in the order of their numbers.
+        role: ``dev`` or ``test``.
+        why: How the message about an unknown label goes on after the label.
+
+    Returns:
+        Texts and class numbers, and a note where texts were left out.
+
+    Raises:
+        ConfigError: As ``read_labelled``.
+        DataError: As ``read_labelled``; a label is not among ``names``.
+    """
+    named = read_named(inputs, config, role)
+    check_known(named, names, why)
+    return _numbered(named, names), _dropped(role, named)
+
+
+def content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
+    """Hashes names, texts and labels in order, every part with its length before it.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    _hash_strings(digest, names)
+    for part in (train, dev):
+        _hash_strings(digest, part.texts)
+        digest.update(np.array(part.labels, dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _hash_strings(digest: hashlib._Hash, strings: Sequence[str]) -> None:
+    digest.update(len(strings).to_bytes(8, "little"))
+    for string in strings:
+        raw = string.encode("utf-8")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+
+
+def _numbered(named: NamedTexts, names: Sequence[str]) -> LabelledTexts:
+    numbers = {name: number for number, name in enumerate(names)}
+    return LabelledTexts(named.texts, [numbers[label] for label in named.labels])
+
+
+def _take(part: LabelledTexts, places: npt.NDArray[np.int64]) -> LabelledTexts:
+    chosen = places.tolist()
+    return LabelledTexts([part.texts[i] for i in chosen], [part.labels[i] for i in chosen])
+
+
+def _dropped(role: str, named: NamedTexts) -> str:
+    return f"{role}: {named.dropped} empty texts left out" if named.dropped else ""
+
+
+def _odd(
+    names: tuple[str, ...], train: LabelledTexts, dev: LabelledTexts, *, split: bool
+) -> list[str]:
+    """Words what is no error but may surprise."""
+    notes = [
+        f"classes {shown(group)} differ only in case or blanks, and count as different"
+        for group in look_alikes(names)
+    ]
+    first: dict[str, int] = {}
+    conflicts = _conflicts(train, first)
+    repeated = sum(text in first for text in dev.texts)
+    conflicts |= _conflicts(dev, first)
+    if conflicts:
+        notes.append(f"{len(conflicts)} texts occur more than once, with different labels")
+    if repeated:
+        notes.append(
+            f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
+            f"good"
+        )
+    if not split and (absent := sorted(set(range(len(names))) - set(dev.labels))):
+        notes.append(f"dev has no text of {shown(names[label] for label in absent)}")
+    return notes
+
+
+def _conflicts(part: LabelledTexts, first: dict[str, int]) -> set[str]:
+    """Finds the texts whose label differs from the first one they were seen with; fills first."""
+    return {
+        text
+        for text, label in zip(part.texts, part.labels, strict=True)
+        if first.setdefault(text, label) != label
+    }
+
+
+# The names of the classes: given in a list or a file, or found in the data.
+
+
+SHOWN = 20
+"""Names listed in a message."""
+
+
+def class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
+    """Settles the names and their order, and makes sure that the training texts fit them.
+
+    Names that are found are sorted by code point, or by value if all are integers.
+
+    Returns:
+        At least two different names, each the label of a training text.
+
+    Raises:
+        DataError: The file of names is unusable, the texts have a label that is not in the list, a
+            listed class has no text, or there is one class only.
+    """
+    listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
+    found = set(train.labels)
+    names = tuple(listed) or sorted_names(found)
+    if listed:
+        where = config.labels_file or "data.labels"
+        check_known(train, names, f"{where} lacks it; add it there, or correct the text's label")
+        if absent := [name for name in names if name not in found]:
+            raise DataError(
+                f"{where}: no training text has the label {shown(absent)}, so that class would "
+                f"never be learned; add texts or remove the name"
+            )
+    if len(names) < 2:
+        raise DataError(
+            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
+            f"classes: add texts of another, or check the column (--label-column)"
+        )
+    return names
+
+
+def check_known(named: NamedTexts, names: tuple[str, ...], why: str) -> None:
+    """Makes sure that every label is in a list.
+
+    Args:
+        named: Texts and labels.
+        names: The list.
+        why: How the message goes on after the label.
+
+    Raises:
+        DataError: A label is not; the message tells where it stands first, and what is allowed.
+    """
+    allowed = set(names)
+    for name, where in named.first.items():
+        if name not in allowed:
+            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {shown(names)})")
+
+
+def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Sorts by value if all names are integers, else by code point."""
+    found = list(names)
+    if all(re.fullmatch(r"[+-]?[0-9]{1,18}", name) for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def read_names(given: str) -> tuple[str, ...]:
+    """Reads names in order: one a line, or a JSON list in a ``.json`` file.
+
+    Blanks around a name on a line, and blank lines, do not count.
+
+    Raises:
+        DataError: The file cannot be read, holds a name twice, or no name.
+    """
+    path = Path(given).expanduser()
+    check_file(path)
+    if path.suffix.lower() == ".json":
+        found = load_json(path)
+        if not isinstance(found, list):
+            kind = type(found).__name__
+            raise DataError(f'{path}: a JSON {kind}, not a list; write ["name", "name", ...]')
+        unit, numbered = f"{path}: item ", list(enumerate(found, 1))
+    else:
+        unit = f"{path}:"
+        numbered = [(n, line.strip()) for n, line in read_lines(path) if line.strip()]
+    seen: dict[str, int] = {}
+    for number, value in numbered:
+        try:
+            name = label_name(value)
+        except ValueError as error:
+            raise DataError(f"{unit}{number}: {error}") from None
+        if name in seen:
+            raise DataError(
+                f"{unit}{number}: the name {name!r} stands here and at {seen[name]}; remove one"
+            )
+        seen[name] = number
+    if not seen:
+        raise DataError(f"{path}: no names; write one a line")
+    return tuple(seen)
+
+
+def look_alikes(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Groups names that differ only in case or in blanks around them."""
+    count = Counter(map(_plain, names))
+    return [
+        tuple(name for name in names if _plain(name) == plain)
+        for plain, times in count.items()
+        if times > 1
+    ]
+
+
+def shown(names: Iterable[str]) -> str:
+    """Lists names for a message, not more than ``SHOWN``."""
+    found = list(names)
+    more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
+    return ", ".join(map(repr, found[:SHOWN])) + more
+
+
+def _plain(name: str) -> str:
+    return name.strip().casefold()
+
+
+# Labelled texts without a dev file are split once, each class in the same proportion.
+
+
+def stratified_split(
+    labels: Sequence[int], fraction: float, seed: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Holds a share of the examples of every class out.
+
+    Every class with two or more examples has at least one in each part; a class with one keeps it
+    in train. Within these bounds the sizes are those of ``dev_sizes``.
+
+    Args:
+        labels: Number of the class of each example, at least 0.
+        fraction: Share to hold out, in (0, 1).
+        seed: Decides which examples of a class are held out; 0 <= seed < 2**64.
+
+    Returns:
+        (train, dev): places in ``labels``, ascending; together every place once.
+
+    Raises:
+        DataError: No class has two examples, so nothing can be held out.
+    """
+    found = np.asarray(labels, dtype=np.int64)
+    counts: npt.NDArray[np.int64] = np.bincount(found).astype(np.int64)
+    if counts.max(initial=0) < 2:
+        raise DataError(
+            "data.train: no class has two texts, so none can be held out for evaluation; add "
+            "texts or give data.dev"
+        )
+    sizes = np.array(dev_sizes(counts.tolist(), held_out(len(found), fraction)))
+    # Examples in random order, then by class: an example's rank within its class decides.
+    order = permutation("held out", seed, 0, len(found))
+    order = order[np.argsort(found[order], kind="stable")]
+    first = np.cumsum(counts) - counts
+    rank = np.arange(len(found)) - np.repeat(first, counts)
+    is_dev = np.zeros(len(found), dtype=np.bool_)
+    is_dev[order] = rank < np.repeat(sizes, counts)
+    return np.flatnonzero(~is_dev), np.flatnonzero(is_dev)
+
+
+def dev_sizes(counts: Sequence[int], total: int) -> list[int]:
+    """Shares ``total`` places out among classes by the largest remainder, within bounds.
+
+    Each class gets at least 1 and at most n - 1 of its n examples (none of a single one). The
+    shares add up to ``total`` as far as these bounds allow.
+
+    Args:
+        counts: Examples of each class, at least 0.
+        total: Examples to hold out, at most the sum of ``counts``, which is at least 1.
+
+    Returns:
+        Examples to hold out of each class; of equal remainders the earlier class comes first.
+
+    **Source:** the method of largest remainders (Hamilton's apportionment).
+    """
+    examples = sum(counts)
+    low = [1 if count >= 2 else 0 for count in counts]
+    high = [max(count - 1, 0) for count in counts]
+    # Exact whole numbers throughout: the quota of a class is count * total / examples.
+    sizes = [
+        min(max(count * total // examples, least), most)
+        for count, least, most in zip(counts, low, high, strict=True)
+    ]
+    while (wanted := total - sum(sizes)) != 0:
+        up = wanted > 0
+        open_classes = [
+            c for c in range(len(counts)) if (sizes[c] < high[c] if up else sizes[c] > low[c])
+        ]
+        if not open_classes:
+            return sizes
+        sign = 1 if up else -1
+        neediest = sorted(
+            open_classes, key=lambda c: sign * (sizes[c] * examples - counts[c] * total)
+        )
+        for c in neediest[: abs(wanted)]:
+            sizes[c] += sign
+    return sizes
+
+
+def single_examples(labels: Sequence[int]) -> list[int]:
+    """Lists the classes that have exactly one example, in order."""
+    return sorted(label for label, count in Counter(labels).items() if count == 1)

@@ -1,0 +1,1 @@
+"""Tokenizers: trained on a corpus, or read from files."""

@@ -1,0 +1,190 @@
+"""What this machine is and how it runs each precision: ``env.json`` and ``halfstep env``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import ConfigError
+from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.precision.casting.autocast import arithmetic, cpu_has_bf16, support
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+
+_PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def choose_device(spec: str, local_rank: int = 0) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
+
+    Args:
+        spec: ``auto`` and ``cuda`` mean the rank's own GPU.
+        local_rank: The rank's number on its machine.
+
+    Raises:
+        ConfigError: For any other word, or a CUDA device that torch does not see.
+    """
+    if spec == "auto":
+        found = torch.cuda.is_available()
+        return torch.device("cuda", local_rank) if found else torch.device("cpu")
+    if spec == "cpu":
+        return torch.device("cpu")
+    kind, _, index = spec.partition(":")
+    if kind == "mps":
+        raise ConfigError(
+            f"run.device={spec!r}: a Mac's GPU is not supported yet, in any policy; use --device "
+            "cpu"
+        )
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N")
+    count = torch.cuda.device_count()
+    number = int(index) if index else local_rank
+    if number >= count:
+        raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
+    return torch.device("cuda", number)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, GPUs and how each policy runs on ``device``, as plain JSON values.
+
+    Only what is named here is read: no environment variable and no user name goes into a report.
+    """
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    precisions = {}
+    for name, policy in POLICIES.items():
+        found = support(policy, device)
+        precisions[name] = {"status": found.status, "reason": found.reason}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "cpu": {
+            "name": _cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+            "bf16_instructions": cpu_has_bf16(),
+        },
+        "memory_bytes": _memory_bytes(),
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "device": str(device),
+        # without the reason, which may name a folder of the user's
+        "optimizer_kernel": kernel_name(device).partition(" (")[0],
+        "precisions": precisions,
+    }
+
+
+def gemm_flops_per_second(
+    policy: PrecisionPolicy, device: torch.device, size: int = 0, repeats: int = 5
+) -> float:
+    """Rate of a square matrix product in the policy's compute format: the best of a few.
+
+    Args:
+        policy: Its compute dtype and how the device runs it (simulation included).
+        device: Must not refuse the policy.
+        size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
+        repeats: Timed products, after one that warms up.
+
+    Returns:
+        Floating-point operations per second, 2 size^3 for a product.
+    """
+    size = size or (4096 if device.type == "cuda" else 1024)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        torch.randn(size, size, generator=generator).to(device, policy.compute_dtype)
+        for _ in range(2)
+    )
+    best = float("inf")
+    with torch.no_grad(), arithmetic(policy, device):
+        for repeat in range(repeats + 1):
+            _wait(device)
+            start = time.perf_counter()
+            a @ b
+            _wait(device)
+            seconds = time.perf_counter() - start
+            if repeat:
+                best = min(best, seconds)
+    return float(2 * size**3 / best)
+
+
+def gemm_table(device: torch.device) -> list[dict[str, Any]]:
+    """For each compute format: status on ``device`` and measured rate, absent where refused."""
+    rows = []
+    for name in ("fp32", "tf32", "bf16-mixed", "fp16-mixed"):
+        policy = POLICIES[name]
+        found = support(policy, device)
+        row: dict[str, Any] = {
+            "format": "tf32" if policy.tf32 else dtype_name(policy.compute_dtype),
+            "status": found.status,
+        }
+        if found.status != "refused":
+            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device)
+        rows.append(row)
+    return rows
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# Keep freed memory for the next step instead of giving it back to the kernel.
+#
+# glibc serves every tensor over 32 MiB (and, until it has learned better, over 128 KiB) by ``mmap``
+# and returns it on free, so each operation of each step page-faults its whole output again. For a
+# process that does the same allocations thousands of times it pays to keep the memory:
+# ``docs/decisions/0004-allocator.md`` holds the measurement.
+
+
+# Parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_MAX = -4
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to reuse freed memory; for a process that only trains, never for a library.
+
+    Returns:
+        Whether it was done: False on systems without glibc's ``mallopt``.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20))
+    return all([mallopt(key, value) == 1 for key, value in settings])

@@ -1,0 +1,100 @@
+"""The validation loss, in the training precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.corpus.token_file import TokenFile
+from halfstep.trainer.step import Batch, LossSum, to_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one evaluation found.
+
+    Attributes:
+        loss: Mean negative log-likelihood, in nats per target: token, or example of a classifier.
+        targets: How many it was measured on.
+        score: What is compared to find the best evaluation; higher is better.
+        text: The result in words.
+        bits_per_byte: The loss in bits per UTF-8 byte of text: comparable between tokenizers. None
+            where the bytes behind the tokens are not known.
+        accuracy: Share of the examples whose class was found; None where there are no classes.
+        macro_f1: Mean of the classes' F1.
+        confusion: Row: true class, column: found class, value: examples; empty without classes.
+    """
+
+    loss: float
+    targets: int
+    score: float
+    text: str
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+    macro_f1: float | None = None
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How a rank evaluates: its share of the rows, the precision, and sums over the ranks."""
+
+    loss_sum: LossSum
+    """The model's loss, compiled where asked."""
+    around: Callable[[], AbstractContextManager[None]]
+    """Gives the context of a forward pass in the training precision."""
+    device: torch.device
+    rank: int = 0
+    """Of the ranks with different rows."""
+    ranks: int = 1
+    sum: Callable[[Sequence[float]], list[float]] = list
+    """Adds up each value over the ranks, in fp64; the same on every rank."""
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats per token."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def tokens_per_byte(tokens: TokenFile) -> float | None:
+    """How many tokens a byte of the file's text takes; None where the text is not known."""
+    return tokens.count / tokens.text_bytes if tokens.text_bytes else None
+
+
+@torch.no_grad()
+def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
+    """The mean loss over this rank's batches and the other ranks', and the targets it is of.
+
+    The model must be in evaluation mode already. Sums are kept in fp64 on the host.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    total = count = 0.0
+    for batch in batches:
+        with judge.around():
+            loss, n = judge.loss_sum(to_device(batch, judge.device))
+        total += float(loss)
+        count += float(n)
+    total, count = judge.sum([total, count])
+    if not count:
+        raise DataError("the validation data has no target token; give more data with --val-data")
+    return total / count, round(count)
+
+
+def evaluate(batches: Iterable[Batch], judge: Judge, density: float | None = None) -> Evaluation:
+    """Measure the loss per token, and per byte where ``density``, tokens per byte, is known.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    loss, targets = mean_loss(batches, judge)
+    bits = None if density is None else loss / math.log(2) * density
+    suffix = "" if bits is None else f", {bits:.4f} bits per byte"
+    text = f"validation loss {loss:.4f} nats per token{suffix}"
+    return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

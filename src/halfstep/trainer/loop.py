@@ -1,0 +1,368 @@
+"""The training loop: a generator that yields what each step did."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
+from halfstep.distributed.world import SAVING_SECONDS, World
+from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.precision.result import StepResult
+from halfstep.trainer.checkpoint.saver import Saver
+from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.environment import gemm_flops_per_second
+from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.optimizer import learning_rate
+from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
+from halfstep.trainer.run.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
+from halfstep.trainer.session import Session
+from halfstep.trainer.step import train_step
+
+STOPS = ("", "max_seconds", "SIGINT", "SIGTERM")
+"""Why a run ends before its last step; of several ranks' reasons, the last one here counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What the loop yields after each step.
+
+    Attributes:
+        record: The line that went into ``metrics.jsonl``.
+        evaluation: The validation result, if the step ended with one.
+        checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
+        seconds_left: Estimated seconds to the end of the run, evaluations included.
+        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"`` or
+            ``"patience"``.
+        verdicts: Of the lost-update meter on groups that lose much, once a group and process.
+    """
+
+    record: Record
+    evaluation: Evaluation | None
+    checkpoint: Path | None
+    seconds_left: float
+    stopped_by: str
+    verdicts: tuple[str, ...] = ()
+
+
+def train(session: Session, path: Path) -> Iterator[Tick]:
+    """Train to the end of the run, or until a signal or the time limit; yield after every step.
+
+    Rank 0 writes metrics before each yield; all save a checkpoint every ``save_every`` steps and at
+    the end. All ranks iterate together.
+
+    Args:
+        session: New, or brought to a checkpoint.
+        path: The run folder, which all ranks share.
+
+    Raises:
+        NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
+        PrecisionError: When ranks no longer train the same model.
+        CheckpointError: When metrics or a checkpoint cannot be written.
+    """
+    config, settings, world = session.config, session.config.run, session.world
+    folder = path / CHECKPOINTS
+    pace = Pace(session)
+    max_norm = config.optimizer.max_norm or None
+    session.check_agreement("before the first step")
+    saver = Saver(
+        folder,
+        settings.keep,
+        world.rank,
+        world.size,
+        token=world.share(secrets.token_hex(8)),
+        background=settings.background_save,
+        timeout=SAVING_SECONDS / 2,
+        meet=world.wait_for_save,
+    )
+    metrics: MetricsFile | NoMetrics = NoMetrics()
+    if world.is_main:
+        metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+    started = time.perf_counter()
+    try:
+        with _settled(saver, world), Interrupt() as interrupt, closing(_Losses(session)) as losses:
+            while session.step < settings.max_steps and not _patience_is_over(session):
+                begin = time.perf_counter()
+                lr = learning_rate(
+                    config.optimizer.learning_rate,
+                    config.schedule,
+                    session.step,
+                    session.applied,
+                    settings.max_steps,
+                )
+                batches, seeds = session.micro_batches()
+                try:
+                    result = train_step(
+                        session.loss_sum,
+                        session.precision,
+                        session.strategy,
+                        batches,
+                        learning_rate=lr,
+                        max_norm=max_norm,
+                        targets=session.task.targets,
+                        seeds=seeds,
+                    )
+                except NonFiniteError as error:
+                    last_words = Record(
+                        step=session.step + 1, applied=False, skip_reason=error.cause
+                    )
+                    also = ""
+                    # what is being saved may be the last checkpoint, which the message names
+                    for work in (partial(metrics.write, last_words), saver.wait):
+                        try:
+                            work()
+                        except HalfstepError as failed:  # the first cause is the one to tell
+                            also += f"; {failed}"
+                    world.wait_for_save()
+                    raise _stopped(error, session.step + 1, folder, world, also) from error
+                tokens = session.task.tokens(session.step)
+                session.step += 1
+                session.tokens += tokens
+                seconds = time.perf_counter() - begin
+
+                late = settings.max_seconds and time.perf_counter() - started > settings.max_seconds
+                reason = interrupt.requested or ("max_seconds" if late else "")
+                stopped_by = STOPS[world.largest(STOPS.index(reason))]
+                finished = session.step == settings.max_steps
+                last = finished or bool(stopped_by)
+                evaluation, better = None, False
+                if (
+                    _due(session.step, settings.eval_every)
+                    or finished
+                    or stopped_by == "max_seconds"
+                ):
+                    begin = time.perf_counter()
+                    evaluation = session.evaluate()
+                    pace.evaluated(time.perf_counter() - begin)
+                    better = session.note(evaluation)
+                    if _patience_is_over(session) and not last:
+                        stopped_by, last = "patience", True
+                lost = losses.measured() if result.applied else ()
+                record = _record(session, result, lr, seconds, tokens, pace, evaluation, lost)
+                metrics.write(record)  # before the checkpoint, so that no resume misses the line
+                judged = evaluation is not None and session.task.keeps_best
+                saving = _due(session.step, settings.save_every) or last or judged
+                if saving or _due(session.step, settings.agree_every):
+                    session.check_agreement()
+                if saving:
+                    saver.save(session.step, session.checkpoint(), spared=_spared(session))
+                checkpoint = saver.wait() if last else saver.finished()
+                if saving:
+                    world.wait_for_save()
+                pace.stepped(seconds)
+                if better and session.task.keeps_best:
+                    world.main_only(lambda: report_best(session, path))
+                left, verdicts = pace.seconds_left(), losses.verdicts(lost)
+                yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
+                if last:
+                    break
+    finally:
+        metrics.close()
+
+
+@contextmanager
+def _settled(saver: Saver, world: World) -> Iterator[None]:
+    """Wait for a save when the block ends, but not for the receipts of ranks that are gone."""
+    try:
+        yield
+    except BaseException as error:
+        if world.size == 1 or not lost_contact(error):
+            try:
+                saver.close()
+            except HalfstepError as failed:
+                raise error from failed
+        raise
+    saver.close()
+
+
+class _Losses:
+    """The lost-update meter, and which of its verdicts have been told."""
+
+    def __init__(self, session: Session) -> None:
+        run = session.config.run
+        every = run.lost_update_every if session.world.is_main else 0  # on what it holds itself
+        self._meter = LostUpdateMeter(
+            session.precision, every=every, seed=run.seed, start=session.applied
+        )
+        self._told: set[str] = set()
+
+    def measured(self) -> Sequence[GroupReport]:
+        """The reports of the step just applied; none if it was not measured."""
+        return self._meter.report() if self._meter.fresh else ()
+
+    def verdicts(self, reports: Sequence[GroupReport]) -> tuple[str, ...]:
+        """Of groups that lose much, each group's once."""
+        loud = [r for r in reports if r.lost > LOUD and r.group not in self._told]
+        self._told |= {report.group for report in loud}
+        return tuple(f"{report.group}: {report.verdict}" for report in loud)
+
+    def close(self) -> None:
+        """Take the meter's hooks off the optimizers."""
+        self._meter.close()
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _patience_is_over(session: Session) -> bool:
+    """Whether enough evaluations in a row were no better than the best one."""
+    patience = session.config.run.patience
+    return bool(patience and session.best and session.best.evaluations_since >= patience)
+
+
+def _spared(session: Session) -> int | None:
+    """The step whose checkpoint is kept whatever its age."""
+    return session.best.step if session.best and session.task.keeps_best else None
+
+
+def _record(
+    session: Session,
+    result: StepResult,
+    lr: float,
+    seconds: float,
+    tokens: int,
+    pace: Pace,
+    evaluation: Evaluation | None,
+    lost: Sequence[GroupReport],
+) -> Record:
+    run = session.config.run
+    rate = session.task.flops(tokens) / seconds
+    sent, fp32 = session.strategy.traffic(run.grad_accum)
+    return Record(
+        step=session.step,
+        applied=result.applied,
+        loss=result.loss,
+        val_loss=evaluation.loss if evaluation else None,
+        val_accuracy=evaluation.accuracy if evaluation else None,
+        val_macro_f1=evaluation.macro_f1 if evaluation else None,
+        learning_rate=lr,
+        grad_norm=result.grad_norm,
+        loss_scale=result.loss_scale,
+        skip_reason=result.reason,
+        lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
+        frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
+        or None,
+        calibrating=result.calibrating or None,
+        rolled_back=result.rolled_back or None,
+        skipped_total=result.skipped_total,
+        sent_bytes=sent.total or None,
+        sent_bytes_fp32=fp32.total or None,
+        tokens=session.tokens,
+        tokens_per_second=tokens / seconds,
+        flops_per_second=rate,
+        gemm_share=rate / pace.gemm,
+        peak_memory_bytes=peak_memory_bytes(session.device),
+    )
+
+
+def _stopped(
+    error: NonFiniteError, step: int, folder: Path, world: World, also: str
+) -> NonFiniteError:
+    kept = list_checkpoints(folder)
+    last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
+    last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
+    return NonFiniteError(
+        f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
+    )
+
+
+# How fast a run goes: for the metrics' rates, and for the time left.
+
+
+class Pace:
+    """Remembers the last steps and evaluations."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        policy, world = session.precision.policy, session.world
+        one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
+        self.gemm = one * world.size
+        self._steps: list[float] = []
+        self._evaluations: list[float] = []
+
+    def stepped(self, seconds: float) -> None:
+        """Take in the seconds of a step; the last 20 count."""
+        self._steps = [*self._steps[-19:], seconds]
+
+    def evaluated(self, seconds: float) -> None:
+        """Take in the seconds of an evaluation; the last 5 count."""
+        self._evaluations = [*self._evaluations[-4:], seconds]
+
+    def seconds_left(self) -> float:
+        """Steps left at the recent median, and evaluations left."""
+        run, step = self._session.config.run, self._session.step
+        if step >= run.max_steps:
+            return 0.0
+        per_step = sorted(self._steps)[len(self._steps) // 2]
+        steps = run.max_steps - step
+        every = run.eval_every or run.max_steps
+        evaluations = -(-run.max_steps // every) - step // every
+        # Before the first evaluation: a forward is a third of a step's arithmetic.
+        per_evaluation = (
+            sum(self._evaluations) / len(self._evaluations)
+            if self._evaluations
+            else per_step / 3 * run.eval_batches
+        )
+        return steps * per_step + max(evaluations, 0) * per_evaluation
+
+
+# SIGTERM and Ctrl-C as a request that the loop honours between two steps.
+
+
+REPEAT_SECONDS = 1.0
+"""A launcher hands on what the terminal or the process group has sent to its ranks already."""
+
+
+class Interrupt:
+    """While entered, the first SIGTERM or SIGINT only sets ``requested``.
+
+    Another within ``REPEAT_SECONDS`` is the same one, which came twice, even if the block has ended
+    by then. A later one acts at once: the old handlers come back with it, or else when the block
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self.requested = ""
+        self._first = 0.0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._may_repeat():
+            self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self.requested = signal.Signals(number).name
+            self._first = time.monotonic()
+        elif not self._may_repeat():
+            self._restore()
+            signal.raise_signal(number)
+
+    def _may_repeat(self) -> bool:
+        return bool(self.requested) and time.monotonic() - self._first < REPEAT_SECONDS
+
+    def _restore(self) -> None:
+        while self._old:
+            number, handler = self._old.popitem()
+            signal.signal(number, handler)

@@ -1,0 +1,132 @@
+"""How much memory a run needs at least, and whether the machine has it: asked before any is taken.
+
+Every figure is a lower bound, so that nothing that fits is refused: activations, the optimizer's
+temporaries and the interpreter come on top.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from halfstep.distributed.layout import Layout
+from halfstep.errors import ConfigError
+from halfstep.precision.explain import bytes_per_parameter
+from halfstep.precision.policy.policy import PrecisionPolicy
+
+_TOKEN_BYTES = 16
+"""A token and its target, both int64."""
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a step works on.
+
+    Attributes:
+        parameters: Of the whole model, all of them trained.
+        rows: Sequences of one batch, over all ranks and micro-batches.
+        length: Tokens of a sequence.
+        width: Elements of a token's embedding; 0 where it is not known.
+    """
+
+    parameters: int
+    rows: int = 0
+    length: int = 0
+    width: int = 0
+
+    def state_bytes(self, policy: PrecisionPolicy, layout: Layout) -> int:
+        """Bytes of a rank's weights, masters, gradients and moments."""
+        each = sum(bytes_per_parameter(policy).values())
+        return int(self.parameters * each) // (layout.shard * layout.tensor)
+
+    def batch_bytes(self, grad_accum: int, layout: Layout) -> int:
+        """Bytes of a rank's micro-batch: its tokens, and their embeddings in fp32."""
+        rows = self.rows // (grad_accum * layout.batch_ranks)
+        return rows * self.length * (_TOKEN_BYTES + 4 * self.width)
+
+
+def require_room(
+    need: Need,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    grad_accum: int = 1,
+    layout: Layout = Layout(),  # noqa: B008  (frozen)
+    advice: str,
+) -> None:
+    """Refuse work that cannot fit, before anything of it is made.
+
+    Args:
+        need: The model and its batch.
+        policy: In which it is trained.
+        device: Where.
+        grad_accum: Micro-batches of a batch.
+        layout: How ranks share the work.
+        advice: The options that make it smaller.
+
+    Raises:
+        ConfigError: With the bytes that are needed and those that there are.
+    """
+    state, batch = need.state_bytes(policy, layout), need.batch_bytes(grad_accum, layout)
+    parts = (
+        f"{need.parameters:,} parameters with gradients and moments take {_size(state)}, one "
+        f"micro-batch {_size(batch)}"
+    )
+    _refuse_over(memory_bytes(device), state + batch, str(device), parts, advice)
+    # Every rank builds the whole model in fp32 on the host before it is placed.
+    host = 4 * need.parameters + batch
+    made = f"the model is made in fp32 on the host, where it takes {_size(4 * need.parameters)}"
+    _refuse_over(memory_bytes(torch.device("cpu")), host, "this machine", made, advice)
+
+
+def require_rows(rows: int, option: str) -> None:
+    """Refuse a number of texts at once of which the machine could not even hold the ids.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    have = memory_bytes(torch.device("cpu"))
+    if rows * _TOKEN_BYTES > have:
+        raise ConfigError(
+            f"{option} {_count(rows)} texts at once need more memory than this machine has "
+            f"({_size(have)}); a batch of 8 to 256 is usual"
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a device; of the CPU the machine's, or what its control group may take."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _LIMITS:
+        try:
+            limit = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue
+        if limit.isdecimal():
+            found = min(found, int(limit))
+    return found
+
+
+def _refuse_over(have: int, need: int, where: str, parts: str, advice: str) -> None:
+    if need > have:
+        raise ConfigError(
+            f"the run needs at least {_size(need)}, {where} has {_size(have)}: {parts}. Lower "
+            f"{advice}"
+        )
+
+
+def _size(size: int) -> str:
+    for unit, name in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB")):
+        if size >= unit:
+            whole = size > 999 * unit
+            return f"{_count(size // unit) if whole else f'{size / unit:.3g}'} {name}"
+    return f"{size / 10**6:.3g} MB"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 10**30 else f"10^{int(number.bit_length() * 0.30103)}"

@@ -1,0 +1,1 @@
+"""A text classifier that is trained from scratch."""

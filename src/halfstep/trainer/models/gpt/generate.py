@@ -1,0 +1,178 @@
+"""Text from a GPT, one token at a time: greedy, or sampled by temperature, top-k and top-p.
+
+Shapes: B rows of the batch, T tokens, V vocabulary, R ranks (V, most probable first).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from halfstep.errors import NonFiniteError
+from halfstep.trainer.models.gpt.gpt import GPT, KeyValueCache
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens_BT: torch.Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_token: int | None = None,
+) -> torch.Tensor:
+    """The prompt with up to ``max_new_tokens`` tokens after it; the same seed gives the same text.
+
+    Row ``b`` draws from a generator of its own, seeded ``seed + b``: what it says depends on its
+    prompt and its place in the batch and on no other row (but for the rounding of batched
+    matmuls). The global random state is neither read nor changed, and a model that was training is
+    training again afterwards. Call it under ``torch.autocast`` to generate in 16 bits.
+
+    Args:
+        model: On the device of the tokens.
+        tokens_BT: Prompts of one length, ``(B, T)`` int64 with ``T >= 1``; only the last
+            ``block_size`` tokens are seen.
+        max_new_tokens: Most tokens to add.
+        temperature: Divides the logits; 0 takes the most probable token every time.
+        top_k: Draw from the ``top_k`` most probable tokens only.
+        top_p: Draw from the smallest set of most probable tokens whose probabilities reach
+            ``top_p`` (after temperature and ``top_k``).
+        seed: Of the first row's generator.
+        stop_token: A row that drew it is filled up with it; generation ends when all rows have.
+
+    Returns:
+        ``(B, T + n)`` int64 with ``n <= max_new_tokens``, on the device of the prompt.
+
+    Raises:
+        ValueError: An argument is out of range; the message names it.
+        DataError: A prompt token is not in the vocabulary (CPU).
+        NonFiniteError: The model's logits hold NaN or inf.
+    """
+    _check_arguments(model, tokens_BT, max_new_tokens, temperature, top_k, top_p, seed, stop_token)
+    # Drawn on the CPU and all at once, so that they are the same on every device.
+    uniforms_NB = torch.stack(
+        [
+            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed + b))
+            for b in range(tokens_BT.shape[0])
+        ],
+        dim=1,
+    ).to(tokens_BT.device)
+    stopped_B = torch.zeros_like(tokens_BT[:, 0], dtype=torch.bool)
+
+    was_training = model.training
+    model.eval()
+    try:
+        caches = model.new_caches()
+        for uniforms_B in uniforms_NB:
+            logits_BV, caches = _next_logits(model, tokens_BT, caches)
+            if temperature == 0:
+                next_B = logits_BV.argmax(dim=-1)
+            else:
+                next_B = sample(logits_BV, uniforms_B, temperature, top_k, top_p)
+            if stop_token is not None:
+                next_B = next_B.masked_fill(stopped_B, stop_token)
+                stopped_B |= next_B == stop_token
+            tokens_BT = torch.cat((tokens_BT, next_B.unsqueeze(1)), dim=1)
+            if stop_token is not None and bool(stopped_B.all()):
+                break
+    finally:
+        model.train(was_training)
+    return tokens_BT
+
+
+def _next_logits(
+    model: GPT, tokens_BT: torch.Tensor, caches: list[KeyValueCache]
+) -> tuple[torch.Tensor, list[KeyValueCache]]:
+    """Logits after the last token, and the caches to bring next time.
+
+    While the text fits the model, one new token costs one position of work. Once it does not, the
+    window slides, every token sits at another position than before, and all cached keys are wrong:
+    the window is then computed anew for every token.
+    """
+    seen = caches[0].length
+    if tokens_BT.shape[1] > model.config.block_size:
+        caches, seen = model.new_caches(), 0
+    window_BT = tokens_BT[:, -model.config.block_size :][:, seen:]
+    logits_BV = model.last_logits(window_BT, caches)
+    if not bool(torch.isfinite(logits_BV).all()):
+        raise NonFiniteError(
+            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
+            "damaged, or the range of the compute dtype is too small for them",
+            cause="forward",
+        )
+    return logits_BV, caches
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    uniforms_B: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> torch.Tensor:
+    """One token per row by inverting the cumulative distribution at ``uniforms_B``.
+
+    Tokens stand most probable first (ties: lower id first), so ``top_k`` and ``top_p`` are both
+    "the first so many", and a smaller uniform number means a more probable token.
+
+    Args:
+        logits_BV: ``(B, V)`` fp32, finite.
+        uniforms_B: ``(B,)`` fp32 in ``[0, 1)``.
+        temperature: Positive.
+        top_k: As in :func:`generate`.
+        top_p: As in :func:`generate`.
+
+    Returns:
+        ``(B,)`` int64 token ids.
+
+    **Source:** top-p is Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", §3.1.
+    """
+    ranked_BR, ids_BR = logits_BV.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ranked_BR, ids_BR = ranked_BR[:, :top_k], ids_BR[:, :top_k]
+    # The largest logit becomes 0 first and the temperature stays a normal fp32 number, so that the
+    # smallest temperatures make 0 and -inf, never inf - inf or 0 / 0.
+    gaps_BR = ranked_BR - ranked_BR[:, :1]
+    p_BR = torch.softmax(gaps_BR / max(temperature, torch.finfo(torch.float32).tiny), dim=-1)
+    if top_p is not None:
+        # A token stays if those before it have not reached top_p yet; the first always stays.
+        p_BR = p_BR.masked_fill(p_BR.cumsum(dim=-1) - p_BR >= top_p, 0.0)
+    cumulative_BR = p_BR.cumsum(dim=-1)
+    # Rounding may lift the product to the total itself: then the last token with p > 0 is meant.
+    target_B1 = uniforms_B.unsqueeze(1) * cumulative_BR[:, -1:]
+    rank_B1 = torch.searchsorted(cumulative_BR, target_B1, right=True)
+    rank_B1 = rank_B1.minimum((p_BR > 0).sum(dim=-1, keepdim=True) - 1)
+    return ids_BR.gather(1, rank_B1).squeeze(1)
+
+
+def _check_arguments(
+    model: GPT,
+    tokens_BT: torch.Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop_token: int | None,
+) -> None:
+    """Raises ValueError that names the argument which is out of range."""
+    vocab = model.config.vocab_size
+    if tokens_BT.ndim != 2 or tokens_BT.dtype != torch.int64 or 0 in tokens_BT.shape:
+        got = f"{tuple(tokens_BT.shape)} {tokens_BT.dtype}"
+        raise ValueError(f"tokens_BT must be int64 of shape (B >= 1, T >= 1), got {got}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature must be finite and 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
+    if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
+        raise ValueError(f"seed must be in [0, 2**63 - B), got {seed}")
+    if stop_token is not None and not 0 <= stop_token < vocab:
+        raise ValueError(f"stop_token must be in [0, {vocab}), got {stop_token}")

@@ -1,0 +1,400 @@
+"""GPT-2, plain torch: learned positions, pre-LN blocks, head tied to the token embedding.
+
+Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.losses.cross_entropy import linear_cross_entropy_sum
+from halfstep.trainer.models.losses.fp32_regions import autocast_off, matmul_dtype
+from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
+
+__all__ = ["GPT", "GPTConfig"]
+
+
+class GPT(nn.Module):
+    """The GPT-2 network; the same code in fp32, under autocast, and with all parameters in 16 bits.
+
+    Weights are drawn on the CPU from ``seed`` alone, so they are the same on every device and the
+    global random state is left as it was. Under ``with torch.device("meta")`` nothing is drawn:
+    call ``to_empty`` and :meth:`init_weights_` later.
+
+    **Source:** Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3.
+    """
+
+    def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
+        """Builds the model on torch's default device, or the one of a ``torch.device`` context.
+
+        Args:
+            config: Its shape.
+            seed: Of the weights.
+
+        Raises:
+            ConfigError: The vocabulary is still to be filled in.
+        """
+        if not config.vocab_size:
+            raise ConfigError("model.vocab_size is 0: fill in the tokenizer's vocabulary size")
+        super().__init__()
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # torch's own initialisation would draw from the global state
+            self.wte = Embedding(config.vocab_size, config.n_embd)
+            self.wte.vocabulary = WHOLE  # as the table is the head's too
+            self.wpe = Embedding(config.block_size, config.n_embd)
+            self.dropout = nn.Dropout(config.dropout)
+            self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.final_norm = LayerNorm(config.n_embd, eps=config.layer_norm_eps)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights_(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def init_weights_(self, generator: torch.Generator) -> None:
+        """Draws every parameter anew, in the order of ``named_parameters``.
+
+        Weights are normal with standard deviation 0.02, those of projections back into the residual
+        stream 0.02 / sqrt(2 n_layer); biases are 0 and norm gains 1. Numbers are drawn in fp32 on
+        the generator's device and rounded to the parameter's dtype.
+
+        Args:
+            generator: A CPU generator gives the same weights on every device.
+
+        **Source:** 0.02 is GPT-2's ``initializer_range``; the scaling is Radford et al. 2019, §2.3,
+        1/sqrt(N) for N residual layers, of which a block has two.
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                std = residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02
+                drawn = torch.randn(
+                    parameter.shape,
+                    generator=generator,
+                    dtype=torch.float32,
+                    device=generator.device,
+                )
+                parameter.copy_(drawn.mul_(std))
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens_BT: Token ids, ``(B, T)`` int64, ``T <= block_size``.
+
+        Returns:
+            ``(B, T, V)`` fp32: the matmul runs in the compute dtype, the result is widened.
+
+        Raises:
+            DataError: ``T`` exceeds ``block_size``, or (CPU) a token is out of range.
+        """
+        return self._head(self.hidden(tokens_BT))
+
+    def loss_sum(
+        self, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of next-token losses over a batch, and how many there are; never all logits.
+
+        Args:
+            batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
+
+        Returns:
+            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
+
+        Raises:
+            DataError: As :meth:`forward`, or (CPU) a target is out of range.
+        """
+        tokens_BT, targets_BT = batch
+        x_NC = self.hidden(tokens_BT).flatten(0, 1)
+        return linear_cross_entropy_sum(
+            x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
+        )
+
+    def last_logits(
+        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
+    ) -> torch.Tensor:
+        """Logits after the last position only, ``(B, V)`` fp32.
+
+        Args:
+            tokens_BT: ``(B, T)`` int64. With filled caches: the one position that follows them.
+            caches: From :meth:`new_caches`; filled on the way.
+
+        Raises:
+            DataError: As :meth:`forward`, counting the cached positions.
+        """
+        return self._head(self.hidden(tokens_BT, caches)[:, -1])
+
+    def new_caches(self) -> list[KeyValueCache]:
+        """Empty key-value caches, one per block, for :meth:`last_logits`."""
+        return [KeyValueCache() for _ in self.layers]
+
+    def hidden(
+        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
+    ) -> torch.Tensor:
+        """Final, normalised hidden states, ``(B, T, C)`` in the dtype of the residual stream."""
+        past = caches[0].length if caches is not None else 0
+        end = past + tokens_BT.shape[1]
+        if end > self.config.block_size:
+            raise DataError(
+                f"the sequence has {end} tokens, but the model has {self.config.block_size} "
+                "positions: shorten the sequence or raise model.block_size"
+            )
+        positions_T = torch.arange(past, end, device=tokens_BT.device)
+        x_BTC = self.dropout(self._embed(tokens_BT) + self.wpe(positions_T))
+        for i, block in enumerate(self.layers):
+            x_BTC = block(x_BTC, None if caches is None else caches[i])
+        normed_BTC: torch.Tensor = self.final_norm(x_BTC)
+        return normed_BTC
+
+    def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Token embeddings; turns torch's bare IndexError (CPU) into one that shows the token."""
+        try:
+            embedded_BTC: torch.Tensor = self.wte(tokens_BT)
+        except IndexError as error:
+            low, high = (int(t) for t in torch.aminmax(tokens_BT))
+            raise DataError(
+                f"tokens run from {low} to {high}, but the model knows 0 to "
+                f"{self.config.vocab_size - 1}: check the tokenizer against model.vocab_size"
+            ) from error
+        return embedded_BTC
+
+    def _head(self, x_C: torch.Tensor) -> torch.Tensor:
+        """Logits in fp32 of hidden states ``(..., C)``; the same matmul as the loss head."""
+        vocabulary = self.wte.vocabulary
+        x_C, weight_VC = vocabulary.share(x_C), vocabulary.local(self.wte.weight)
+        dtype = matmul_dtype(x_C, weight_VC)
+        with autocast_off(x_C.device.type):
+            logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
+        wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
+        return vocabulary.gather(logits_V.to(wide))
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks in order: what to shard, checkpoint or compile one by one."""
+        return list(self.layers)
+
+    def tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism places each module that owns parameters, by module name.
+
+        ``colwise`` splits a linear layer's outputs and ``rowwise`` its inputs (sum the results);
+        ``colwise:U`` keeps U outputs together: here query, key and value of a head, so that the
+        number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank; ``vocab``
+        splits an embedding over its tokens, and with it the head, as ``wte`` is both.
+
+        Where the sequence between blocks is split over ranks too, it is from ``wte`` and
+        ``replicate:scatter``, which takes a rank's part of its input's positions, to
+        ``replicate:gather``, whose output is made whole again.
+
+        **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing
+        Activation Recomputation in Large Transformer Models", §4.2.2.
+        """
+        head = 3 * self.config.n_embd // self.config.n_head
+        plan = {"wte": "vocab", "wpe": "replicate:scatter"}
+        for i in range(self.config.n_layer):
+            plan[f"layers.{i}.attn_norm"] = "replicate"
+            plan[f"layers.{i}.attn.qkv"] = f"colwise:{head}"
+            plan[f"layers.{i}.attn.proj"] = "rowwise"
+            plan[f"layers.{i}.mlp_norm"] = "replicate"
+            plan[f"layers.{i}.mlp.up"] = "colwise"
+            plan[f"layers.{i}.mlp.down"] = "rowwise"
+        plan["final_norm"] = "replicate:gather"
+        return plan
+
+    def num_parameters(self) -> int:
+        """The number of parameters, the tied embedding counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, block_size: int) -> int:
+        """Floating-point operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
+
+        Args:
+            block_size: T, the sequence length in tokens.
+
+        N counts all parameters but the position embeddings: the tied table counts, for the head
+        multiplies by it. Attention is counted in full, as if it were not causal, and recomputation
+        by activation checkpointing is not counted: this is the number for model FLOPs utilisation.
+
+        **Source:** Chowdhery et al. 2022, "PaLM", appendix B: 6 N + 12 L H Q T with H Q = n_embd.
+        """
+        n = self.num_parameters() - self.wpe.weight.numel()
+        return 6 * n + 12 * self.config.n_layer * self.config.n_embd * block_size
+
+
+# The parts of a GPT block, plain torch, right in fp32, under autocast and in all-16-bit alike.
+#
+# None of them knows which: a 16-bit parameter makes a 16-bit result, autocast turns the operands of
+# matmuls and attention to 16 bits and leaves the residual stream as it is, and what must be fp32 is
+# fp32 by its own doing: LayerNorm's statistics (here) and attention's softmax (inside SDPA, whose
+# kernels all keep it in fp32).
+#
+# Shapes: B batch, T positions, C width, H heads, D width of a head (C = H D), S positions of the
+# keys (T, or more with a cache).
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with fp32 statistics and the dtype of its input, on every device, autocast or not.
+
+    CUDA's kernel keeps mean, 1/std and the sums of gain and bias gradients in fp32 for 16-bit
+    inputs, so no widened copy is made. CPU's kernel does not: its sums of 16-bit gradients stop
+    growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened. Autocast is off,
+    for CUDA's would answer a 16-bit input in fp32 and CPU's would not. If the parameters are wider
+    than the input (a policy that keeps norms in fp32), both are widened: CUDA wants one dtype.
+
+    **Source:** CPU measured with torch 2.13, ``test_layers.py`` pins it; CUDA from
+    ``aten/src/ATen/native/cuda/layer_norm_kernel.cu`` (``T_ACC``), certified by a ``gpu`` test.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dim of ``input``, ``(..., C)``; the result has its shape and dtype.
+
+        **Source:** Ba et al. 2016, "Layer Normalization", eq. 4.
+        """
+        dtype = torch.promote_types(input.dtype, self.weight.dtype)
+        if input.device.type != "cuda":
+            dtype = torch.promote_types(dtype, torch.float32)
+        with autocast_off(input.device.type):
+            output = F.layer_norm(
+                input.to(dtype),
+                self.normalized_shape,
+                self.weight.to(dtype),
+                self.bias.to(dtype),
+                self.eps,
+            )
+        return output.to(input.dtype)
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose gradient is summed over equal tokens in fp32 and then rounded, once.
+
+    torch sums it in the dtype of the table: on CPU in bf16, the gradient of a token that occurs
+    10000 times stops at 256 times its share. A widened table makes autograd sum in fp32.
+
+    **Source:** measured with torch 2.13; ``tests/trainer/models/test_layers.py`` pins it.
+    """
+
+    vocabulary: Vocabulary
+    """Where the rows are, if a head uses the table too, and only then: a model sets it, tensor
+    parallelism replaces it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the table: ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exact."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return F.embedding(input, self.weight.to(wide)).to(self.weight.dtype)
+
+
+class KeyValueCache:
+    """Keys and values of the positions one block has seen: generation need not repeat them."""
+
+    def __init__(self) -> None:
+        self._keys_BHSD: torch.Tensor | None = None
+        self._values_BHSD: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of positions held."""
+        return 0 if self._keys_BHSD is None else self._keys_BHSD.shape[2]
+
+    def extend(
+        self, k_BHTD: torch.Tensor, v_BHTD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends new positions and returns all, ``(B, H, S, D)`` each."""
+        if self._keys_BHSD is not None and self._values_BHSD is not None:
+            k_BHTD = torch.cat((self._keys_BHSD, k_BHTD), dim=2)
+            v_BHTD = torch.cat((self._values_BHSD, v_BHTD), dim=2)
+        self._keys_BHSD, self._values_BHSD = k_BHTD, v_BHTD
+        return k_BHTD, v_BHTD
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a position sees itself and what came before.
+
+    The rows of ``qkv`` are ordered (head, q|k|v, D), not (q|k|v, head, D) as GPT-2's files: a split
+    of its output over tensor-parallel ranks then gives each rank whole heads, and the code below
+    works on as many heads as it finds.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.n_embd // config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.proj = nn.Linear(config.n_embd, config.n_embd)
+        self.dropout = config.dropout
+
+    def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """Mixes positions; ``(B, T, C)`` in and out.
+
+        With a non-empty cache ``x_BTC`` holds exactly one new position.
+
+        **Source:** Vaswani et al. 2017, eq. 1: softmax(q k^T / sqrt(D)) v.
+        """
+        # unflatten finds the heads by itself: all of them, or this tensor-parallel rank's.
+        qkv_BTH3D = self.qkv(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
+        q_BHTD, k_BHSD, v_BHSD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
+        is_causal = True
+        if cache is not None:
+            # One new position may see everything in the cache, and causal masks align top left.
+            is_causal = cache.length == 0
+            assert is_causal or q_BHTD.shape[2] == 1, "a filled cache takes one position at a time"
+            k_BHSD, v_BHSD = cache.extend(k_BHSD, v_BHSD)
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BHSD,
+            v_BHSD,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+        )
+        y_BTC: torch.Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
+        return y_BTC
+
+
+class MLP(nn.Module):
+    """Two linear layers, 4 C wide between them, with tanh-approximated GELU."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        """Transforms each position by itself; ``(B, T, C)`` in and out.
+
+        **Source:** Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", tanh form, as in GPT-2.
+        """
+        y_BTC: torch.Tensor = self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
+        return y_BTC
+
+
+class Block(nn.Module):
+    """One pre-LN transformer block: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attn_norm = LayerNorm(config.n_embd, eps=config.layer_norm_eps)
+        self.attn = CausalSelfAttention(config)
+        self.mlp_norm = LayerNorm(config.n_embd, eps=config.layer_norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation_checkpointing = config.activation_checkpointing
+
+    def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """The residual stream after this block; ``(B, T, C)`` in and out, dtype unchanged."""
+        # Checkpointing is inside the block, so that hooks on the block (FSDP's) lie outside of it.
+        if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+            y_BTC: torch.Tensor = checkpoint(self._compute, x_BTC, use_reentrant=False)
+            return y_BTC
+        return self._compute(x_BTC, cache)
+
+    def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
+        y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+        return y_BTC

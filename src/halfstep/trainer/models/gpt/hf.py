@@ -1,0 +1,389 @@
+"""GPT-2 folders of Hugging Face, both ways: ``config.json`` and ``model.safetensors``.
+
+Only safetensors is read. A pickle (``pytorch_model.bin``) can run code and is never opened.
+
+Shapes: C width, H heads, D width of a head (C = H D).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.files import sync, sync_folder
+from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.pretrained.hf_files import WEIGHTS, read_tensors
+from halfstep.trainer.models.pretrained.skeleton import (
+    own_skeleton,
+    refuse_more_layers,
+    require_plain_files,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_gpt2(
+    folder: str | os.PathLike[str],
+    *,
+    dropout: float | None = None,
+    activation_checkpointing: bool = False,
+) -> GPT:
+    """The GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
+
+    Weights of 16 bits are widened, which is exact.
+
+    Args:
+        folder: With ``config.json`` and ``model.safetensors`` (or the shards that
+            ``model.safetensors.index.json`` names).
+        dropout: Instead of the file's; None takes the file's.
+        activation_checkpointing: See :class:`GPTConfig`.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or a pickle; the network is one that our GPT is
+            not (the key is named); a tensor is missing, surplus, not finite, or of wrong shape or
+            dtype (file and tensor are named).
+    """
+    folder = Path(folder)
+    require_plain_files(folder)
+    config = read_config(
+        folder / "config.json", dropout=dropout, activation_checkpointing=activation_checkpointing
+    )
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'}: adapters are not loaded; merge them into the "
+            "weights first (peft: merge_and_unload)"
+        )
+    found = read_tensors(folder)
+    stored = {name: tensor for name, (tensor, _) in found.items()}
+    refuse_more_layers(folder / "config.json", {"n_layer": config.n_layer}, len(stored))
+    model = own_skeleton(folder, stored, lambda: GPT(config))
+    state = {}
+    for name, parameter in model.named_parameters():
+        theirs = hf_name(name)
+        if theirs not in found:
+            raise CheckpointError(
+                f"{folder}: tensor 'transformer.{theirs}' is in none of its files"
+            )
+        tensor, file = found.pop(theirs)
+        _check_tensor(file, theirs, tensor, hf_shape(name, parameter))
+        state[name] = from_hf(name, tensor, config.n_head)
+    _check_surplus(found, state["wte.weight"])
+    model.load_state_dict(state, strict=True, assign=True)
+    return model
+
+
+def save_gpt2(
+    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Writes a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
+
+    The folder appears complete or not at all: it is written under another name beside, synced to
+    the disk, then renamed.
+
+    Args:
+        model: With all its parameters on this process (not sharded).
+        folder: Must not exist, or be empty.
+        dtype: Of the written weights: float32, bfloat16 or float16. None keeps the parameters'
+            own (the widest of them, if they differ).
+
+    Raises:
+        CheckpointError: The folder is not empty or cannot be written; or a weight is not finite,
+            in the model or after rounding to ``dtype`` (the tensor is named).
+    """
+    folder = Path(folder)
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
+    if dtype is None:
+        dtype = torch.bfloat16
+        for i, parameter in enumerate(model.parameters()):
+            dtype = torch.promote_types(dtype, parameter.dtype) if i else parameter.dtype
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
+        theirs = f"transformer.{hf_name(name)}"
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{folder}: tensor {theirs!r} holds NaN or inf as {dtype}; nothing was written"
+            )
+        tensors[theirs] = tensor.contiguous()
+
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        write_config(temporary / "config.json", model.config, dtype)
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        # safetensors creates its file for the owner only; give it the permissions of its neighbour.
+        (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_tensor(file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError for a tensor that cannot become a parameter without a loss."""
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json means {shape}"
+        )
+    if tensor.dtype not in _DTYPES:
+        allowed = ", ".join(map(str, _DTYPES))
+        raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}, allowed are {allowed}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{file}: tensor {name!r} holds NaN or inf")
+
+
+def _check_surplus(rest: dict[str, tuple[torch.Tensor, Path]], wte_VC: torch.Tensor) -> None:
+    """Raises CheckpointError for tensors that our GPT has no place for."""
+    for name, (tensor, file) in rest.items():
+        if IGNORED.fullmatch(name):
+            continue
+        if name != "lm_head.weight":
+            raise CheckpointError(f"{file}: tensor {name!r} has no place in halfstep's GPT")
+        if tensor.shape != wte_VC.shape or not torch.equal(tensor.to(wte_VC.dtype), wte_VC):
+            raise CheckpointError(
+                f"{file}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
+                "for both; an untied head cannot be loaded"
+            )
+
+
+# Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.
+
+
+_DEFAULTS: dict[str, Any] = {
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "layer_norm_epsilon": 1e-5,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+}
+"""What a missing key means. **Source:** ``transformers.GPT2Config``, the same since version 2."""
+
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other spellings that transformers takes. **Source:** ``GPT2Config.attribute_map``."""
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_word_embeddings": (True,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Keys that change the function the network computes, and the values for which it is ours.
+
+A missing key means the first value, which is GPT2Config's default. gelu_pytorch_tanh is another
+name of the same tanh formula.
+"""
+
+
+def read_config(
+    file: Path, *, dropout: float | None = None, activation_checkpointing: bool = False
+) -> GPTConfig:
+    """The shape that ``config.json`` describes.
+
+    Args:
+        file: Path of the ``config.json``.
+        dropout: Instead of the file's three probabilities; None takes theirs.
+        activation_checkpointing: Passed on.
+
+    Raises:
+        CheckpointError: The file cannot be read, describes another network, or holds a value that
+            our GPT cannot honour; the message names file, key and value.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} does not exist: a GPT-2 folder has config.json and model.safetensors"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(found).__name__}")
+    if found.get("model_type") != "gpt2":
+        raise CheckpointError(
+            f"{file}: model_type is {found.get('model_type')!r}, only 'gpt2' can be loaded"
+        )
+    for key, allowed in _ONLY.items():
+        value = found.get(key, allowed[0])
+        if value not in allowed:
+            raise CheckpointError(
+                f"{file}: {key} is {value!r}, but halfstep's GPT honours only {allowed[0]!r}; "
+                "train such a model with transformers and halfstep.precision"
+            )
+    values = _shape_values(file, found)
+    inner = found.get("n_inner")
+    if inner is not None and inner != 4 * values["n_embd"]:
+        raise CheckpointError(
+            f"{file}: n_inner is {inner!r}, but halfstep's GPT has 4 * n_embd or null only"
+        )
+    drops = {values[key] for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if dropout is None and len(drops) > 1:
+        raise CheckpointError(
+            f"{file}: embd_pdrop, attn_pdrop and resid_pdrop differ ({sorted(drops, key=str)}), "
+            "but halfstep's GPT has one dropout; pass dropout= to choose it"
+        )
+    try:
+        return GPTConfig(
+            n_layer=values["n_layer"],
+            n_head=values["n_head"],
+            n_embd=values["n_embd"],
+            block_size=values["n_positions"],
+            vocab_size=values["vocab_size"],
+            dropout=drops.pop() if dropout is None else dropout,
+            activation_checkpointing=activation_checkpointing,
+            layer_norm_eps=values["layer_norm_epsilon"],
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The values of ``_DEFAULTS``'s keys, under whichever spelling, defaults where absent."""
+    values = dict(_DEFAULTS)
+    given: dict[str, str] = {}
+    for spelling in (*_DEFAULTS, *_ALIASES, "n_ctx"):
+        if spelling not in found:
+            continue
+        key = {**_ALIASES, "n_ctx": "n_positions"}.get(spelling, spelling)
+        if key in given and found[spelling] != values[key]:
+            raise CheckpointError(
+                f"{file}: {spelling} is {found[spelling]!r}, but {given[key]} is {values[key]!r}; "
+                "they must be equal"
+            )
+        given[key], values[key] = spelling, found[spelling]
+    return values
+
+
+def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
+    """Writes what ``transformers`` needs to build the same network.
+
+    Args:
+        file: Path of the new ``config.json``.
+        config: Of the model.
+        dtype: Of the weights beside it.
+    """
+    # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
+    end_of_text = 50256 if config.vocab_size == 50257 else None
+    dtype_name = str(dtype).removeprefix("torch.")
+    content = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_inner": None,
+        "n_positions": config.block_size,
+        "n_ctx": config.block_size,
+        "vocab_size": config.vocab_size,
+        "layer_norm_epsilon": config.layer_norm_eps,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "initializer_range": 0.02,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "dtype": dtype_name,  # transformers 5
+        "torch_dtype": dtype_name,  # transformers 4
+        **{
+            key: allowed[0] for key, allowed in _ONLY.items() if isinstance(allowed[0], (str, bool))
+        },
+    }
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# Where a parameter of our GPT is in a Hugging Face GPT-2, and how it lies there.
+#
+# Two differences beside the names: their ``Conv1D`` weights are ``(in, out)`` where ours are
+# ``(out, in)``, and their fused attention projection orders its outputs (q|k|v, head, D) where ours
+# orders (head, q|k|v, D) (see :class:`halfstep.trainer.models.gpt.gpt.CausalSelfAttention`).
+#
+# Shapes: C width, H heads, D width of a head (C = H D).
+
+
+IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
+"""Causal masks that old files hold as buffers; they carry no information."""
+
+_PARTS = {
+    "attn_norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+"""Modules of a block, ours to theirs."""
+
+_CONV1D = re.compile(r"layers\.\d+\.(attn|mlp)\.\w+\.weight")
+
+
+def hf_name(name: str) -> str:
+    """Their name of our parameter, without ``transformer.`` in front.
+
+    Example:
+        >>> hf_name("layers.3.attn.qkv.weight")
+        'h.3.attn.c_attn.weight'
+    """
+    if name.startswith("layers."):
+        _, i, rest = name.split(".", 2)
+        module, _, leaf = rest.rpartition(".")
+        return f"h.{i}.{_PARTS[module]}.{leaf}"
+    return name.replace("final_norm.", "ln_f.")
+
+
+def hf_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape that our parameter has in their file."""
+    shape = tuple(parameter.shape)
+    return shape[::-1] if _CONV1D.fullmatch(name) else shape
+
+
+def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Their tensor as a contiguous fp32 copy in our layout.
+
+    Args:
+        name: Our name of the parameter.
+        tensor: Of shape ``hf_shape(name, ...)``, fp32 or 16 bits.
+        n_head: H.
+    """
+    if _CONV1D.fullmatch(name):
+        tensor = tensor.t()
+    if ".qkv." in name:
+        tensor = torch.unflatten(tensor, 0, (3, n_head, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def to_hf(name: str, parameter: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Our parameter in their layout, in its own dtype; may be a view. The inverse of `from_hf`."""
+    if ".qkv." in name:
+        parameter = torch.unflatten(parameter, 0, (n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return parameter.t() if _CONV1D.fullmatch(name) else parameter

@@ -1,0 +1,1 @@
+"""Losses, and the regions of a model that stay in fp32."""

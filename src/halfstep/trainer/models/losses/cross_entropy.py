@@ -1,0 +1,314 @@
+"""Head matmul and softmax cross-entropy in one piece that never holds all logits.
+
+Logits are the largest tensor of a language model: 8192 tokens of GPT-2 make 1.6 GB of them in fp32,
+and autograd keeps them until their gradient is done. Here they exist for one chunk of rows at a
+time: a chunk goes from logits to loss to gradients before the next begins, and backward only
+multiplies finished gradients by the incoming scalar. Why so, the alternatives and their measured
+times are in ``docs/decisions/0002-loss-head.md``.
+
+Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from halfstep.errors import DataError
+from halfstep.trainer.models.losses.fp32_regions import autocast_off, matmul_dtype
+from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
+
+IGNORE_INDEX = -100
+"""A target that counts for nothing. **Source:** the default of ``torch.nn.CrossEntropyLoss``."""
+
+CHUNK_BYTES = 128 * 2**20
+"""Most bytes of fp32 logits in one chunk. **Source:** table 2 of docs/decisions/0002."""
+
+MIN_ROWS = 16
+"""Fewest rows of a chunk, so that a giant vocabulary cannot turn the matmul into single dots."""
+
+MAX_ROWS_ON_CPU = 512
+"""Most rows of a chunk on CPU: larger ones gain little or lose.
+
+**Source:** table 2 of docs/decisions/0002: 512 is near the fastest for V = 8192 (16 MiB of logits)
+and V = 50257 (98 MiB) alike.
+"""
+
+
+def linear_cross_entropy_sum(
+    x_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_bytes: int = CHUNK_BYTES,
+    vocabulary: Vocabulary = WHOLE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over counted tokens of ``-log softmax(x W^T)[target]`` in fp32, and their number.
+
+    The matmuls run in autocast's dtype where autocast is on, else in the dtype of ``x_ND`` and
+    ``weight_VD`` (the wider one if they differ). Softmax, loss and the sum of the weight gradient
+    over chunks are fp32 (fp64 for fp64 operands). The host never waits for the device.
+
+    Args:
+        x_ND: Final hidden states, ``(N, D)``, floating.
+        weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
+        targets_N: ``(N,)`` int64, each in ``[0, V)`` or equal to ``ignore_index``.
+        ignore_index: Tokens with this target add nothing to sum, count or gradients.
+        chunk_bytes: Most bytes of one chunk's fp32 logits; 16 rows are taken at least. What is
+            held at a time is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
+        vocabulary: Where the rows of ``weight_VD`` are; all ranks that hold parts must call alike.
+
+    Returns:
+        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on
+        the device of ``x_ND`` and the same on all ranks that hold parts of the vocabulary. With
+        every target ignored, both and all gradients are 0.
+
+    Raises:
+        ValueError: Shapes, dtypes or ``chunk_bytes`` do not fit.
+        DataError: A target is out of range, on CPU. CUDA stops with a device-side assertion
+            instead, because a look at the targets would make the host wait.
+
+    **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
+    """
+    _check_arguments(x_ND, weight_VD, targets_N, chunk_bytes)
+    vocab, device_type = weight_VD.shape[0], x_ND.device.type
+    x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
+    dtype = matmul_dtype(x_ND, local_VD)
+    grad_is_on = torch.is_grad_enabled()
+    try:
+        with autocast_off(device_type):
+            loss_sum = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+                x_ND,
+                local_VD,
+                targets_N,
+                ignore_index,
+                rows_per_chunk(vocabulary.columns(vocab), device_type, chunk_bytes),
+                dtype,
+                grad_is_on and x_ND.requires_grad,
+                grad_is_on and local_VD.requires_grad,
+                vocabulary,
+            )
+    except RuntimeError as error:
+        if device_type == "cpu":
+            _raise_if_target_out_of_range(targets_N, vocab, ignore_index, error)
+        raise
+    return cast(torch.Tensor, loss_sum), (targets_N != ignore_index).sum()
+
+
+def rows_per_chunk(vocab: int, device_type: str, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """How many tokens share one chunk of fp32 logits of ``vocab`` columns."""
+    rows = max(MIN_ROWS, chunk_bytes // (4 * vocab))
+    return min(rows, MAX_ROWS_ON_CPU) if device_type == "cpu" else rows
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    """Loss sum whose gradients are finished in forward, while the logits are at hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        ignore_index: int,
+        rows: int,
+        dtype: torch.dtype,
+        need_x: bool,
+        need_weight: bool,
+        vocabulary: Vocabulary,
+    ) -> torch.Tensor:
+        """Computes loss and both gradients chunk by chunk; autocast must be off."""
+        accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
+        # Cast once, not once a chunk; both are the tensors themselves where the dtype fits already.
+        xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
+        counted_N1 = (targets_N != ignore_index).unsqueeze(1)
+        # Ignored rows compute as if their target were 0 and are masked where they come out.
+        safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
+
+        loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
+        grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
+        grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
+        fp16 = dtype == torch.float16
+        scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
+
+        for start in range(0, xs_ND.shape[0], rows):
+            here = slice(start, start + rows)
+            x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
+            logits_RV = torch.mm(x_RD, weight.t())
+            # From here to the cast below is the fp32 island: one chunk of fp32 logits, no more.
+            log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
+            del logits_RV
+            loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
+            if not (need_x or need_weight):
+                continue
+            error_RV = log_p_RV.exp_()
+            # p_t - 1 without cancellation.
+            vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
+            scales.choose(log_pt_R1)
+            error_RV = scales.error(error_RV).to(dtype)
+            if grad_x_ND is not None:
+                grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
+                grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
+            if grad_w_VD is not None:
+                x_RD = scales.input(x_RD).masked_fill(~counted_R1, 0)
+                if dtype == accumulate:
+                    grad_w_VD.addmm_(error_RV.t(), x_RD)
+                else:
+                    grad_w_VD += scales.unscale_weight(torch.mm(error_RV.t(), x_RD))
+
+        ctx.save_for_backward(grad_x_ND, grad_w_VD)
+        ctx.dtypes = (x_ND.dtype, weight_VD.dtype)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Multiplies in fp32 and casts last, so that overflow is the caller's scale and not ours.
+
+        The saved gradients are left as they are: a second backward finds them unharmed.
+        """
+        if torch.is_grad_enabled():  # the mark of create_graph=True
+            raise NotImplementedError(
+                "linear_cross_entropy_sum has no second derivative (its gradients are computed in "
+                "forward); for create_graph=True use cross_entropy of the model's logits"
+            )
+        grads = (
+            None if grad is None else (grad * grad_loss).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*grads, None, None, None, None, None, None, None)
+
+
+def _check_arguments(
+    x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk_bytes: int
+) -> None:
+    """Raises ValueError for shapes and dtypes that torch would answer with a riddle."""
+    shapes = f"x {tuple(x_ND.shape)}, weight {tuple(weight_VD.shape)}"
+    if x_ND.ndim != 2 or weight_VD.ndim != 2 or x_ND.shape[1] != weight_VD.shape[1]:
+        raise ValueError(f"x must be (N, D) and weight (V, D) with one D, got {shapes}")
+    if targets_N.shape != x_ND.shape[:1] or targets_N.dtype != torch.int64:
+        got = f"{tuple(targets_N.shape)} {targets_N.dtype}"
+        raise ValueError(f"targets must be int64 of shape {tuple(x_ND.shape[:1])}, got {got}")
+    if not (x_ND.is_floating_point() and weight_VD.is_floating_point()):
+        raise ValueError(f"x and weight must be floating, got {x_ND.dtype} and {weight_VD.dtype}")
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
+
+
+def _raise_if_target_out_of_range(
+    targets_N: torch.Tensor, vocab: int, ignore_index: int, cause: Exception
+) -> None:
+    """Turns torch's "index out of bounds" into an error that shows the target; else returns.
+
+    Runs only after a failure, so that the hot path never looks at the targets.
+    """
+    bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != ignore_index)
+    if not bool(bad_N.any()):
+        return
+    row = int(bad_N.nonzero()[0, 0])
+    raise DataError(
+        f"target {int(targets_N[row])} at row {row} is out of range: allowed are 0 to {vocab - 1}, "
+        f"or {ignore_index} for a token that does not count. Check that the tokenizer's vocabulary "
+        "is the model's vocab_size."
+    ) from cause
+
+
+# Keeps the loss head's gradient matmuls inside the narrow range of fp16.
+#
+# Shapes: R tokens of one chunk, D model width, V vocabulary.
+
+
+class NoScales:
+    """The null object beside :class:`Fp16Scales`: fp32 and bf16 have range enough as they are."""
+
+    def choose(self, log_pt_R1: torch.Tensor) -> None:
+        """Takes note of the chunk's log-probabilities of the targets; here, does nothing."""
+
+    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
+        """E, softmax minus one-hot, as the operand of both matmuls; may change it in place."""
+        return error_RV
+
+    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """X as the operand of the weight gradient, in its own dtype."""
+        return x_RD
+
+    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
+        """The true gradient of X from the matmul's, given in fp32; may change it in place."""
+        return grad_RD
+
+    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
+        """The true gradient of the weight from the matmul's, given in its own dtype."""
+        return grad_VD
+
+
+class Fp16Scales(NoScales):
+    """Powers of two that keep both gradient matmuls of a chunk inside the range of fp16.
+
+    The caller's loss scale is not known in forward, so each chunk brings scales of its own and
+    takes them out again in fp32, which is exact. With E = softmax - onehot and miss_n = 1 - p_nt::
+
+        s = power of two below 2^12 / (max_n miss_n * max(1, 2 max|W|))
+        r = power of two below 2^15 / (sum_n miss_n * max|X|)
+        E' = s E          dX = (E' W) / s
+        X' = (r / s) X    dW = (E'^T X') / r
+
+    Nothing overflows. A row of E holds -miss_n, and positive numbers that sum to miss_n, so
+    |E'| <= 2^12 and |E' W| <= 2 s miss_n max|W| <= 2^12. A column of E adds up to no more than
+    sum_n miss_n in absolute value, so |E'^T X'| <= 2^15. And little underflows: the scales follow
+    the confidence of the model, so a chunk whose every p_nt is 0.9999 uses as many binades as one
+    that guesses. Unscaled, E would lose all probabilities below 2^-25, and dW the rare tokens.
+
+    **Source:** derived here. 2^15 is half of the largest fp16 number (65504), which leaves a factor
+    of two for the rounding of the bounds themselves; 2^12 instead of 2^15 for s leaves X' three
+    binades more, for sum_n miss_n may be R times max_n miss_n.
+    """
+
+    _SMALLEST = 2.0**-20
+    """Floor for miss and max|X|: 0 must not divide, and less is fp32 rounding noise."""
+
+    def __init__(self, x_ND: torch.Tensor, weight_VD: torch.Tensor, vocabulary: Vocabulary) -> None:
+        """Measures both operands once for all chunks; the numbers stay on their device.
+
+        Args:
+            x_ND: The same on all ranks that hold parts of the vocabulary.
+            weight_VD: The rows that are here.
+            vocabulary: Makes the scales those of the whole table, so the same on all ranks.
+        """
+        self._x_max = _largest(x_ND).clamp_(min=self._SMALLEST)
+        self._w_factor = (2 * vocabulary.largest(_largest(weight_VD))).clamp_(min=1)
+
+    def choose(self, log_pt_R1: torch.Tensor) -> None:
+        """Chooses s and r for one chunk from ``log_pt_R1 <= 0``, in nats, without a host sync."""
+        miss_R1 = torch.expm1(log_pt_R1).neg_().clamp_(min=self._SMALLEST)
+        self._s = _power_of_two_below(2.0**12 / (miss_R1.amax() * self._w_factor))
+        self._r = _power_of_two_below(2.0**15 / (miss_R1.sum() * self._x_max))
+
+    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
+        """E' = s E, in place, still fp32."""
+        return error_RV.mul_(self._s)
+
+    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """X' = (r / s) X in fp16."""
+        return (x_RD.float() * (self._r / self._s)).to(x_RD.dtype)
+
+    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
+        """DX = (E' W) / s in fp32, exact."""
+        return grad_RD.div_(self._s)
+
+    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
+        """DW = (E'^T X') / r in fp32, exact."""
+        return grad_VD.float().div_(self._r)
+
+
+def _largest(t: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of ``t`` as an fp32 scalar on its device; 0 if ``t`` is empty."""
+    if t.numel() == 0:
+        return torch.zeros((), device=t.device)
+    low, high = torch.aminmax(t)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
+    """The largest power of two not above ``t > 0``; exact, as t = m 2^k with m in [0.5, 1)."""
+    return t / (2 * torch.frexp(t).mantissa)

@@ -1,0 +1,1 @@
+"""Pretrained models from Hugging Face folders, opened without trusting them."""

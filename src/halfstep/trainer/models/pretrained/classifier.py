@@ -1,0 +1,191 @@
+"""Any Hugging Face encoder as a text classifier.
+
+Shapes: B texts, T tokens, C classes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.losses.classification import class_weights_tensor, classification_loss
+from halfstep.trainer.models.pretrained.folder import open_folder
+from halfstep.trainer.models.pretrained.weights import (
+    head_names,
+    load_weights,
+    named_state,
+    position_limit,
+    repeated_blocks,
+    save_model,
+    set_dropout,
+)
+
+ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count", keys_B int64)."""
+
+
+def open_classifier(
+    source: str | os.PathLike[str],
+    names: Sequence[str],
+    *,
+    dropout: float | None = None,
+    class_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    trust_remote_code: bool = False,
+    revision: str = "",
+    seed: int = 0,
+) -> PretrainedClassifier:
+    """A pretrained encoder with a head for these classes, in fp32 on the CPU, in training mode.
+
+    The head is the folder's own where its ``id2label`` is ``names`` in order, else it is drawn
+    from ``seed``. Stored weights of 16 bits are widened, which is exact.
+
+    Args:
+        source: A folder or a hub name.
+        names: Of the classes, two or more, in the order of their labels.
+        dropout: All the model's dropout probabilities; None keeps its own.
+        class_weights: A weight for each class in the loss; None: 1.
+        label_smoothing: In [0, 1).
+        trust_remote_code: Let code that comes with the model run.
+        revision: Of a hub name.
+        seed: Of the new head; the caller's generators are not touched.
+
+    Raises:
+        ConfigError: An argument, source or architecture that cannot be used.
+        CheckpointError: A damaged folder, or one that lacks weights of the encoder.
+    """
+    names = _checked_names(names)
+    weights_C = class_weights_tensor(class_weights, names)
+    if not 0 <= label_smoothing < 1:
+        raise ConfigError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
+    model_class = folder.model_class(
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        "classifier",
+    )
+    config = folder.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{folder.folder}: {config.model_type!r} is an encoder with a decoder; for "
+            "classification take an encoder (BERT, RoBERTa, DistilBERT, ELECTRA, ...)"
+        )
+    own = getattr(config, "id2label", None) or {}
+    same = tuple(own.get(i) for i in range(len(own))) == names
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: i for i, name in enumerate(names)}
+    config.problem_type = "single_label_classification"
+    if getattr(config, "pad_token_id", None) is None:  # GPT-2's classifier looks for the last token
+        eos = getattr(config, "eos_token_id", None)
+        config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    if dropout is not None:
+        set_dropout(config, dropout)
+    tensors = folder.tensors()
+    head = head_names(folder, model_class, config, tensors)
+    if not same:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in head}
+    loaded = load_weights(folder, model_class, config, tensors, torch.float32, seed)
+    # A checkpoint of masked language modelling has no pooler, which is a part of the head.
+    lost = [name for name in loaded.missing if name not in head and ".pooler." not in name]
+    if lost:
+        raise CheckpointError(
+            f"{folder.folder} lacks {len(lost)} weights of the encoder, such as "
+            f"{', '.join(lost[:5])}; it has {len(loaded.unused)} tensors without a place"
+            + (f", such as {', '.join(loaded.unused[:5])}" if loaded.unused else "")
+            + ": config.json and weights are of different models"
+        )
+    if dropout is not None:
+        for module in loaded.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+    return PretrainedClassifier(
+        loaded.model, names, weights_C, label_smoothing, new_parameters=loaded.missing
+    )
+
+
+class PretrainedClassifier(nn.Module):
+    """A ``transformers`` classifier that gives loss sums; parameters are ``model.<their name>``.
+
+    Its dropout draws from torch's global generator, so its masks depend on how ranks share a batch.
+
+    Attributes:
+        model: The ``transformers`` module.
+        names: The classes.
+        max_length: Most tokens of a text, special ones included; None: no fixed number.
+        new_parameters: Names in ``model`` that were drawn, not loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        names: tuple[str, ...],
+        class_weights_C: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        *,
+        new_parameters: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+        self.label_smoothing = label_smoothing
+        self.new_parameters = new_parameters
+        self.max_length = position_limit(model)
+        # No buffer: a policy that casts the module to 16 bits must not round the loss's weights.
+        self._class_weights_C = class_weights_C
+        self._class = type(model)
+        self.train()
+
+    @property
+    def head_is_new(self) -> bool:
+        """Whether the classes' weights were drawn rather than loaded."""
+        return any(".pooler." not in name for name in self.new_parameters)
+
+    def forward(self, batch: ClassifierBatch) -> Tensor:
+        """The logits of a batch, ``(B, classes)``: :meth:`logits`."""
+        return self.logits(batch)
+
+    def logits(self, batch: ClassifierBatch) -> Tensor:
+        """Logits ``(B, C)`` in fp32; labels and keys of the batch are not looked at."""
+        ids_BT, mask_BT = batch[:2]
+        out: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
+        return out.float()
+
+    def loss_sum(self, batch: ClassifierBatch) -> tuple[Tensor, Tensor]:
+        """Summed loss and summed weights of the batch's labels, two fp32 scalars."""
+        logits_BC, weights_C = self.logits(batch), self._class_weights_C
+        if weights_C is not None and weights_C.device != logits_BC.device:
+            weights_C = self._class_weights_C = weights_C.to(logits_BC.device)
+        smoothing = self.label_smoothing if self.training else 0.0
+        return classification_loss(logits_BC, batch[2], weights_C, smoothing)
+
+    def blocks(self) -> list[nn.Module]:
+        """The encoder's layers in order: what to shard one by one."""
+        return repeated_blocks(self.model)
+
+    def save_(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Writes a folder that ``from_pretrained`` and :func:`open_classifier` read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: By parameter name; those it lacks are taken from this module.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or a weight is not finite.
+        """
+        save_model(self._class, self.model, named_state(self.model, weights), Path(folder))
+
+
+def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The classes' names, or a ConfigError."""
+    found = tuple(names)
+    if len(found) < 2 or len(set(found)) < len(found) or not all(found):
+        raise ConfigError(
+            f"a classifier needs two or more different, non-empty labels, got {list(found)}"
+        )
+    return found

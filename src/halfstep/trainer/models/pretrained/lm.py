@@ -1,0 +1,464 @@
+"""Hugging Face's causal language models for fine-tuning: GPT-2, Llama, Qwen, Mistral, Gemma, ...
+
+Only the positions with a target go through the head. Rows may hold several documents, kept apart
+by their positions, which restart at 0: ``transformers`` masks attention between such documents by
+itself where no mask and no cache is given (**Source:** ``find_packed_sequence_indices`` of
+``transformers.masking_utils``), but not in every architecture, which is why
+:meth:`PretrainedLM.check_packing` looks at what the model does.
+
+Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
+from halfstep.trainer.models.losses.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
+from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
+from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.weights import (
+    load_weights,
+    named_state,
+    position_limit,
+    repeated_blocks,
+    save_model,
+    set_dropout,
+)
+
+LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
+
+
+def open_causal_lm(
+    source: str | os.PathLike[str],
+    *,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    revision: str = "",
+) -> PretrainedLM:
+    """A pretrained causal language model in its stored dtype on the CPU, in training mode.
+
+    Args:
+        source: A folder or a hub name.
+        dropout: All the model's dropout probabilities; None keeps its own.
+        gradient_checkpointing: Recompute each layer's activations in backward.
+        trust_remote_code: Let code that comes with the model run.
+        revision: Of a hub name.
+
+    Raises:
+        ConfigError: A source or architecture that cannot be used.
+        CheckpointError: A damaged folder, or one that lacks weights.
+    """
+    folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
+    model_class = folder.model_class(
+        "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"
+    )
+    config = folder.config
+    masked = folder.has_class("MODEL_FOR_MASKED_LM_MAPPING")
+    if getattr(config, "is_encoder_decoder", False) or (
+        masked and not getattr(config, "is_decoder", False)
+    ):
+        raise ConfigError(
+            f"{folder.folder}: {config.model_type!r} is an encoder, which sees the tokens that it "
+            "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
+        )
+    if dropout is not None:
+        set_dropout(config, dropout)
+    tensors = folder.tensors()
+    loaded = load_weights(folder, model_class, config, tensors, stored_dtype(tensors))
+    if loaded.missing:
+        raise CheckpointError(
+            f"{folder.folder} lacks {len(loaded.missing)} weights, such as "
+            f"{', '.join(loaded.missing[:5])}; it has {len(loaded.unused)} tensors without a place"
+            + (f", such as {', '.join(loaded.unused[:5])}" if loaded.unused else "")
+        )
+    for module in loaded.model.modules():
+        if dropout is not None and isinstance(module, nn.Dropout):
+            module.p = dropout
+    for module in loaded.model.modules():  # it would look at the ids of each step, on their device
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _no_warning
+    if gradient_checkpointing:
+        with quiet():
+            loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PretrainedLM(loaded.model, Traits.of(loaded.model, stored_dtype(tensors)))
+
+
+class PretrainedLM(nn.Module):
+    """A ``transformers`` causal LM that gives loss sums; parameters are ``model.<their name>``.
+
+    Attributes:
+        model: The ``transformers`` module.
+        traits: Of the bare model.
+    """
+
+    def __init__(self, model: Any, traits: Traits) -> None:
+        super().__init__()
+        self.model = model
+        self.traits = traits
+        self.explicit_mask = False
+        self.train()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the folder's weights."""
+        return self.traits.stored_dtype
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens of a row; None: no fixed number."""
+        return self.traits.max_length
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module without what wraps it."""
+        return self.model
+
+    def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
+        """Loss and count of a batch: :meth:`loss_sum`."""
+        return self.loss_sum(batch)
+
+    def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all targets and their number; never logits without a target.
+
+        Args:
+            batch: ids, targets and positions, each ``(B, T)`` int64. A target of -100 is not
+                counted; positions restart at 0 where a row's next document begins.
+
+        Returns:
+            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
+        """
+        ids_BT, targets_BT, positions_BT = batch
+        counted_BT = targets_BT != IGNORE_INDEX
+        targets_N = targets_BT[counted_BT]
+        head = self.core.get_output_embeddings()
+        # The head's owner is not asked to call it alone: what stands before it (a projection) and
+        # after it (softcapping, a factor) differs between architectures, and runs as it is.
+        fused = self.traits.plain_head and type(head) is nn.Linear and head.bias is None
+        rows: list[Tensor] = []
+
+        def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            x_NC = args[0][counted_BT]
+            rows.append(x_NC)
+            return ((x_NC[:0] if fused else x_NC).unsqueeze(0),)
+
+        hook = head.register_forward_pre_hook(take)
+        try:
+            logits_1NV = self._run(ids_BT, positions_BT)
+        finally:
+            hook.remove()
+        if fused:
+            return linear_cross_entropy_sum(rows[0], head.weight, targets_N)
+        loss = functional.cross_entropy(logits_1NV[0].float(), targets_N, reduction="sum")
+        return loss, counted_BT.sum()
+
+    def logits(self, ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return self._run(ids_BT, positions_BT).float()
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Makes sure that documents in one row do not see each other; call before sharding.
+
+        Two rows differ in their first document only: the second document's logits must not. And
+        they must be those that the document has alone. Where ``transformers``' own mask fails that,
+        an explicit one is tried.
+
+        Raises:
+            ConfigError: The architecture cannot keep documents apart.
+        """
+        training, failed = self.training, None
+        self.eval()
+        try:
+            for self.explicit_mask in (False, True):
+                try:
+                    if self._documents_are_apart():
+                        return
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    failed = error  # not every architecture takes a mask of four dimensions
+        finally:
+            self.train(training)
+        self.explicit_mask = False
+        raise ConfigError(
+            f"{self.traits.model_class.__name__} lets documents that are packed into one row see "
+            "each other; pad instead of packing"
+        ) from failed
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers in order: what to shard one by one."""
+        return repeated_blocks(self.core)
+
+    def save_(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        merge: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes a folder that ``from_pretrained`` and :func:`open_causal_lm` read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: By parameter name; those it lacks are taken from this module.
+            merge: Without adapters there is nothing to merge; either value means the same.
+            dtype: Of the written weights; None keeps those of ``weights``.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+        """
+        save_model(
+            self.traits.model_class,
+            self.core,
+            named_state(self.model, weights),
+            Path(folder),
+            dtype,
+        )
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """The model's logits, in its own dtype."""
+        inputs: dict[str, Any] = {"use_cache": False}  # a cache would not keep documents apart
+        if self.traits.takes_positions:
+            inputs["position_ids"] = positions_BT
+        if self.explicit_mask:
+            inputs["attention_mask"] = self._mask(positions_BT)
+        logits: Tensor = self.core(input_ids=ids_BT, **inputs).logits
+        return logits
+
+    def _mask(self, positions_BT: Tensor) -> Tensor:
+        """Who sees whom, ``(B, 1, T, T)``: causal, and only within a document."""
+        document_BT = (positions_BT == 0).cumsum(1)
+        same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+        seen_B1TT = same_BTT.tril().unsqueeze(1)
+        if self.core.config._attn_implementation == "sdpa":
+            return seen_B1TT
+        dtype = self.core.dtype
+        return torch.zeros((), dtype=dtype, device=seen_B1TT.device).masked_fill(
+            ~seen_B1TT, torch.finfo(dtype).min
+        )
+
+    def _documents_are_apart(self) -> bool:
+        """Whether a document's logits are its own, whatever stands before it in its row."""
+        weight = self.core.get_input_embeddings().weight
+        ids = torch.arange(9, device=weight.device) % weight.shape[0]
+        first, other, second = ids[:3], ids[3:6], ids[6:]
+        positions_1T = torch.arange(3, device=weight.device).repeat(2)[None]
+        one, two = (
+            self.logits(torch.cat([before, second])[None], positions_1T)[0, 3:]
+            for before in (first, other)
+        )
+        # Of one document, the model's own mask is right, and must be what the explicit one means.
+        explicit, self.explicit_mask = self.explicit_mask, False
+        try:
+            alone = self.logits(second[None], positions_1T[:, :3])[0]
+        finally:
+            self.explicit_mask = explicit
+        # One shape, one order of additions: what is masked adds exact zeros. Experts may sum in
+        # another order, hence a little air; alone, shapes differ and rounding with them.
+        size = float(alone.abs().max())
+        eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
+        leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
+        return leak <= 4 * torch.finfo(torch.float32).eps * size and change <= 16 * eps * size
+
+
+def _no_warning(*_: Any) -> None:
+    """In place of ``transformers``' warning: padding follows the text here, so none sees it."""
+
+
+def _autocast_eps(device_type: str) -> float:
+    """The spacing at 1 of what autocast computes in; 0 where it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return 0.0
+    return torch.finfo(torch.get_autocast_dtype(device_type)).eps
+
+
+# What must be known of a language model before adapters or sharding wrap it.
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What must be known of a model before anything wraps it."""
+
+    model_class: Any
+    stored_dtype: torch.dtype
+    max_length: int | None
+    takes_positions: bool
+    plain_head: bool
+    """The logits are what the head puts out, nothing behind it."""
+
+    @classmethod
+    def of(cls, model: Any, stored_dtype: torch.dtype) -> Traits:
+        """The traits of a bare ``transformers`` model."""
+        takes = "position_ids" in inspect.signature(model.forward).parameters
+        return cls(type(model), stored_dtype, position_limit(model), takes, _head_is_plain(model))
+
+
+def _head_is_plain(model: Any) -> bool:
+    """Whether the logits are what the head puts out, nothing behind it; found without computing.
+
+    One token goes through the model with all tensors on the device "meta".
+    """
+    head, outputs = model.get_output_embeddings(), []
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} has no output embeddings to take a loss from")
+    state = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    hook = head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        with quiet(), torch.no_grad(), torch.device("meta"):
+            inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
+            # With a mask of its own, transformers need not look at numbers that are not there.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            inputs["use_cache"] = False
+            out = torch.func.functional_call(model, state, (), inputs)
+    except Exception:  # an architecture that looks at its numbers: then the long way is right too
+        return False
+    finally:
+        hook.remove()
+    return len(outputs) == 1 and out.logits is outputs[0]
+
+
+# Text from a pretrained language model, through ``transformers``' own generation and cache.
+
+
+@torch.no_grad()
+def generate_ids(
+    lm: PretrainedLM,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    ends: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """The ids that the model writes after a prompt; the same seed gives the same ones.
+
+    How the model's author means it to generate (``generation_config.json``) is not used; what is
+    asked for here is all. The global random state is as before afterwards.
+
+    Args:
+        lm: On its device; run under the autocast of its policy.
+        prompt: At least one id.
+        max_new_tokens: Most ids to write; fewer where the model's positions end.
+        temperature: Divides the logits; 0 takes the most probable id every time.
+        top_k: Draw from the most probable ids only, so many; None: all.
+        top_p: Draw from the most probable ids that reach this probability together; None: all.
+        seed: Of the draws.
+        ends: Sequences of ids after which it stops; the one that stopped it is left out.
+
+    Raises:
+        ConfigError: An argument is out of range, or the prompt leaves no position to write at.
+        NonFiniteError: The model's logits hold NaN or inf.
+    """
+    room = _check(lm, prompt, max_new_tokens, temperature, top_k, top_p, seed)
+    if not room:
+        return []
+    transformers = require("transformers")
+    config = transformers.GenerationConfig(
+        max_new_tokens=room,
+        do_sample=temperature > 0,
+        pad_token_id=0,  # one row needs none, but transformers asks
+        use_cache=True,
+        **(
+            {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+            if temperature
+            else {}
+        ),
+    )
+    core, training = lm.core, lm.training
+    device = core.get_input_embeddings().weight.device
+    ids_1T = torch.tensor([list(prompt)], device=device)
+    own, core.generation_config = core.generation_config, transformers.GenerationConfig()
+    lm.eval()
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with quiet(), torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(seed)
+            out_1T = core.generate(
+                input_ids=ids_1T,
+                attention_mask=torch.ones_like(ids_1T),
+                generation_config=config,
+                logits_processor=transformers.LogitsProcessorList([_finite]),
+                stopping_criteria=transformers.StoppingCriteriaList([_Ends(len(prompt), ends)]),
+            )
+    finally:
+        core.generation_config = own
+        lm.train(training)
+    written: list[int] = out_1T[0, len(prompt) :].tolist()
+    end = next((end for end in ends if end and written[-len(end) :] == list(end)), ())
+    return written[: len(written) - len(end)]
+
+
+class _Ends:
+    """Says that a row is done when it ends with one of some sequences of ids."""
+
+    def __init__(self, start: int, ends: Sequence[Sequence[int]]) -> None:
+        self._start = start
+        self._ends = [list(end) for end in ends if end]
+
+    def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Whether each row is done, as a boolean tensor ``(B,)``."""
+        rows = ids_BT[:, self._start :].tolist()
+        done = [any(row[-len(end) :] == end for end in self._ends) for row in rows]
+        return torch.tensor(done, device=ids_BT.device)
+
+
+def _finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
+    """The logits as they are, if there is something to draw from."""
+    if not bool(torch.isfinite(logits_BV).all()):
+        raise NonFiniteError(
+            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
+            "damaged, or the range of the compute dtype is too small for them",
+            cause="forward",
+        )
+    return logits_BV
+
+
+def _check(
+    lm: PretrainedLM,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+) -> int:
+    """How many ids can be written; raises ConfigError for arguments out of range."""
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError(f"temperature must be finite and 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be in [0, 2**63), got {seed}")
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one token")
+    limit = lm.max_length
+    if limit is None:
+        return max_new_tokens
+    if len(prompt) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens and the model {limit} positions, which leaves "
+            "none to write at; shorten the prompt"
+        )
+    return min(max_new_tokens, limit - len(prompt))

@@ -1,0 +1,353 @@
+"""LoRA adapters put on a language model, or read from a folder, through ``peft``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.pretrained.folder import (
+    ADAPTER,
+    first_line,
+    quiet,
+    read_json,
+    read_safetensors,
+)
+from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
+from halfstep.trainer.models.pretrained.weights import new_folder, save_model
+
+__all__ = ["LoraLM", "MergeLoss", "add_lora", "open_adapted_lm"]
+
+ALL_LINEAR = "all-linear"
+_OTHER_WAYS = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "use_rslora")
+"""Settings of adapter_config.json that change the function or the scale; not honoured."""
+
+
+def add_lora(
+    lm: PretrainedLM,
+    r: int = 8,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+) -> LoraLM:
+    """The model with adapters beside its linear layers; the model given is changed in place.
+
+    Args:
+        lm: With all its parameters in the stored dtype.
+        r: Rank of the adapters, 1 or more.
+        alpha: The update is ``alpha / r`` times the product.
+        dropout: Before the adapters, in [0, 1).
+        targets: Last parts of the names of layers; ``("all-linear",)`` is all but the head; ()
+            is what ``peft`` takes for the architecture.
+        seed: Of the adapters' first weights; the caller's generators are not touched.
+
+    Raises:
+        ConfigError: A value out of range, or a target that no layer has; the message lists those
+            that exist.
+    """
+    peft = require("peft")
+    if isinstance(lm, LoraLM):
+        raise ConfigError("the model has LoRA adapters already")
+    if r < 1 or not alpha > 0 or not 0 <= dropout < 1:
+        raise ConfigError(
+            f"LoRA needs r >= 1, alpha > 0 and dropout in [0, 1), got r = {r}, alpha = {alpha}, "
+            f"dropout = {dropout}"
+        )
+    wanted = _wanted(peft, lm, tuple(targets))
+    names = _matched(lm.core, wanted)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=wanted if isinstance(wanted, str) else list(wanted),
+        # GPT-2 stores its matrices (in, out), where nn.Linear has (out, in).
+        fan_in_fan_out=any(_is_conv1d(lm.core.get_submodule(name)) for name in names),
+    )
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = peft.get_peft_model(lm.core, config, autocast_adapter_dtype=True)
+        except ValueError as error:  # a layer that matched by name but is of another kind
+            raise ConfigError(f"peft cannot put LoRA there: {first_line(error)}") from error
+    return LoraLM(lm, model)
+
+
+def open_adapted_lm(
+    folder: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    revision: str = "",
+) -> LoraLM:
+    """A saved adapter on its base, ready to go on training.
+
+    Args:
+        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``, or a hub name.
+        base: Folder or hub name of the base; None takes what the adapter names.
+        dropout: As :func:`open_causal_lm`.
+        gradient_checkpointing: As :func:`open_causal_lm`.
+        trust_remote_code: As :func:`open_causal_lm`.
+        revision: Of the base.
+
+    Raises:
+        ConfigError: No base, or a kind of adapter other than plain LoRA.
+        CheckpointError: A file is missing or damaged, or does not fit the base.
+    """
+    peft = require("peft")
+    folder = resolve_source(folder, trust_remote_code=False)
+    file = folder / ADAPTER
+    found = read_json(file, "it is where peft keeps an adapter's settings")
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise CheckpointError(
+            f"{folder} has no {ADAPTER_WEIGHTS}; a pickle (adapter_model.bin) is not opened: save "
+            "the adapter again with a current peft"
+        )
+    other = [key for key in _OTHER_WAYS if found.get(key)]
+    if found.get("peft_type") != "LORA" or other or found.get("bias", "none") != "none":
+        raise ConfigError(
+            f"{file}: only plain LoRA can be opened, this is {found.get('peft_type')!r} with "
+            f"{', '.join(other) or 'bias'}; merge it into its base with peft (merge_and_unload)"
+        )
+    source = base if base is not None else found.get("base_model_name_or_path")
+    if not source or not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"{file} names no base model; give it (base)")
+    targets = found.get("target_modules")
+    if isinstance(targets, str):
+        targets = [targets]
+    try:
+        r, alpha, drop = int(found["r"]), float(found["lora_alpha"]), found.get("lora_dropout", 0.0)
+        targets, drop = tuple(str(t) for t in targets or ()), float(drop)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is no LoRA configuration: {error!r}") from error
+    lm = open_causal_lm(
+        source,
+        dropout=dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    lora = add_lora(lm, r, alpha, drop, targets)
+    tensors = {k: v.clone() for k, v in read_safetensors(folder / ADAPTER_WEIGHTS).items()}
+    wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
+    bad = sorted(set(wanted) ^ set(tensors)) or sorted(
+        k for k in wanted if wanted[k].shape != tensors[k].shape
+    )
+    if bad:
+        raise CheckpointError(
+            f"{folder / ADAPTER_WEIGHTS} does not fit the base {source}: {len(bad)} tensors are "
+            f"missing, surplus or of another shape, such as {', '.join(bad[:3])}"
+        )
+    with quiet():
+        peft.set_peft_model_state_dict(lora.model, tensors)
+    return lora
+
+
+def _wanted(peft: Any, lm: PretrainedLM, targets: tuple[str, ...]) -> tuple[str, ...] | str:
+    """Names, or endings of names, of the layers to adapt; a text is a pattern of ``peft``'s."""
+    if targets == (ALL_LINEAR,):
+        head = lm.core.get_output_embeddings()
+        return tuple(n for n in _linears(lm.core) if lm.core.get_submodule(n) is not head)
+    if targets:
+        return targets
+    table = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    found = table.get(lm.core.config.model_type)
+    if found is None:
+        raise ConfigError(
+            f"peft has no default targets for {lm.core.config.model_type!r}; name them, or "
+            f"{ALL_LINEAR!r}. Layers: {_endings(lm.core)}"
+        )
+    return found if isinstance(found, str) else tuple(found)
+
+
+def _matched(core: Any, wanted: tuple[str, ...] | str) -> list[str]:
+    """The names of the layers that the targets mean; a ConfigError for a target without one."""
+    linears = _linears(core)
+    if isinstance(wanted, str):
+        names = [name for name in linears if re.fullmatch(wanted, name)]
+        lost = [] if names else [wanted]
+    else:
+        by_target = {t: [n for n in linears if n == t or n.endswith(f".{t}")] for t in wanted}
+        lost = [target for target, found in by_target.items() if not found]
+        names = [name for found in by_target.values() for name in found]
+    if lost:
+        raise ConfigError(
+            f"no layer has the LoRA target {', '.join(map(repr, lost))}. Layers: {_endings(core)}; "
+            f"or {ALL_LINEAR!r}"
+        )
+    head, table = core.get_output_embeddings(), core.get_input_embeddings()
+    tied = head is not None and head.weight is table.weight
+    if tied and any(core.get_submodule(name) is head for name in names):
+        raise ConfigError(
+            "the head shares its table with the embedding, so an adapter of it could not be "
+            "merged; name other LoRA targets"
+        )
+    return names
+
+
+def _endings(core: Any) -> str:
+    """The last parts of the names of the layers, for an error."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in _linears(core)}))
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer, whose matrix is (in, out)."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _linears(core: Any) -> list[str]:
+    """Names of the matrices that adapters can stand beside, the head's too."""
+    return [
+        name
+        for name, module in core.named_modules()
+        if isinstance(module, nn.Linear) or _is_conv1d(module)
+    ]
+
+
+# LoRA: small fp32 adapters beside the frozen linear layers of a language model, through ``peft``.
+#
+# The base stays in its stored dtype, bit for bit; the adapters are what the optimizer sees. A merge
+# is computed in fp32 and says what rounding to the written dtype takes from it.
+#
+# **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
+# section 4.1: ``W + (alpha / r) B A``.
+
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_NAME = "default"
+"""Name of the adapter inside ``peft``."""
+
+
+@dataclass(frozen=True)
+class MergeLoss:
+    """What rounding the merged weights to the written dtype took from them."""
+
+    dtype: torch.dtype
+    max_error: float
+    """Largest distance of a written weight from the exact sum of base and update."""
+    vanished: float
+    """Share of the updates that are not 0 and left the rounded weight where it was."""
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"merged in {str(self.dtype).removeprefix('torch.')}: rounding moved weights by up to "
+            f"{self.max_error:.3g}, and {self.vanished:.1%} of the updates vanished in it"
+        )
+
+
+class LoraLM(PretrainedLM):
+    """A causal LM with adapters: they are fp32 and train, the base is frozen as it was stored.
+
+    Attributes:
+        last_merge: What the last ``save_(..., merge=True)`` lost; None before one.
+    """
+
+    def __init__(self, lm: PretrainedLM, peft_model: Any) -> None:
+        super().__init__(peft_model, lm.traits)
+        self.explicit_mask = lm.explicit_mask
+        self.last_merge: MergeLoss | None = None
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module, in which adapters stand in place of linear layers."""
+        return self.model.base_model.model
+
+    def save_(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        merge: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes the adapter for ``peft``, or the whole model with the adapter added in.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: By parameter name; those it lacks are taken from this module.
+            merge: Write the whole model, without adapters; ``last_merge`` then says what it lost.
+            dtype: Of the written weights; None: the base's for a merge, fp32 for an adapter.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+        """
+        own = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        unknown = sorted(set(weights) - set(own))
+        if unknown:
+            raise CheckpointError(f"weights has {unknown[0]!r}, which is no parameter of the model")
+        if merge:
+            self._save_merged(Path(folder), {**own, **weights}, dtype)
+            return
+        peft = require("peft")
+        state = {
+            name.removeprefix("model."): tensor.detach().to("cpu", dtype or torch.float32)
+            for name, tensor in {**own, **weights}.items()
+            if ".lora_" in name
+        }
+        for name, tensor in state.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
+        with quiet(), new_folder(Path(folder)) as temporary:
+            found = peft.get_peft_model_state_dict(
+                self.model, state_dict=state, save_embedding_layers=False
+            )
+            config = self.model.peft_config[ADAPTER_NAME]
+            config.inference_mode = True
+            try:
+                config.save_pretrained(temporary)
+            finally:
+                config.inference_mode = False
+            file = temporary / ADAPTER_WEIGHTS
+            save_file({k: v.contiguous() for k, v in found.items()}, file, {"format": "pt"})
+            file.chmod((temporary / ADAPTER).stat().st_mode)
+
+    @torch.no_grad()
+    def _save_merged(
+        self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None
+    ) -> None:
+        """Adds the adapters into the base in fp32, rounds once, writes, and keeps the account."""
+        target = self.stored_dtype if dtype is None else dtype
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        merged: dict[int, Tensor] = {}
+        max_error, updates, gone = 0.0, 0, 0
+        for layer in _layers(self.model):
+            base = layer.get_base_layer().weight
+            a_RI, b_OR = (
+                weights[f"model.{names[id(part[ADAPTER_NAME].weight)]}"].to("cpu", torch.float32)
+                for part in (layer.lora_A, layer.lora_B)
+            )
+            update = (b_OR @ a_RI) * layer.scaling[ADAPTER_NAME]
+            old = weights[f"model.{names[id(base)]}"].to("cpu", torch.float32)
+            update = update.T if layer.fan_in_fan_out else update
+            exact = old + update
+            written = exact.to(target).float()
+            meant = update != 0
+            updates += int(meant.sum())
+            gone += int((meant & (written == old.to(target).float())).sum())
+            max_error = max(max_error, float((written - exact).abs().max()))
+            merged[id(base)] = exact
+        state: dict[str, Tensor] = {}
+        for key, tensor in self.core.state_dict(keep_vars=True).items():
+            if ".lora_" not in key:
+                mine = weights.get(f"model.{names.get(id(tensor), '')}", tensor)
+                state[key.replace(".base_layer.", ".")] = merged.get(id(tensor), mine)
+        save_model(self.traits.model_class, self.core, state, folder, target)
+        self.last_merge = MergeLoss(target, max_error, gone / max(updates, 1))
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """The layers that have an adapter."""
+    modules: list[Any] = list(model.modules())
+    return [m for m in modules if hasattr(m, "lora_A") and ADAPTER_NAME in m.lora_A]

@@ -1,0 +1,242 @@
+"""Hugging Face tokenizers, from a folder or the hub, for classifiers and language models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json
+from halfstep.trainer.models.pretrained.foreign_config import refuse_code
+from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.skeleton import require_plain_files
+
+_NO_LIMIT = 10**9
+"""What ``transformers`` writes for "no limit" is larger (1e30)."""
+
+
+def open_tokenizer(
+    source: str | os.PathLike[str],
+    *,
+    max_length: int | None = None,
+    model_limit: int | None = None,
+    trust_remote_code: bool = False,
+    revision: str = "",
+) -> PretrainedTokenizer:
+    """The tokenizer of a model's folder or hub name.
+
+    Args:
+        source: As for the model.
+        max_length: Most tokens of a text, special ones included; None: as many as the model takes.
+        model_limit: The model's own ``max_length``; None: no fixed number.
+        trust_remote_code: Let code that comes with the tokenizer run.
+        revision: Of a hub name.
+
+    Raises:
+        ConfigError: A source that cannot be used, code that is not trusted, ``max_length`` too
+            small, or no limit at all.
+        CheckpointError: The folder has no tokenizer, or a damaged one.
+    """
+    folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
+    nested = folder / "0_Transformer"  # older folders of sentence-transformers
+    if not (folder / "tokenizer_config.json").exists() and nested.is_dir():
+        folder = nested
+    require_plain_files(folder)
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            refuse_code(folder / name, read_json(folder / name, ""), trust_remote_code)
+    transformers = require("transformers")
+    with quiet():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers and tokenizers raise many kinds
+            raise CheckpointError(
+                f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
+                "tokenizer.json, or the vocabulary files that its model_type has"
+            ) from error
+    # Without its files, transformers makes an empty tokenizer of the model's kind.
+    parts = dict(getattr(tokenizer, "vocab_files_names", {}))
+    whole = parts.pop("tokenizer_file", "tokenizer.json")
+    if not (folder / whole).exists():
+        lost = [name for name in parts.values() if not (folder / name).exists()]
+        if lost or not parts:
+            raise CheckpointError(
+                f"{folder} has no tokenizer: neither {whole} nor {', '.join(lost) or 'another'}"
+            )
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
+    own = tokenizer.model_max_length
+    if not isinstance(own, int | float) or not own >= 0:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: model_max_length={own!r:.80} is not a length"
+        )
+    own = int(min(own, _NO_LIMIT))
+    limits = [n for n in (max_length, model_limit, own) if n is not None and n < _NO_LIMIT]
+    if not limits:
+        raise ConfigError(
+            f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
+        )
+    try:
+        return _within(tokenizer, min(limits))
+    except ConfigError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, at the first text
+        raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
+
+
+def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
+    """The tokenizer, if the special tokens of a text leave room for another one."""
+    specials = tokenizer.num_special_tokens_to_add()
+    if max_length <= specials:
+        raise ConfigError(
+            f"max_length is {max_length}, but a text has {specials} special tokens and needs room "
+            "for one more"
+        )
+    return PretrainedTokenizer(tokenizer, max_length)
+
+
+class PretrainedTokenizer:
+    """Text to ids with a fast ``transformers`` tokenizer.
+
+    Attributes:
+        max_length: Most ids of a text in :meth:`encode_batch`, special ones included.
+        pad_id: The tokenizer's; else its end of text, as for GPT-2; else 0.
+        eos_id: The end of a text, if there is one.
+        bos_id: What the tokenizer writes before a text by itself, if it writes a beginning.
+        special_tokens: Spellings that become control tokens, wherever they stand in a text.
+        vocab_size: One more than the largest id.
+        fingerprint: SHA-256 of everything that decides ids.
+        truncated: How many of the texts encoded so far were cut.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self._tokenizer = tokenizer
+        self.max_length = max_length
+        self.truncated = 0
+        self.eos_id: int | None = tokenizer.eos_token_id
+        pads = (tokenizer.pad_token_id, self.eos_id, 0)
+        self.pad_id: int = next(i for i in pads if i is not None)
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        named = list(tokenizer.all_special_tokens)
+        added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self.special_tokens: tuple[str, ...] = tuple(dict.fromkeys(named + added))
+        first = self._ids(["a"], add_special_tokens=True)[0][:1]
+        bos: int | None = tokenizer.bos_token_id
+        self.bos_id = bos if first == [bos] else None
+        parts = [backend.to_str(), self.pad_id, max_length, tokenizer.truncation_side]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids with special tokens, cut to ``max_length``; ``truncated`` counts the cut."""
+        found = self._ids(texts, add_special_tokens=True)
+        long = [i for i, ids in enumerate(found) if len(ids) > self.max_length]
+        if long:
+            self.truncated += len(long)
+            cut = self._ids(
+                [texts[i] for i in long],
+                add_special_tokens=True,
+                truncation=True,
+                max_length=self.max_length,
+            )
+            for i, ids in zip(long, cut, strict=True):
+                found[i] = ids
+        return found
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids without special tokens, of any length."""
+        return self._ids(texts, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer says how messages become one text."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
+    ) -> str:
+        """The text of messages, special tokens in it by name; encode it with ``encode_plain``.
+
+        Args:
+            messages: Each with ``role`` and ``content``.
+            add_generation_prompt: End with what comes before an answer.
+
+        Raises:
+            ConfigError: There is no chat template, or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise ConfigError("the tokenizer has no chat template")
+        try:
+            with quiet():
+                text: str = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except Exception as error:  # a template is a program of the model's author
+            raise ConfigError(
+                f"the chat template refuses the messages: {first_line(error)}"
+            ) from error
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that :func:`open_tokenizer` and ``AutoTokenizer`` read.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+        """
+        try:
+            with quiet():
+                self._tokenizer.save_pretrained(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written: {error}") from error
+
+    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        """Ids of each text."""
+        if not texts:
+            return []
+        with quiet():  # it warns of texts over the model's length, which is counted here
+            out = self._tokenizer(
+                list(texts),
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+                **options,
+            )
+        return [list(ids) for ids in out["input_ids"]]
+
+
+def require_vocabulary(model: nn.Module, tokenizer: PretrainedTokenizer) -> None:
+    """Makes sure that every id of the tokenizer has a row in the model's embedding.
+
+    Args:
+        model: A :class:`PretrainedClassifier` or :class:`PretrainedLM`.
+        tokenizer: For its ``vocab_size``.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    core: Any = getattr(model, "core", None) or model.model
+    rows = core.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "
+            f"has {rows} rows: tokenizer and weights are of different models"
+        )

@@ -1,0 +1,242 @@
+"""The folder of a run: who may write there and what lies where.
+
+::
+
+    config.toml     the resolved configuration
+    env.json        what machine it ran on
+    metrics.jsonl   one object a step
+    tokenizer/      enough to encode and decode with
+    model/          of a fine-tuning: the best state, for others to load
+    report.txt      of a classifier: scores of its classes; also report.json and confusion.png
+    checkpoints/    step-00000100 ...
+    run.lock        held by the process that writes here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.checkpoint.commit import checkpoint_path
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import (
+    TrainConfig,
+    config_from_table,
+    config_to_toml,
+    load_config,
+)
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.data.tokenizers.files import load_tokenizer
+from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.environment import environment
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.session import Session
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+# What a process that was killed while it made the folder may have left there.
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """An opened run folder; the lock is held until ``close`` or the end of the process."""
+
+    path: Path
+    _lock: IO[str]
+
+    def close(self) -> None:
+        """Release the lock, so that another process may write to the folder."""
+        self._lock.close()
+
+
+def default_run_folder(config: BaseConfig) -> Path:
+    """``runs/NAME-PRECISION-TIME`` for a run that was given no folder."""
+    name = f"{config.name}-{config.precision}"
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / "config.toml").is_file()
+
+
+def require_fresh(path: Path) -> None:
+    """Refuse a folder for a new run that holds anything.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    if is_run(path):
+        raise ConfigError(
+            f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
+            "another --output-dir"
+        )
+    if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - _UNFINISHED):
+        raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
+
+
+def create_run(path: Path, session: Session) -> RunFolder:
+    """Make the folder and write what describes the run.
+
+    Raises:
+        ConfigError: If another process made it in the meantime.
+        CheckpointError: If it cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path, _lock(path))
+        try:
+            require_fresh(path)  # another process may have made a run of it in the meantime
+            session.task.save(path)
+            report = json.dumps(environment(session.device), indent=1)
+            (path / "env.json").write_text(report, encoding="utf-8")
+            write_config(path, session.config)  # last: its presence makes the folder a run
+        except BaseException:
+            folder.close()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
+    return folder
+
+
+def write_config(path: Path, config: BaseConfig) -> None:
+    """Write a run's configuration, in one piece; a resume does it again with what it changed."""
+    temporary = path / "config.toml.tmp"
+    temporary.write_text(config_to_toml(config), encoding="utf-8")
+    os.replace(temporary, path / "config.toml")
+
+
+def reopen_run(path: Path) -> RunFolder:
+    """Open an existing run for writing.
+
+    Raises:
+        ConfigError: If it holds no run, or another process is writing there.
+    """
+    if not is_run(path):
+        raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
+    return RunFolder(path, _lock(path))
+
+
+def run_config(path: Path) -> BaseConfig:
+    """The configuration that a run was started with.
+
+    Raises:
+        ConfigError: If the folder holds no run.
+    """
+    if not is_run(path):
+        raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
+    return load_config(str(path / "config.toml"))
+
+
+def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
+    """The model of a run's newest checkpoint in fp32, its tokenizer and configuration.
+
+    Raises:
+        ConfigError: If the folder holds no run.
+        CheckpointError: If it has no checkpoint, or a damaged one.
+    """
+    saved = run_config(path)
+    if not isinstance(saved, TrainConfig):
+        raise ConfigError(
+            f"{path} is a run of finetune {saved.TASK}: its result is the folder {path / 'model'}, "
+            "and of a classifier the report beside it"
+        )
+    found = list_checkpoints(path / CHECKPOINTS)
+    if not found:
+        raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
+    checkpoint = load_checkpoint(found[-1])
+    config = _config_of(checkpoint.state.get("config"), found[-1])
+    model = GPT(config.model, seed=0)
+    expected = dict(model.named_parameters())
+    if {n: w.shape for n, w in checkpoint.weights.items()} != {
+        n: p.shape for n, p in expected.items()
+    }:
+        raise CheckpointError(f"{found[-1]}: its weights do not fit its own configuration")
+    for name, parameter in expected.items():
+        parameter.data.copy_(checkpoint.weights[name])
+    return model, load_tokenizer(path / "tokenizer"), config
+
+
+def _config_of(table: Any, where: Path) -> TrainConfig:
+    """The configuration in a checkpoint's state."""
+    try:
+        config = config_from_table(table) if isinstance(table, dict) else None
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: the configuration in its state: {error}") from error
+    if not isinstance(config, TrainConfig):
+        raise CheckpointError(
+            f"{where}: its state has no configuration of a run of train: it is damaged or foreign. "
+            "Remove it to take the one before"
+        )
+    return config
+
+
+def finish_run(session: Session, path: Path) -> str:
+    """Write what a finished run leaves to its user, from its best state; rank 0.
+
+    Returns:
+        What was written, in words; empty for nothing.
+
+    Raises:
+        CheckpointError: If it cannot be written, or its checkpoint is damaged.
+    """
+    folder = path / CHECKPOINTS
+    report_best(
+        session, path
+    )  # once more: a kill may have come between a checkpoint and its report
+
+    def weights() -> Mapping[str, Tensor]:
+        best = session.best
+        found = checkpoint_path(folder, best.step) if best else list_checkpoints(folder)[-1]
+        return {name: weight.float() for name, weight in load_checkpoint(found).weights.items()}
+
+    return session.task.finish(path, weights)
+
+
+def report_best(session: Session, path: Path) -> None:
+    """Write what there is to tell of the best evaluation so far; rank 0.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    if session.best is None:
+        return
+    try:
+        session.task.improved(path, session.best.step, session.best.evaluation)
+    except OSError as error:
+        raise CheckpointError(f"the report in {path} cannot be written: {error}") from error
+
+
+def _lock(path: Path) -> IO[str]:
+    try:
+        file = (path / "run.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir={path}: its run.lock cannot be opened ({error.strerror}); it must be "
+            "a plain file: move away what is there"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ConfigError(
+            f"run.output_dir={path} is being written by another process ({owner}); wait for it, "
+            "or choose another --output-dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()}\n")
+    file.flush()
+    return file

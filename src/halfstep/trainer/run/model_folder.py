@@ -1,0 +1,83 @@
+"""The model that a run leaves behind, as a folder that others load."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from halfstep.errors import CheckpointError
+from halfstep.files import sync
+from halfstep.trainer.models.pretrained.weights import new_folder
+
+
+def matrix_parameters(model: nn.Module) -> int:
+    """Weights that a token is multiplied with: matrices, but embeddings, which are looked up.
+
+    A matrix that serves as embedding and as output layer counts, as it is multiplied with.
+    """
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    used = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()]
+    multiplied = {id(p) for p in used}
+    return sum(
+        p.numel()
+        for p in model.parameters()
+        if p.dim() == 2 and (id(p) not in looked_up or id(p) in multiplied)
+    )
+
+
+def frozen_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the parameters that are not trained: names, shapes and 1,024 values of each."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            flat = parameter.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 1024)].float().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+            digest.update(sample.tobytes())
+    return digest.hexdigest()
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder in one piece.
+
+    Raises:
+        CheckpointError: If ``target`` holds something already, lies in ``source`` or cannot be
+            written.
+    """
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} lies in {source}, which is copied; choose another name")
+    with new_folder(target) as empty:
+        shutil.copytree(source, empty, dirs_exist_ok=True)
+
+
+def replace_folder(final: Path, write: Callable[[Path], object]) -> None:
+    """Put a folder in place of an earlier one in one piece.
+
+    Args:
+        final: Where it is to stand.
+        write: Fills a folder that does not exist yet.
+
+    Raises:
+        CheckpointError: If it cannot be written; the earlier one stays.
+    """
+    temporary = final.with_name(f".unfinished-{final.name}")
+    old = final.with_name(f".old-{final.name}")
+    try:
+        if old.exists() and not final.exists():  # a kill came between two renames
+            old.rename(final)
+        for left in (temporary, old):
+            shutil.rmtree(left, ignore_errors=True)
+        write(temporary)
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final} cannot be written: {error}") from error

@@ -1,0 +1,132 @@
+"""How far a saved run had come, read from its ``state.json`` without believing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from halfstep.errors import CheckpointError
+from halfstep.trainer.evaluate import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    step: int
+    score: float
+    evaluation: Evaluation
+    evaluations_since: int = 0
+    """Evaluations after it that were no better."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedProgress:
+    """The part of a checkpoint's state that is the trainer's own."""
+
+    step: int
+    tokens: int
+    precision: dict[str, Any]
+    """For :meth:`Precision.load_state_dict`, which checks it."""
+    best: Best | None
+    made_with: dict[str, str]
+    """Names and hashes of what the run read."""
+
+
+def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
+    """The trainer's part of a checkpoint's state, every value of the type that it must have.
+
+    Args:
+        state: Of a checkpoint, whatever it holds.
+        where: The checkpoint's folder, for messages.
+
+    Raises:
+        CheckpointError: Naming the key.
+    """
+    step, tokens = (_count(state, key, where) for key in ("step", "tokens"))
+    precision = _table(state, "precision", where)
+    if not isinstance(precision.get("policy"), str):
+        _refuse(where, "precision.policy", precision.get("policy"), "a policy")
+    best = _best(_table(state, "best", where), where) if "best" in state else None
+    return SavedProgress(step, tokens, precision, best, _made_with(state, where))
+
+
+def _made_with(state: Mapping[str, Any], where: Path) -> dict[str, str]:
+    """Names and hashes of what a checkpoint was made with; those of older ones have other keys."""
+    if "made_with" in state:
+        return _table(state, "made_with", where)
+    data = state.get("data", ["", ""])
+    if not isinstance(data, list) or len(data) != 2:
+        _refuse(where, "data", data, "two hashes")
+    found = {"training data": data[0], "validation data": data[1]}
+    return {**found, "tokenizer": state.get("tokenizer", "")}
+
+
+def _best(saved: dict[str, Any], where: Path) -> Best:
+    found = _table(saved, "evaluation", where, "best.")
+    known = {field.name for field in fields(Evaluation)}
+    if not {"loss", "targets", "score", "text"} <= set(found) <= known:
+        _refuse(where, "best.evaluation", sorted(found), f"the keys {', '.join(sorted(known))}")
+    for key in ("loss", "score"):
+        _number(found, key, where, "best.evaluation.")
+    for key in ("bits_per_byte", "accuracy", "macro_f1"):
+        if found.get(key) is not None:
+            _number(found, key, where, "best.evaluation.")
+    _count(found, "targets", where, "best.evaluation.")
+    if not isinstance(found["text"], str):
+        _refuse(where, "best.evaluation.text", found["text"], "text")
+    rows = found.get("confusion", [])
+    plain = isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == len(rows) and all(map(_is_count, row)) for row in rows
+    )
+    if not plain:
+        _refuse(where, "best.evaluation.confusion", rows, "a square table of counts")
+    table = tuple(tuple(row) for row in rows)
+    since = {"evaluations_since": 0, **saved}
+    return Best(
+        _count(saved, "step", where, "best."),
+        _number(saved, "score", where, "best."),
+        Evaluation(**{**found, "confusion": table}),
+        _count(since, "evaluations_since", where, "best."),
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _count(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -> int:
+    value: Any = values.get(key)
+    if not _is_count(value):
+        _refuse(where, inside + key, value, "a count")
+    return int(value)
+
+
+def _number(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -> float:
+    """A number; a NaN is one: the loss of a state that was evaluated and found broken."""
+    value: Any = values.get(key)
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or (isinstance(value, int) and abs(value) > math.floor(1e300)):
+        _refuse(where, inside + key, value, "a number")
+    return float(value)
+
+
+def _table(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -> dict[str, Any]:
+    value = values.get(key)
+    if not isinstance(value, dict):
+        _refuse(where, inside + key, value, "a table")
+    return dict(value)
+
+
+def _refuse(where: Path, key: str, value: Any, wanted: str) -> NoReturn:
+    try:
+        found = "missing" if value is None else repr(value)[:60]
+    except ValueError:  # Python prints no whole number of that many digits
+        found = "a number of more than 4,300 digits"
+    raise CheckpointError(
+        f"{where}: {key} in its state is {found}, not {wanted}: the checkpoint is damaged or "
+        "foreign. Remove it to go on from the one before"
+    )

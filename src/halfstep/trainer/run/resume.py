@@ -1,0 +1,85 @@
+"""Going on with a run: from which checkpoint, and what may have changed in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from halfstep.errors import ConfigError
+from halfstep.trainer.checkpoint.commit import checkpoint_path, passed_over
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.session import Session
+
+__all__ = ["passed_over", "require_resumable", "resume", "with_run_folder"]
+
+Config = TypeVar("Config", bound=BaseConfig)
+
+# What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
+# where prepared data is kept, and how ranks and micro-batches share the same batches.
+RESUMABLE = frozenset(
+    {"data.cache_dir", "on_nonfinite", "parallel", "sequence_parallel", "grad_accum", "agree_every",
+     "rank_timeout", "background_save", "max_steps", "max_seconds", "epochs", "eval_every",
+     "eval_batches", "lost_update_every", "save_every", "keep", "patience", "output_dir",
+     "report_to"}
+)  # fmt: skip
+
+
+def resume(session: Session, checkpoints: Path) -> Path | None:
+    """Bring a session to its run's newest checkpoint; None if there is none yet. All ranks.
+
+    Raises:
+        CheckpointError: If the newest checkpoint is damaged or of another run.
+    """
+    found = list_checkpoints(checkpoints)
+    newest = session.world.share(str(found[-1]) if found else "")
+    if not newest:
+        return None
+    session.restore(load_checkpoint(Path(newest), session.pieces), Path(newest))
+    best = session.best
+    kept = best is not None and checkpoint_path(checkpoints, best.step).is_dir()
+    if not session.world.share("kept" if kept else ""):
+        session.best = None  # its checkpoint was left behind; from here on others may be the best
+    return Path(newest)
+
+
+def require_resumable(
+    saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
+) -> None:
+    """Refuse to resume with a configuration that computes something else.
+
+    Args:
+        saved: Of the run.
+        wanted: To go on with.
+        other_precision: Another precision was asked for by name; a checkpoint's exact masters
+            allow it.
+
+    Raises:
+        ConfigError: Naming every key that differs and may not.
+    """
+    a, b = _flat(saved), _flat(wanted)
+    allowed = RESUMABLE | ({"precision"} if other_precision else set())
+    changed = [key for key in a if a[key] != b[key] and key not in allowed]
+    if changed:
+        listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
+        raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
+
+
+def with_run_folder(config: Config, path: Path) -> Config:
+    """The configuration with its run folder filled in."""
+    return replace(config, run=replace(config.run, output_dir=str(path)))
+
+
+def _flat(config: BaseConfig) -> dict[str, object]:
+    """Key to value; the run's own keys without their section, as the table above spells them."""
+    values: dict[str, object] = {"task": config.TASK}
+    for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
+        part = getattr(config, name)
+        if isinstance(part, str):
+            values[name] = part
+            continue
+        prefix = "" if name == "run" else f"{name}."
+        for key in type(part).__dataclass_fields__:
+            values[prefix + key] = getattr(part, key)
+    return values

@@ -1,0 +1,75 @@
+"""One optimizer step of a model that gives (loss sum, count), from micro-batches to StepResult."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed.strategy import Strategy
+from halfstep.precision.result import StepResult
+from halfstep.precision.step import Precision
+from halfstep.trainer.data.corpus.batches import IGNORED
+
+Batch = tuple[Tensor, ...]
+LossSum = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+def count_targets(batch: Batch) -> int:
+    """Target tokens of (tokens, targets, ...) that count towards the loss; on the host."""
+    return int((batch[1] != IGNORED).sum())
+
+
+def train_step(
+    loss_sum: LossSum,
+    precision: Precision,
+    strategy: Strategy,
+    batches: Sequence[Batch],
+    *,
+    learning_rate: float,
+    max_norm: float | None,
+    targets: Callable[[Batch], float] = count_targets,
+    seeds: Sequence[int] = (),
+) -> StepResult:
+    """Take one step; the loss is the mean over all targets of all ranks' micro-batches.
+
+    Args:
+        loss_sum: Gives the summed loss (fp32 scalar) and the count of one micro-batch.
+        precision: Model and optimizer under their policy.
+        strategy: How they lie over the ranks, all of which call this together.
+        batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T); on the host.
+        learning_rate: For this step.
+        max_norm: Clip the global gradient norm to this, or None.
+        targets: Gives what a micro-batch adds to the divisor of the loss.
+        seeds: Of dropout: one a micro-batch, or none.
+
+    Returns:
+        The step's result; its loss is in nats per target.
+
+    Raises:
+        NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
+    """
+    # before any backward: micro-batches and ranks of any size then add up to one batch
+    (n,) = strategy.sum([sum(map(targets, batches))])
+    for number, batch in enumerate(batches):
+        if seeds:
+            torch.manual_seed(seeds[number])
+        with strategy.micro_batch(last=number == len(batches) - 1):
+            with precision.autocast():
+                total, _ = loss_sum(to_device(batch, precision.device))
+                loss = total / n
+            precision.backward(loss)
+    strategy.finish()
+    for optimizer in precision.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+    return precision.step(max_norm=max_norm)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; from pinned memory and asynchronously where that is CUDA."""
+    if device.type != "cuda":
+        return batch
+    return tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)

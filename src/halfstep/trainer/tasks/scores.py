@@ -1,0 +1,295 @@
+"""How good a classifier is: its loss and which classes it takes for which, every example once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from halfstep.trainer.data.labelled.examples import Examples, padded
+from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.evaluate import Evaluation, Judge
+from halfstep.trainer.models.losses.classification import IGNORED_LABEL
+from halfstep.trainer.step import Batch, to_device
+
+
+def example_batches(
+    examples: Examples, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """A rank's batches without dropout, as :func:`evaluation_shares` deals them."""
+    for indices, counts in evaluation_shares(examples.lengths, batch_size, most, rank, ranks):
+        ids_BT, mask_BT, labels_B = padded(examples, indices, pad_id)
+        if not counts:
+            labels_B = torch.full_like(labels_B, IGNORED_LABEL)
+        yield ids_BT, mask_BT, labels_B, torch.full_like(labels_B, -1)
+
+
+@torch.no_grad()
+def classifier_scores(
+    model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge, best_by: str = ""
+) -> Evaluation:
+    """Loss without smoothing or weights, and confusion, over the batches of all ranks.
+
+    Args:
+        model: A classifier of ours, in evaluation mode.
+        batches: This rank's, as of :func:`example_batches`.
+        labels: Names of the classes.
+        judge: How a rank evaluates.
+        best_by: ``accuracy``, which empty means, ``macro_f1`` or ``loss``: what the score is.
+    """
+    size = len(labels)
+    confusion = torch.zeros(size * size, dtype=torch.float64)
+    total = 0.0
+    for batch in batches:
+        *_, labels_B, _ = here = to_device(batch, judge.device)
+        with judge.around():
+            logits_BC = model.logits(here)
+        losses_B = functional.cross_entropy(
+            logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
+        )
+        total += float(losses_B.double().sum())
+        counted = labels_B != IGNORED_LABEL
+        cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
+        confusion += torch.bincount(cells, minlength=size * size).cpu()
+    total, *cells_of_all = judge.sum([total, *confusion.tolist()])
+    counts = [round(cell) for cell in cells_of_all]
+    rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))
+    examples = sum(counts)
+    loss, right, f1 = total / examples, accuracy(rows), macro_f1(rows)
+    if not math.isfinite(loss):  # argmax of NaN is class 0, which may well be the right one
+        text = f"validation loss {loss}: the model's outputs are not finite"
+        return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
+    return Evaluation(
+        loss=loss,
+        targets=examples,
+        score={"accuracy": right, "macro_f1": f1, "loss": -loss}[best_by or "accuracy"],
+        text=f"validation loss {loss:.4f}, accuracy {right:.4f}, macro F1 {f1:.4f} on "
+        f"{examples:,} examples",
+        accuracy=right,
+        macro_f1=f1,
+        confusion=rows,
+    )
+
+
+# What a classifier gets right and wrong, from its confusion matrix: as text, JSON and picture.
+
+
+Confusion = Sequence[Sequence[int]]
+"""Row: true class, column: found class, value: examples."""
+
+_MOST_INCHES = 24.0  # of the picture's side: memory and time grow with its square
+_MOST_NAMES = 60  # beside the picture; of more classes every second, third, ... is named
+
+
+@dataclass(frozen=True, slots=True)
+class ClassScore:
+    """How one class was found; a ratio without any case counts as 0."""
+
+    label: str
+    precision: float
+    """Share of the examples given this class that are of it."""
+    recall: float
+    """Share of this class's examples that were given it."""
+    f1: float
+    """Harmonic mean of both."""
+    support: int
+    """Examples of the class."""
+
+
+def class_scores(confusion: Confusion, labels: Sequence[str]) -> list[ClassScore]:
+    """Precision, recall and F1 of each class.
+
+    **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7; a ratio 0 / 0 is 0, as in
+    scikit-learn's ``classification_report`` with ``zero_division=0``.
+    """
+    scores = []
+    for number, label in enumerate(labels):
+        hits = confusion[number][number]
+        support = sum(confusion[number])
+        found = sum(row[number] for row in confusion)
+        precision, recall = _ratio(hits, found), _ratio(hits, support)
+        f1 = _ratio(2 * hits, found + support)
+        scores.append(ClassScore(label, precision, recall, f1, support))
+    return scores
+
+
+def accuracy(confusion: Confusion) -> float:
+    """Share of all examples whose class was found."""
+    hits = sum(row[number] for number, row in enumerate(confusion))
+    return _ratio(hits, sum(map(sum, confusion)))
+
+
+def macro_f1(confusion: Confusion) -> float:
+    """Mean of the classes' F1, each class counting alike."""
+    scores = class_scores(confusion, [""] * len(confusion))
+    return sum(score.f1 for score in scores) / len(scores)
+
+
+def report_table(confusion: Confusion, labels: Sequence[str]) -> str:
+    """The scores of all classes, and the confusion matrix, as text in columns."""
+    labels = list(map(_printable, labels))
+    scores = class_scores(confusion, labels)
+    total = sum(score.support for score in scores)
+    lines: list[tuple[str, ...]] = [("", "precision", "recall", "F1", "examples")]
+    for score in scores:
+        lines.append(
+            (score.label, *_cells(score.precision, score.recall, score.f1), str(score.support))
+        )
+    for name, weights in (
+        ("macro mean", [1.0] * len(scores)),
+        ("weighted mean", [float(score.support) for score in scores]),
+    ):
+        means = [
+            _ratio(
+                sum(w * getattr(s, key) for w, s in zip(weights, scores, strict=True)), sum(weights)
+            )
+            for key in ("precision", "recall", "f1")
+        ]
+        lines.append((name, *_cells(*means), str(total)))
+    counts = [("true \\ found", *labels)]
+    counts += [(label, *map(str, row)) for label, row in zip(labels, confusion, strict=True)]
+    head = f"accuracy {accuracy(confusion):.4f} on {total} examples"
+    return "\n\n".join((head, _columns(lines), _columns(counts))) + "\n"
+
+
+def report_values(confusion: Confusion, labels: Sequence[str]) -> dict[str, Any]:
+    """The same as plain values, for JSON."""
+    return {
+        "accuracy": accuracy(confusion),
+        "macro_f1": macro_f1(confusion),
+        "classes": [asdict(score) for score in class_scores(confusion, labels)],
+        "labels": list(labels),
+        "confusion": [list(row) for row in confusion],
+    }
+
+
+def write_report(
+    folder: Path, confusion: Confusion, labels: Sequence[str], about: dict[str, Any]
+) -> None:
+    """Write report.txt, report.json and, where matplotlib is installed, confusion.png.
+
+    Args:
+        folder: Exists; files of these names are replaced, each in one piece.
+        confusion: Square.
+        labels: Names of its classes.
+        about: What else report.json is to hold, such as step and loss; NaN and inf become null.
+    """
+    odd = {k: None for k, v in about.items() if isinstance(v, float) and not math.isfinite(v)}
+    values = {**about, **odd, **report_values(confusion, labels)}
+    _replace(folder / "report.txt", report_table(confusion, labels).encode())
+    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
+    _replace(folder / "report.json", (text + "\n").encode())
+    try:  # an optional dependency, the extra "plot"
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    temporary = folder / "confusion.tmp.png"
+    try:  # fonts and their caches are not worth a run
+        _draw(Figure, confusion, labels).savefig(temporary, dpi=150)
+        os.replace(temporary, folder / "confusion.png")
+    except Exception as error:
+        logging.getLogger(__name__).warning("confusion.png could not be drawn: %s", error)
+
+
+def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
+    """The matrix as shares of each true class, with counts."""
+    size = len(labels)
+    side = min(max(4.5, 0.75 * size + 2), _MOST_INCHES)
+    figure = figure_type(figsize=(side + 0.8, side), layout="constrained")
+    axes = figure.add_subplot()
+    shares = [[_ratio(count, sum(row)) for count in row] for row in confusion]
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
+    names = list(map(_printable, labels))
+    font = _font_for("".join(names))
+    named = range(0, size, math.ceil(size / _MOST_NAMES))
+    shown = [str(i) if font is None else names[i] for i in named]
+    options: dict[str, Any] = {"parse_math": False}  # "$" is a letter
+    if font is not None:
+        options["fontproperties"] = font
+    axes.set_yticks(named, shown, **options)
+    if max(map(len, shown)) > 4:
+        options |= {"rotation": 45, "ha": "right"}
+    axes.set_xticks(named, shown, **options)
+    axes.set_xlabel("found" if font is not None else "found (numbers in the order of report.txt)")
+    axes.set_ylabel("true")
+    axes.set_title(f"accuracy {accuracy(confusion):.4f}, macro F1 {macro_f1(confusion):.4f}")
+    if size <= 30:
+        for i, row in enumerate(confusion):
+            for j, count in enumerate(row):
+                colour = "white" if shares[i][j] > 0.5 else "black"
+                axes.text(j, i, str(count), ha="center", va="center", color=colour, fontsize=8)
+    return figure
+
+
+def _font_for(text: str) -> Any:
+    """A font that has every letter of the text; None if no installed one does."""
+    from matplotlib import font_manager, ft2font
+
+    needed = {ord(letter) for letter in text if not letter.isspace()}
+    default = font_manager.FontProperties()
+    fonts = sorted((str(entry.fname), entry.name) for entry in font_manager.fontManager.ttflist)
+    # "Last Resort" has a box for every letter there is
+    others = [path for path, name in fonts if not name.startswith("Last Resort")]
+    for path in dict.fromkeys([str(font_manager.findfont(default)), *others]):
+        try:
+            charmap = ft2font.FT2Font(path).get_charmap()
+        except (RuntimeError, OSError):
+            continue
+        if needed <= set(charmap):
+            return font_manager.FontProperties(fname=path)
+    return None
+
+
+def _cells(*values: float) -> tuple[str, ...]:
+    return tuple(f"{value:.4f}" for value in values)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    """Text in columns: the first to the left, the others to the right; wide letters count two."""
+    widths = [max(_width(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            (cell + " " * (width - _width(cell)) if i == 0 else " " * (width - _width(cell)) + cell)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal: wide letters take two, marks above and below others none."""
+    return sum(
+        0
+        if unicodedata.category(letter) in ("Mn", "Me")
+        else 2
+        if unicodedata.east_asian_width(letter) in "WF"
+        else 1
+        for letter in text
+    )
+
+
+def _printable(label: str) -> str:
+    """A label on one line: tabs, line ends and other control characters as escapes."""
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs" else repr(c)[1:-1] for c in label
+    )
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

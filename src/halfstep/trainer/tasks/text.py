@@ -1,0 +1,190 @@
+"""Training a GPT on text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.world import World
+from halfstep.errors import ConfigError, DataError
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.config import TrainConfig
+from halfstep.trainer.data.corpus.batches import IGNORED, batch, validation_batches
+from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
+from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
+from halfstep.trainer.memory import Need, require_room
+from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt.hf import load_gpt2
+from halfstep.trainer.step import Batch, count_targets
+from halfstep.trainer.tasks.task import Progress, share_of
+
+
+class TextTask:
+    """A GPT, and windows of a token file: a :class:`~halfstep.trainer.tasks.task.Task`."""
+
+    keeps_best = False
+
+    def __init__(
+        self, config: TrainConfig, layout: Layout, world: World, progress: Progress, resuming: bool
+    ) -> None:
+        """Prepare the data and build the model; arguments as of ``open_session``.
+
+        Raises:
+            HalfstepError: For data, a model folder or a layout that cannot be used.
+        """
+        self._require_room(config, layout, config.model)  # before the data is prepared
+        self.data: PreparedData = world.first_on_machine(
+            lambda: prepare(config.data, progress=progress)
+        )
+        data = self.data
+        self.identity: Mapping[str, str] = {
+            "training data": data.train.sha256,
+            "validation data": data.validation.sha256,
+            "tokenizer": data.tokenizer.fingerprint,
+        }
+        world.require_same(self.identity)
+        named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
+        self._require_room(config, layout, named)
+        self.model = _make_model(config, data.tokenizer, resuming)
+        shape = self.model.config
+        self.config: TrainConfig = dataclasses.replace(config, model=shape)
+        run = config.run
+        if run.block_size > shape.block_size:
+            raise ConfigError(
+                f"run.block_size={run.block_size} is over the {shape.block_size} positions of "
+                f"run.init_from={run.init_from}"
+            )
+        if shape.n_head % layout.tensor:
+            raise ConfigError(
+                f"model.n_head={shape.n_head} attention heads cannot be shared equally by "
+                f"tensor={layout.tensor} ranks; choose a tensor size that divides them"
+            )
+        self.smallest_batch = run.batch_size
+        self.notes: list[str] = []
+        part = "training"
+        try:  # data shorter than a block is refused here, not at the first step
+            self.batch(0, range(1))
+            part = "validation"
+            next(iter(self._validation(0, 1)))
+        except DataError as error:
+            raise DataError(f"the {part} data is too short: {error}") from error
+
+    @staticmethod
+    def _require_room(config: TrainConfig, layout: Layout, shape: GPTConfig) -> None:
+        """Refuse a model or a batch that this machine cannot hold."""
+        run = config.run
+        loaded = bool(run.init_from)  # its shape is its folder's, which has the weights
+        require_room(
+            Need(
+                0 if loaded else shape.parameters,
+                run.batch_size,
+                config.block_size,
+                0 if loaded else shape.n_embd,
+            ),
+            parse_policy(config.precision),
+            choose_device(run.device),
+            grad_accum=run.grad_accum,
+            layout=layout,
+            advice="--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
+            "--grad-accum",
+        )
+
+    def summary(self) -> str:
+        """Parameters and training tokens."""
+        return (
+            f"{self.model.num_parameters():,} parameters, {self.data.train.count:,} training tokens"
+        )
+
+    def batch_size(self, step: int) -> int:
+        """Every step has as many sequences."""
+        return self.config.run.batch_size
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """(tokens, targets), int64 (B, T): windows at places that follow from seed and step."""
+        return batch(
+            self.data.train,
+            seed=self.config.run.seed,
+            step=step,
+            sequences=rows,
+            block_size=self.config.block_size,
+        )
+
+    def targets(self, batch: Batch) -> float:
+        """Target tokens that count."""
+        return count_targets(batch)
+
+    def tokens(self, step: int) -> int:
+        """Every step has as many."""
+        return self.config.run.batch_size * self.config.block_size
+
+    def flops(self, tokens: float) -> float:
+        """Floating-point operations of a step over ``tokens``: :meth:`GPT.flops_per_token`."""
+        return self.model.flops_per_token(self.config.block_size) * tokens
+
+    def evaluate(self, judge: Judge) -> Evaluation:
+        """The loss on validation windows, always the same ones."""
+        batches = self._validation(judge.rank, judge.ranks)
+        return evaluate(batches, judge, tokens_per_byte(self.data.validation))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to ``folder/tokenizer``."""
+        self.data.tokenizer.save(folder / "tokenizer")
+
+    def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
+        """Nothing: metrics.jsonl has it."""
+
+    def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+        """Nothing: checkpoints are what ``halfstep generate`` and ``export`` read."""
+        return ""
+
+    def _validation(self, rank: int, ranks: int) -> Iterable[Batch]:
+        """A rank's rows of what one evaluation measures."""
+        run = self.config.run
+        whole = validation_batches(
+            self.data.validation,
+            block_size=self.config.block_size,
+            batch_size=run.batch_size // run.grad_accum,
+            max_batches=run.eval_batches * run.grad_accum or None,
+        )
+        for tokens_BT, targets_BT in whole:
+            rows = share_of(len(tokens_BT), rank, ranks)
+            if rows:
+                here = slice(rows.start, rows.stop)
+                yield tokens_BT[here], targets_BT[here]
+            else:  # all ranks run as often: a row that does not count
+                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
+
+
+def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
+    """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
+    size = tokenizer.vocab_size
+    if config.run.init_from and resuming:
+        return GPT(config.model, seed=config.run.seed)
+    if config.run.init_from:
+        model = load_gpt2(
+            Path(config.run.init_from),
+            dropout=config.model.dropout,
+            activation_checkpointing=config.model.activation_checkpointing,
+        )
+        if model.config.vocab_size < size:
+            raise ConfigError(
+                f"run.init_from={config.run.init_from} has a vocabulary of "
+                f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
+                "use the model's own tokenizer folder"
+            )
+        return model
+    if config.model.vocab_size not in (0, size):
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer="
+            f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
+        )
+    shape = dataclasses.replace(config.model, vocab_size=size)
+    return GPT(shape, seed=config.run.seed)

@@ -1,0 +1,279 @@
+"""The language model that a run of ``finetune lm`` left, ready for use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from halfstep.errors import CheckpointError, ConfigError, PrecisionError
+from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.casting.cast import add_regions_, around_model, cast_to_policy_
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.data.corpus.batches import IGNORED
+from halfstep.trainer.data.instructions.instructions import prompt_ids
+from halfstep.trainer.data.instructions.packing import Rows, lm_batch
+from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
+from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
+from halfstep.trainer.models.pretrained.lora import open_adapted_lm
+from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer, open_tokenizer
+from halfstep.trainer.run.model_folder import frozen_fingerprint
+from halfstep.trainer.step import Batch
+
+PROMPT_FILE = "prompt.json"
+"""In a run folder: how prompts are written, and a hash of the base that adapters belong to."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedLM:
+    """A run's best state in evaluation mode."""
+
+    model: PretrainedLM
+    tokenizer: InstructionTokenizer
+    template: str
+    """How training wrote prompts: see :class:`~halfstep.trainer.data.instructions.config`."""
+    policy: PrecisionPolicy
+    device: torch.device
+
+    def around(self) -> AbstractContextManager[None]:
+        """The context of a forward pass in the policy's precision."""
+        return around_model(self.policy, self.model, self.device)
+
+    def answer(self, prompt: str, *, raw: bool = False, **options: float | None) -> str:
+        """What the model writes to a prompt, without the end that it may have come to.
+
+        Args:
+            prompt: A user's words, or with ``raw`` the text to go on from.
+            raw: Write no template around the prompt.
+            options: Of :func:`~halfstep.trainer.models.pretrained.lm.generate_ids`.
+
+        Returns:
+            The answer; where there is no template, the prompt and what follows it.
+        """
+        tokenizer = self.tokenizer
+        if raw:
+            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
+            ids += tokenizer.encode(prompt)
+        else:
+            ids = prompt_ids(prompt, tokenizer, self.template)
+        ids = ids or [tokenizer.eos_id]  # as documents stand in pretraining
+        ends = [[tokenizer.eos_id], tokenizer.end_of_turn()]
+        with self.around():
+            written = generate_ids(self.model, ids, ends=ends, **options)  # type: ignore[arg-type]
+        decode = tokenizer.wrapped.decode
+        if raw or self.template == "plain":
+            return decode([*ids, *written])
+        # a tokenizer may drop the blank before a first word, so the answer is not decoded alone
+        return decode([*ids, *written])[len(decode(ids)) :].strip()
+
+
+def open_tuned_lm(
+    run: Path,
+    config: LMConfig,
+    device: torch.device,
+    precision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> TunedLM:
+    """Open what a finished run left.
+
+    Args:
+        run: Its folder.
+        config: Its configuration.
+        device: To put the model on.
+        precision: A policy; None: the run's.
+        trust_remote_code: Let code that comes with the model run; a run's own configuration is not
+            believed in this.
+
+    Raises:
+        ConfigError: The run has not ended yet, or its base is another model now.
+        CheckpointError: A file is damaged.
+        PrecisionError: The policy cannot be honoured.
+    """
+    policy = parse_policy(precision or config.precision)
+    require_support(policy, device)
+    folder, about = model_folder(run), prompt_settings(run)
+    model: PretrainedLM
+    if config.model.lora_r:
+        model = open_adapted_lm(
+            folder, revision=config.model.revision, trust_remote_code=trust_remote_code
+        )
+        if frozen_fingerprint(model) != about["base_model"]:
+            raise ConfigError(
+                f"{run}: the base model {config.model.source} has changed since the run, and the "
+                "adapter belongs to what it was; put it back"
+            )
+    else:
+        model = open_causal_lm(folder, trust_remote_code=trust_remote_code)
+    tokenizer = open_tokenizer(
+        folder,
+        max_length=config.data.max_length,
+        model_limit=model.max_length,
+        trust_remote_code=trust_remote_code,
+    )
+    cast_for_use_(model, policy)
+    model.to(device).eval()
+    source = InstructionTokenizer(tokenizer, str(folder))
+    return TunedLM(model, source, about["template"], policy, device)
+
+
+def model_folder(run: Path) -> Path:
+    """Where a run of ``finetune`` left its best state.
+
+    Raises:
+        ConfigError: It has not ended yet.
+    """
+    folder = run / "model"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--run {run} has no model yet: it is written when the run ends; go on with it by "
+            f"halfstep finetune classify (or lm) --resume --output-dir {run}"
+        )
+    return folder
+
+
+def prompt_settings(run: Path) -> dict[str, str]:
+    """Template, format and base of a run.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    file = run / PROMPT_FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {key: str(found[key]) for key in ("format", "template", "base_model")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
+
+
+def validation_batches(
+    rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """A rank's batches, as :func:`evaluation_shares` deals them."""
+    for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
+        ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
+        if not counts:
+            targets_BT = torch.full_like(targets_BT, IGNORED)
+        yield ids_BT, targets_BT, positions_BT
+
+
+def measure(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
+    """Loss and perplexity, and in which precision they were computed."""
+    loss, targets = mean_loss(batches, judge)
+    text = (
+        f"validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.3f} on "
+        f"{targets:,} tokens in {precision}"
+    )
+    return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
+
+
+# In which dtype a model's weights are held while it is tuned under a policy.
+
+
+def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
+    """Trained weights become fp32; a frozen base stays as stored if the policy computes in that.
+
+    Otherwise, an fp16 base under ``bf16-mixed`` say, operations would meet two 16-bit formats, or
+    compute in another than the policy's; such a base is held in fp32, which is exact.
+
+    Args:
+        model: As it was opened, with adapters or without; changed in place.
+        policy: The run's.
+
+    Returns:
+        What a user should know of it; empty for nothing.
+
+    Raises:
+        PrecisionError: The policy keeps weights in a 16-bit format that is not the base's own, so
+            that it would round a base which shall stay as it is.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    stored = model.stored_dtype
+    if not frozen:
+        model.float()
+        return ""
+    if policy.param_dtype != torch.float32:
+        if policy.param_dtype != stored:
+            compute = dtype_name(policy.compute_dtype)
+            raise PrecisionError(
+                f"precision {policy} keeps all weights in {dtype_name(policy.param_dtype)}, and "
+                f"would round the frozen base, which is stored in {dtype_name(stored)}; use "
+                f"{compute}-mixed, or --lora-r 0 to train all weights"
+            )
+        return ""
+    if stored == torch.float32 or (stored == policy.compute_dtype and not policy.rules):
+        return ""
+    more = sum(p.numel() * (4 - p.element_size()) for p in frozen)
+    model.float()
+    form = dtype_name(stored) if stored.itemsize == 2 else "fp64"
+    return (
+        f"the frozen base is stored in {form} and held in fp32, as precision {policy} does not "
+        f"compute in {form} throughout: {max(more, 0) / 1e6:,.0f} MB more"
+        + (f"; {form}-mixed keeps it as it is" if form != "fp64" and not policy.rules else "")
+    )
+
+
+def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
+    """Hold and compute as in training, without an optimizer.
+
+    Raises:
+        PrecisionError: As :func:`hold_weights_`.
+    """
+    hold_weights_(model, policy)
+    if policy.param_dtype == torch.float32 and policy.casts == "op":
+        add_regions_(model, policy)  # a frozen base stays in 16 bits
+    else:
+        cast_to_policy_(model, policy)
+
+
+# A pretrained tokenizer as the data of a language model wants it.
+
+
+class InstructionTokenizer:
+    """An adapter to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
+
+    def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
+        """Take it over.
+
+        Raises:
+            ConfigError: If it has no end-of-text token.
+        """
+        if tokenizer.eos_id is None:
+            raise ConfigError(
+                f"model.source={source}: its tokenizer has no end-of-text token (eos_token in "
+                "tokenizer_config.json), so a tuned model could not learn to stop; set one"
+            )
+        self.wrapped = tokenizer
+        self.eos_id: int = tokenizer.eos_id
+        self.bos_id = tokenizer.bos_id
+        self.special_tokens: Sequence[str] = tokenizer.special_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without special ones."""
+        return self.wrapped.encode_plain([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each as ``encode`` would."""
+        return self.wrapped.encode_plain(texts)
+
+    def render_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool
+    ) -> str | None:
+        """A chat in the tokenizer's own template; None if it has none."""
+        if not self.wrapped.has_chat_template:
+            return None
+        return self.wrapped.chat(messages, add_generation_prompt)
+
+    def end_of_turn(self) -> list[int]:
+        """The ids with which the chat template ends an answer; empty if it has none."""
+        text = self.render_chat(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], False
+        )
+        return [] if text is None else self.encode(text.rpartition("!")[2].rstrip())

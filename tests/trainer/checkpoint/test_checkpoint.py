@@ -1,0 +1,348 @@
+"""Checkpoints: whole or absent, verified, never from non-finite numbers, never the last removed."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.trainer.checkpoint.commit import passed_over
+from halfstep.trainer.checkpoint.pieces import Piece
+from halfstep.trainer.checkpoint.store import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+def example(seed: int = 0, **state) -> Checkpoint:
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "a": torch.randn(7, 5, generator=generator),
+        "b": torch.randn(3, generator=generator).bfloat16(),
+    }
+    optimizer = {"a/exp_avg": torch.randn(7, 5, generator=generator), "a/step": torch.tensor(3.0)}
+    return Checkpoint(weights, optimizer, {"note": "Zürich 字", **state})
+
+
+def assert_equal(a: Checkpoint, b: Checkpoint) -> None:
+    for x, y in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert x.keys() == y.keys()
+        for name in x:
+            assert x[name].dtype == y[name].dtype
+            assert torch.equal(x[name], y[name])
+    assert a.state.items() <= b.state.items()
+
+
+def test_round_trip_is_bitwise(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=2)
+    assert path.name == "step-00000003"
+    assert_equal(example(), load_checkpoint(path))
+    assert [p.name for p in (tmp_path / "c").iterdir()] == [path.name]
+
+
+def test_keep_removes_only_older_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, example(step), keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_never_from_non_finite_numbers_and_the_last_good_one_stays(tmp_path, bad, where):
+    good = save_checkpoint(tmp_path, 1, example(), keep=1)
+    broken = example()
+    getattr(broken, where)[{"weights": "a", "optimizer": "a/exp_avg"}[where]][0, 0] = bad
+    with pytest.raises(NonFiniteError, match="is not finite") as error:
+        save_checkpoint(tmp_path, 2, broken, keep=1)
+    assert error.value.cause == "weights"
+    assert list_checkpoints(tmp_path) == [good]
+    assert_equal(example(), load_checkpoint(good))
+
+
+def test_every_single_flipped_bit_and_every_truncation_is_noticed(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
+        data = (path / name).read_bytes()
+        for _ in range(40):
+            position = int(torch.randint(len(data), (), generator=generator))
+            bit = int(torch.randint(8, (), generator=generator))
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            (path / name).write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+                load_checkpoint(path)
+            (path / name).write_bytes(data[:position])
+            with pytest.raises(CheckpointError, match="damaged"):
+                load_checkpoint(path)
+        (path / name).write_bytes(data)
+    assert_equal(example(), load_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"{}",
+        json.dumps({"format": 2, "files": {}}).encode(),
+        json.dumps({"format": 3, "files": {}}).encode(),
+        json.dumps({"format": 1, "files": {"../../etc/passwd": {"sha256": "0"}}}).encode(),
+    ],
+)
+def test_a_foreign_manifest_is_refused(tmp_path, manifest):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_checkpoint(path)
+
+
+def first_format(folder) -> Checkpoint:
+    """A checkpoint as halfstep 0.1.0 wrote it: no index, files of fixed names."""
+    original = example()
+    original.weights["none"] = torch.zeros(0, 3)
+    original.optimizer.update(
+        {
+            "b/exp_avg": torch.tensor([3, 200, 0], dtype=torch.uint8),
+            "b/exp_avg_tops": torch.tensor([127], dtype=torch.uint8),
+            "none/exp_avg": torch.zeros(0, 3),
+            "rng/cpu": torch.arange(16, dtype=torch.uint8),
+        }
+    )
+    folder.mkdir(parents=True)
+    save_file(original.weights, folder / "weights.safetensors")
+    save_file(original.optimizer, folder / "optimizer.safetensors")
+    original.state["step"] = 3
+    (folder / "state.json").write_text(json.dumps({"format": 1, **original.state}))
+    files = {
+        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    return original
+
+
+def test_the_first_format_still_loads(tmp_path):
+    folder = tmp_path / "step-00000003"
+    original = first_format(folder)
+    assert_equal(original, load_checkpoint(folder))
+    pieces = {name: Piece.whole(tensor.shape) for name, tensor in original.weights.items()}
+    assert_equal(original, load_checkpoint(folder, pieces))
+    rows = load_checkpoint(folder, {**pieces, "a": Piece((7, 5), (4, 0), (3, 5))})
+    assert torch.equal(rows.weights["a"], original.weights["a"][4:])
+    assert torch.equal(rows.optimizer["a/exp_avg"], original.optimizer["a/exp_avg"][4:])
+    cut = load_checkpoint(folder, {**pieces, "b": Piece((3,), (1,), (2,))}).optimizer
+    # Code 200 has the sign bit and 72; the window of the top 127 ends at 8 * 128 - 127 = 897.
+    bits = torch.tensor([(1 << 31) + ((72 + 897) << 20) - (1 << 32), 0], dtype=torch.int32)
+    assert torch.equal(cut["b/exp_avg"].view(torch.int32), bits)
+    assert "b/exp_avg_tops" not in cut
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_damage_to_the_first_format_is_noticed(tmp_path, name):
+    folder = tmp_path / "step-00000003"
+    first_format(folder)
+    data = bytearray((folder / name).read_bytes())
+    data[-3] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name}: contents do not match"):
+        load_checkpoint(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(folder)
+
+
+def test_the_state_says_its_step_and_nothing_of_the_format(tmp_path):
+    found = load_checkpoint(save_checkpoint(tmp_path, 3, example(), keep=1))
+    assert found.state == {"step": 3, **example().state}
+
+
+def test_missing_files_are_named(tmp_path):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
+        load_checkpoint(path)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path)
+
+
+def test_a_full_disk_leaves_nothing_half_made_and_the_last_one_intact(tmp_path):
+    good = save_checkpoint(tmp_path, 1, example(), keep=1)
+    big = Checkpoint({"a": torch.zeros(1 << 20)}, {}, {"step": 2})
+    old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error instead of a kill
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old_limit[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written.*step-00000001, is intact"):
+            save_checkpoint(tmp_path, 2, big, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+        signal.signal(signal.SIGXFSZ, old_handler)
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+    assert_equal(example(), load_checkpoint(good))
+
+
+SAVER = """
+import sys, pathlib, torch
+from halfstep.trainer.checkpoint.store import Checkpoint, save_checkpoint
+folder = pathlib.Path(sys.argv[1])
+print("ready", flush=True)
+for step in range(1, 10**6):
+    tensors = {"a": torch.full((1 << 18,), float(step))}
+    save_checkpoint(folder, step, Checkpoint(tensors, dict(tensors), {"step": step}), keep=2)
+"""
+
+
+def test_kill_at_any_instant_leaves_only_checkpoints_that_load_right(tmp_path):
+    generator = torch.Generator().manual_seed(7)
+    process = None
+    for trial in range(6):
+        folder = tmp_path / str(trial)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE
+        )
+        process.stdout.readline()
+        pause = 0.02 + 0.3 * float(torch.rand((), generator=generator))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(pause)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        found = list_checkpoints(folder)
+        for path in found:
+            loaded = load_checkpoint(path)
+            step = loaded.state["step"]
+            assert path.name == f"step-{step:08d}"
+            assert torch.equal(loaded.weights["a"], torch.full((1 << 18,), float(step)))
+        # The next save cleans what the killed one left.
+        save_checkpoint(folder, 10**7, example(), keep=1)
+        assert [p.name for p in folder.iterdir()] == ["step-10000000"]
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(("rename", os.path.basename(target)))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    renamed = events.index(("rename", "step-00000003"))
+    before = {name for kind, name in events[:renamed] if kind == "sync"}
+    files = {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert files | {".unfinished-step-00000003"} <= before
+    assert ("sync", "c") in events[renamed:]
+
+
+def test_the_name_of_another_step_is_refused_when_read(tmp_path):
+    path = save_checkpoint(tmp_path, 2, example(), keep=1)
+    copy = shutil.copytree(path, tmp_path / "step-00000008")
+    with pytest.raises(CheckpointError, match=r"step-00000008 holds step 2: it was renamed or cop"):
+        load_checkpoint(copy)
+    assert_equal(example(), load_checkpoint(path))
+    assert_equal(example(), load_checkpoint(path.rename(tmp_path / "the-best")))
+
+
+def test_the_name_of_another_step_is_refused_when_read_in_the_first_format(tmp_path):
+    first_format(tmp_path / "step-00000004")
+    with pytest.raises(CheckpointError, match="holds step 3"):
+        load_checkpoint(tmp_path / "step-00000004")
+
+
+@pytest.mark.parametrize("found", [2, "3", None, 3.5, [3]])
+def test_a_state_of_another_step_is_not_saved(tmp_path, found):
+    with pytest.raises(CheckpointError, match="cannot be saved as that of step 3"):
+        save_checkpoint(tmp_path, 3, example(step=found), keep=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    path = save_checkpoint(tmp_path, 2, example(), keep=1)
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "step-00000010").write_text("a file")
+    assert list_checkpoints(tmp_path) == [path]
+    assert passed_over(tmp_path) == [tmp_path / "step-00000009", tmp_path / "step-00000010"]
+    (tmp_path / "step-00000001").mkdir()
+    assert passed_over(tmp_path)[0] == tmp_path / "step-00000009"
+
+
+@pytest.mark.parametrize("there", ["empty", "file", "other", "damaged", "copy"])
+def test_something_else_under_the_name_is_refused_and_nothing_is_lost(tmp_path, there):
+    good = save_checkpoint(tmp_path, 8, example(), keep=1)
+    foreign = tmp_path / "step-00000009"
+    if there == "copy":
+        shutil.copytree(good, foreign)
+    elif there in ("other", "damaged"):
+        save_checkpoint(tmp_path, 9, example(seed=int(there == "other")), keep=2)
+        if there == "damaged":
+            (foreign / "weights.safetensors").unlink()
+    elif there == "file":
+        foreign.write_text("a file")
+    else:
+        foreign.mkdir()
+    before = sorted(foreign.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"something else is there under its name.*move it"):
+        save_checkpoint(tmp_path, 9, example(), keep=1)
+    assert sorted(foreign.rglob("*")) == before
+    assert_equal(example(), load_checkpoint(good))
+    assert {path.name for path in tmp_path.iterdir()} == {good.name, foreign.name}
+
+
+def test_the_same_checkpoint_saved_again_stays_as_it_is(tmp_path):
+    path = save_checkpoint(tmp_path, 3, example(), keep=1)
+    inode = (path / "weights.safetensors").stat().st_ino
+    assert save_checkpoint(tmp_path, 3, example(), keep=1) == path
+    assert (path / "weights.safetensors").stat().st_ino == inode
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_was_just_written_is_never_pruned(tmp_path):
+    old = save_checkpoint(tmp_path, 2, example(), keep=1)
+    shutil.copytree(old, tmp_path / "step-00000099")  # complete, but of another step
+    new = save_checkpoint(tmp_path, 4, example(), keep=1)
+    assert_equal(example(), load_checkpoint(new))
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "weights.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, name, kind):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "folder":
+        (path / name).mkdir()
+    else:
+        os.mknod(path / name, 0o600 | stat.S_IFSOCK)
+    with pytest.raises(CheckpointError, match=rf"{name}: is not a regular file"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "optimizer.safetensors"])
+def test_a_file_far_too_large_is_refused_unread(tmp_path, name):
+    path = save_checkpoint(tmp_path / "c", 3, example(), keep=1)
+    with (path / name).open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: a terabyte that takes no room
+    with pytest.raises(CheckpointError, match=r"1,099,511,627,776 bytes"):
+        load_checkpoint(path)

@@ -1,0 +1,546 @@
+"""Checkpoints that N ranks save and M ranks of any layout resume: bits, damage, kills, receipts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import threading
+import time
+
+import pytest
+import safetensors.torch
+import torch
+
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.trainer.checkpoint import commit
+from halfstep.trainer.checkpoint.commit import Team
+from halfstep.trainer.checkpoint.pieces import Piece
+from halfstep.trainer.checkpoint.store import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from trainer.checkpoint.sharded import (
+    LAYOUTS,
+    SIGNED,
+    after_eight_bits,
+    assert_same,
+    cut,
+    cut_state,
+    save_all,
+    side_by_side,
+    whole_state,
+)
+
+EIGHT = ("e", "t")
+
+
+def states_of(whole, layout, size, eight=()):
+    return [cut_state(whole, LAYOUTS[layout], rank, size, eight) for rank in range(size)]
+
+
+@pytest.mark.parametrize("layouts", [("rows",) * 4, ("columns",) * 4, ("replicated",) * 4,
+                                     ("rows", "columns", "mixed", "rows"),
+                                     ("mixed", "rows", "columns", "mixed")], ids=str)  # fmt: skip
+def test_from_1_to_2_to_4_to_1_ranks_and_3_every_bit_comes_along(tmp_path, layouts):
+    whole = whole_state()
+    path = save_all(tmp_path, 1, states_of(whole, "rows", 1))
+    for step, (size, layout) in enumerate(zip((2, 4, 3, 1), layouts, strict=True), start=2):
+        wanted = states_of(whole, layout, size)
+        loaded = [load_checkpoint(path, state.pieces) for state in wanted]
+        for got, state in zip(loaded, wanted, strict=True):
+            assert_same(got.weights, state.weights)
+            assert_same(got.optimizer, state.optimizer)
+            assert got.state == {"step": step - 1, **whole.state}
+            assert got.pieces == state.pieces
+        for got in loaded:
+            del got.state["step"]  # another step is saved
+        path = save_all(tmp_path, step, loaded, token=f"a.{step}")
+        everything = load_checkpoint(path)
+        assert_same(everything.weights, whole.weights)
+        assert_same(everything.optimizer, whole.optimizer)
+        assert everything.pieces == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_8_bit_moments_come_back_to_the_same_layout_as_codes_bit_for_bit(tmp_path, layout, size):
+    states = states_of(whole_state(), layout, size, EIGHT)
+    path = save_all(tmp_path, 1, states)
+    for state in states:
+        got = load_checkpoint(path, state.pieces)
+        for key in ("t/exp_avg", "t/exp_avg_sq"):
+            if state.pieces["t"].numel == 0:  # columns over four ranks: 3, 3, 3, 0
+                assert (layout, size) == ("columns", 4)
+                assert got.optimizer[key].dtype == torch.float32
+                for found in (got, state):
+                    found.optimizer.pop(key)
+                    found.optimizer.pop(key + "_tops", None)
+            else:  # in memory as the optimizer had them
+                assert got.optimizer[key].stride() == state.optimizer[key].stride()
+        assert_same(got.optimizer, state.optimizer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("layout", ["rows", "columns", "mixed"])
+def test_8_bit_moments_come_to_another_layout_as_their_exact_fp32_values(
+    tmp_path, saved, layout, size
+):
+    path = save_all(tmp_path, 1, states_of(whole_state(), saved, 4, EIGHT))
+    decoded = after_eight_bits(whole_state(), LAYOUTS[saved], 4, EIGHT)
+    states = states_of(whole_state(), saved, 4, EIGHT)
+    for rank in range(size):
+        state = cut_state(decoded, LAYOUTS[layout], rank, size)
+        got = load_checkpoint(path, state.pieces)
+        assert_same(got.weights, state.weights)
+        for key, tensor in state.optimizer.items():
+            name, _, kind = key.rpartition("/")
+            same = [s for s in states if name in EIGHT and tensor.numel() and
+                    s.pieces[name].is_same_box(state.pieces[name])]  # fmt: skip
+            if same and kind in SIGNED:
+                assert_same({key: got.optimizer[key]}, {key: same[0].optimizer[key]})
+            else:
+                assert_same({key: got.optimizer[key]}, {key: tensor})
+                assert key + "_tops" not in got.optimizer
+
+
+def test_an_8_bit_moment_in_several_pieces_is_read_whole_as_fp32(tmp_path):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 4, EIGHT))
+    wanted = after_eight_bits(whole_state(), LAYOUTS["rows"], 4, EIGHT)
+    assert_same(load_checkpoint(path).optimizer, wanted.optimizer)
+
+
+def test_ranks_with_no_element_of_an_8_bit_moment(tmp_path):
+    """Six elements over four ranks of two: the last has none, and no tops."""
+    g = torch.Generator().manual_seed(0)
+    whole = Checkpoint({"e": torch.randn(6, generator=g)}, {}, {})
+    whole.optimizer.update({"e/exp_avg": torch.randn(6, generator=g)})
+    states = [cut_state(whole, {"e": 0}, rank, 4, ("e",)) for rank in range(4)]
+    assert states[3].optimizer["e/exp_avg_tops"].shape == (0,)
+    path = save_all(tmp_path, 1, states)
+    got = load_checkpoint(path, states[3].pieces).optimizer
+    assert got["e/exp_avg"].shape == (0,)
+    assert got["e/exp_avg"].dtype == torch.float32
+    assert "e/exp_avg_tops" not in got
+    # And a parameter without any element.
+    whole = Checkpoint({"e": torch.randn(0, 3)}, {"e/exp_avg": torch.randn(0, 3)}, {})
+    path = save_all(tmp_path, 2, [cut_state(whole, {"e": 0}, 0, 1, ("e",))])
+    assert_same(load_checkpoint(path).optimizer, whole.optimizer)
+
+
+def test_files_have_what_their_rank_writes_and_no_more(tmp_path):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2))
+    assert {p.name for p in path.iterdir()} == {
+        "weights-00001-of-00002.safetensors", "optimizer-00001-of-00002.safetensors",
+        "weights-00002-of-00002.safetensors", "optimizer-00002-of-00002.safetensors",
+        "state.json", "manifest.json",
+    }  # fmt: skip
+    second = safetensors.torch.load_file(path / "weights-00002-of-00002.safetensors")
+    assert set(second) == {"w", "u", "three", "i", "cube", "e", "t"}
+    assert torch.equal(second["w"], whole_state().weights["w"][4:])
+    replicated = save_all(tmp_path, 2, states_of(whole_state(), "replicated", 4))
+    assert {p.name for p in replicated.iterdir()} == {
+        "weights-00001-of-00004.safetensors", "optimizer-00001-of-00004.safetensors",
+        "state.json", "manifest.json",
+    }  # fmt: skip
+
+
+def test_a_rank_reads_only_files_that_it_needs(tmp_path):
+    states = states_of(whole_state(), "rows", 4)
+    path = save_all(tmp_path, 1, states)
+    for name in ("weights-00004-of-00004.safetensors", "optimizer-00004-of-00004.safetensors"):
+        (path / name).write_bytes(b"damaged")
+    # Rank 0's rows are in the first files.
+    assert_same(load_checkpoint(path, states[0].pieces).weights, states[0].weights)
+    with pytest.raises(CheckpointError, match="weights-00004-of-00004"):
+        load_checkpoint(path, states[3].pieces)
+    with pytest.raises(CheckpointError, match="00004-of-00004"):
+        load_checkpoint(path)
+
+
+def test_a_rank_may_save_tensors_of_its_own(tmp_path):
+    """Random-number states, which differ by rank."""
+    states = []
+    for rank in range(2):
+        key = f"rng/{rank}/cpu"
+        piece = {key: Piece.whole((3,))}
+        states.append(Checkpoint({}, {key: torch.full((3,), rank)}, {}, piece))
+    got = load_checkpoint(save_all(tmp_path, 1, states), {})
+    assert_same(got.optimizer, {f"rng/{r}/cpu": torch.full((3,), r) for r in range(2)})
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    state = states_of(whole_state(), "rows", 1)[0]
+    path = save_all(tmp_path, 1, [state])
+    fewer = {n: p for n, p in state.pieces.items() if n != "cube"}
+    with pytest.raises(CheckpointError, match="made by another model: cube"):
+        load_checkpoint(path, fewer)
+    with pytest.raises(CheckpointError, match=r"made by another model: w is \(8, 6\).*\(8, 7\)"):
+        load_checkpoint(path, {**state.pieces, "w": Piece.whole((8, 7))})
+
+
+def test_state_that_no_piece_describes_is_refused_when_saved_or_cut(tmp_path):
+    part, piece = cut(torch.randn(4, 3), 0, 0, 2)
+    odd = Checkpoint({"a": part}, {"a/row_sums": torch.zeros(2)}, {}, {"a": piece})
+    with pytest.raises(CheckpointError, match="a/row_sums has shape"):
+        save_checkpoint(tmp_path, 1, odd, 1, Team(0, 2, "t"))
+    with pytest.raises(CheckpointError, match="a has shape"):
+        save_checkpoint(
+            tmp_path, 1, Checkpoint({"a": torch.zeros(3)}, {}, {}, {"a": piece}), 1, Team(0, 2, "t")
+        )
+    with pytest.raises(CheckpointError, match=r"dtype torch\.complex64"):
+        save_checkpoint(tmp_path, 1, Checkpoint({"a": torch.zeros(3).cfloat()}, {}, {}), 1)
+    codes = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="block tops"):
+        save_checkpoint(tmp_path, 1, Checkpoint({}, {"a/m": codes, "a/m_tops": codes}, {}), 1)
+    whole = Checkpoint({"a": torch.zeros(4, 3)}, {"a/row_sums": torch.zeros(4)}, {})
+    path = save_checkpoint(tmp_path, 1, whole, 1)
+    assert_same(load_checkpoint(path, {"a": Piece.whole((4, 3))}).optimizer, whole.optimizer)
+    with pytest.raises(CheckpointError, match="a/row_sums has shape"):
+        load_checkpoint(path, {"a": piece})
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def test_each_file_flipped_cut_or_deleted_is_noticed(tmp_path):
+    states = states_of(whole_state(), "rows", 3, EIGHT)
+    path = save_all(tmp_path, 1, states)
+    rng = random.Random(0)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for _ in range(200 if file.name == "manifest.json" else 10):
+            position = rng.randrange(len(data))
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << rng.randrange(8)
+            for bad in (flipped, data[:position]):
+                file.write_bytes(bad)
+                with pytest.raises(CheckpointError, match=r"\.(json|safetensors)"):
+                    load_checkpoint(path)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+            load_checkpoint(path)
+        file.write_bytes(data)
+    load_checkpoint(path)
+
+
+HOSTILE = {
+    "up": (lambda m, p: p.update(file="../x"), "no weights file"),
+    "absolute": (lambda m, p: p.update(file="/etc/passwd"), "no weights file"),
+    "up, listed": (
+        lambda m, p: (p.update(file="../w"), m["files"].update({"../w": {"sha256": "0" * 64}})),
+        r"names a file '\.\./w'",
+    ),
+    "hidden": (lambda m, p: m["files"].update({".x": {"sha256": "0" * 64}}), r"names a file '\.x'"),
+    "section": (lambda m, p: p.update(file="optimizer-00001-of-00002.safetensors"), "no weights"),
+    "unlisted": (lambda m, p: p.update(file="weights-00009-of-00009.safetensors"), "no weights"),
+    "one file twice": (
+        lambda m, p: m["weights"]["w"]["pieces"][1].update(file=p["file"]), "are in one file"),
+    "file is a list": (lambda m, p: p.update(file=[1]), "no weights file"),
+    "overlap": (lambda m, p: p.update(shape=[5, 6]), "overlap"),
+    "hole": (lambda m, p: p.update(shape=[3, 6]), "hold 42 of the 48"),
+    "none": (lambda m, p: m["weights"]["w"].update(pieces=[]), "hold 0 of the 48"),
+    "outside": (lambda m, p: p.update(offset=[6, 0]), "outside"),
+    "negative": (lambda m, p: p.update(offset=[-1, 0]), "offset"),
+    "fraction": (lambda m, p: p.update(offset=[0.0, 0]), "offset"),
+    "true": (lambda m, p: p.update(offset=[False, 0]), "offset"),
+    "dims": (lambda m, p: p.update(offset=[0]), "2 integers"),
+    "empty piece": (lambda m, p: p.update(shape=[0, 6]), "empty"),
+    "huge": (
+        lambda m, p: (m["weights"]["w"].update(shape=[2**62, 6], pieces=[p]),
+                      p.update(shape=[2**62, 6])), "the file"),
+    "too huge": (lambda m, p: m["weights"]["w"].update(shape=[2**63, 6]), "2\\^63"),
+    "huge and empty": (lambda m, p: m["weights"]["w"].update(
+        shape=[2**62, 2**62, 0], pieces=[]), "w"),
+    "dtype": (lambda m, p: m["weights"]["w"].update(dtype="F16"), "'w'.*F32.*F16"),
+    "dtype unknown": (lambda m, p: m["weights"]["w"].update(dtype="F128"), "dtype 'F128'"),
+    "dtype list": (lambda m, p: m["weights"]["w"].update(dtype=["F32"]), "dtype"),
+    "tops": (lambda m, p: [q.update(order=[0, 1]) for q in m["weights"]["w"]["pieces"]],
+             "only 8-bit"),
+    "tops of weights": (lambda m, p: p.update(order=[0, 1]), "only 8-bit"),
+    "some tops": (
+        lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].pop("order"), "some are not"),
+    "order": (lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].update(order=[0, 0]), "order"),
+    "order turned": (
+        lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].update(order=[1, 0]), "'e/exp_avg'"),
+    "name": (lambda m, p: m["weights"].update(v=m["weights"].pop("w")), "'v'"),
+    "left out": (lambda m, p: m["weights"].pop("w"), "'w'.*absent in the manifest"),
+    "key": (lambda m, p: p.update(more=1), "has"),
+    "no offset": (lambda m, p: p.pop("offset"), "offset"),
+    "no pieces": (lambda m, p: m["weights"]["w"].pop("pieces"), "pieces"),
+    "pieces a table": (lambda m, p: m["weights"]["w"].update(pieces={}), "no list"),
+    "piece a number": (lambda m, p: m["weights"]["w"].update(pieces=[1]), "int"),
+    "entry a list": (lambda m, p: m["weights"].update(w=[]), "'w'.*list"),
+    "no weights": (lambda m, p: m.pop("weights"), "weights"),
+    "weights a list": (lambda m, p: m.update(weights=[]), "no table"),
+    "no files": (lambda m, p: m.pop("files"), "files"),
+    "no state": (lambda m, p: m["files"].pop("state.json"), "state.json"),
+    "no sha": (lambda m, p: m["files"]["state.json"].pop("sha256"), "sha256"),
+    "odd sha": (lambda m, p: m["files"]["state.json"].update(sha256="00"), "no SHA-256"),
+    "sha": (lambda m, p: m["files"]["state.json"].update(sha256="0" * 64), "do not match"),
+    "format": (lambda m, p: m.update(format=3), "format '3', this halfstep reads 1 to 2"),
+    "format true": (lambda m, p: m.update(format=True), "manifest"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_hostile_manifest_is_refused_before_memory_is_taken(tmp_path, change):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2, EIGHT))
+    manifest = json.loads((path / "manifest.json").read_text())
+    load_checkpoint(path)
+    function, message = HOSTILE[change]
+    function(manifest, manifest["weights"]["w"]["pieces"][0])
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_checkpoint(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"\xff", b"{}", b"null", b"[" * 100_000, b'{"format": 2, "format": 2}',
+     b'{"format": ' + b"1" * 5000 + b"}", b'{"format": 2}', b'{"format": NaN}'],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_refused(tmp_path, text):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2))
+    (path / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        load_checkpoint(path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2))
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("{", '{"format": 2, ', 1))
+    with pytest.raises(CheckpointError, match="a key stands twice"):
+        load_checkpoint(path)
+
+
+def test_a_rank_syncs_its_own_files_before_its_receipt(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(os.path.basename(target))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_checkpoint(tmp_path, 1, states_of(whole_state(), "rows", 2)[1], 1, Team(1, 2, "t"))
+    assert events == [
+        "weights-00002-of-00002.safetensors",
+        "optimizer-00002-of-00002.safetensors",
+        "receipt-00002.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["weights-00001-of-00002.safetensors", "state.json", "manifest.json"]
+)
+def test_links_are_refused_even_to_the_right_content(tmp_path, name):
+    path = save_all(tmp_path / "c", 1, states_of(whole_state(), "rows", 2))
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{name}: is a symbolic link"):
+        load_checkpoint(path)
+
+
+# --- receipts -------------------------------------------------------------------------------------
+
+
+def saves(folder, step, states, token, timeout=30.0, keep=2):
+    size = len(states)
+    return [
+        lambda rank=rank: save_checkpoint(
+            folder, step, states[rank], keep, Team(rank, size, token, timeout)
+        )
+        for rank in range(size)
+    ]
+
+
+def test_ranks_side_by_side_save_again_and_again(tmp_path):
+    whole = whole_state()
+    for step in range(1, 6):
+        states = states_of(whole, "mixed", 4, EIGHT)
+        paths = side_by_side(saves(tmp_path, step, states, f"t.{step}"))
+        assert paths == [tmp_path / f"step-{step:08d}"] * 4
+        assert_same(load_checkpoint(paths[0]).weights, whole.weights)
+        assert side_by_side(saves(tmp_path, step, states, f"t.{step}")) == paths  # is there
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_nothing_is_there_by_name_until_rank_0_has_all_receipts(tmp_path):
+    states = states_of(whole_state(), "rows", 3)
+    calls = saves(tmp_path, 1, states, "t")
+    assert calls[2]() == tmp_path / "step-00000001"
+    thread = threading.Thread(target=calls[0])
+    thread.start()
+    time.sleep(0.3)
+    assert [p.name for p in tmp_path.iterdir()] == [".unfinished-step-00000001-t"]
+    assert list_checkpoints(tmp_path) == []
+    calls[1]()
+    thread.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_missing_receipt_times_out_by_rank_and_the_next_save_succeeds(tmp_path):
+    good = save_all(tmp_path, 1, states_of(whole_state(), "rows", 4), token="a")
+    calls = saves(tmp_path, 2, states_of(whole_state(), "rows", 4), "b.1", timeout=0.2)
+    calls[1]()
+    with pytest.raises(CheckpointError, match=r"no receipt of ranks 2, 3 after 0\.2 s.*is intact"):
+        calls[0]()
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+    assert load_checkpoint(good).state["step"] == 1
+    calls[2]()  # too late
+    paths = side_by_side(saves(tmp_path, 2, states_of(whole_state(), "rows", 4), "b.2"))
+    assert set(paths) == {tmp_path / "step-00000002"}
+    assert {p.name for p in tmp_path.iterdir()} == {good.name, "step-00000002"}
+
+
+def test_leftovers_go_but_what_other_ranks_already_write_stays(tmp_path):
+    names = {
+        ".unfinished-step-00000005-old.7": False,  # of another start of the run
+        ".unfinished-step-00000001": False,  # of one process
+        ".unfinished-step-00000001-new.2": False,  # of an earlier save of this start
+        ".unfinished-step-00000005-new.4": True,  # rank 1 is a save ahead
+    }
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("x")
+    save_all(tmp_path, 3, states_of(whole_state(), "rows", 2), token="new.3")
+    there = {p.name for p in tmp_path.iterdir()}
+    assert there == {name for name, stays in names.items() if stays} | {"step-00000003"}
+
+
+@pytest.mark.parametrize("broken_ranks", [(0,), (1,), (1, 3)])
+def test_a_rank_with_a_nan_says_so_and_rank_0_raises_by_its_name(tmp_path, broken_ranks):
+    good = save_all(tmp_path, 1, states_of(whole_state(), "rows", 4), keep=1)
+    states = states_of(whole_state(), "rows", 4, EIGHT)
+    for rank in broken_ranks:
+        if rank == 3:
+            states[rank].optimizer["e/exp_avg_sq_tops"][-1] = 255
+        else:
+            states[rank].optimizer["w/exp_avg"][0, 0] = float("nan")
+    results = side_by_side(saves(tmp_path, 2, states, "b", keep=1))
+    for rank, result in enumerate(results):
+        assert isinstance(result, NonFiniteError) == (rank == 0 or rank in broken_ranks)
+    names = ("w/exp_avg", "e/exp_avg_sq_tops")[: len(broken_ranks)]
+    assert results[0].parameters == names
+    assert results[0].cause == "weights"
+    assert "w/exp_avg is not finite: no checkpoint is written" in str(results[0])
+    assert list(tmp_path.iterdir()) == [good]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_full_disk_on_any_rank(tmp_path, monkeypatch, rank):
+    good = save_all(tmp_path, 1, states_of(whole_state(), "rows", 3), keep=1)
+    real = safetensors.torch.save_file
+
+    def save_file(tensors, path):
+        if f"weights-{rank + 1:05d}" in path.name:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    states = states_of(whole_state(), "rows", 3)
+    results = side_by_side(saves(tmp_path, 2, states, "b.1", keep=1))
+    for number, result in enumerate(results):
+        failed = number in (0, rank)
+        assert isinstance(result, CheckpointError) == failed
+        if failed:
+            assert "No space left on device" in str(result)
+            assert "step-00000001, is intact" in str(result)
+    assert f"rank {rank}: " in str(results[0]) or rank == 0
+    assert list(tmp_path.iterdir()) == [good]
+    monkeypatch.undo()
+    assert set(side_by_side(saves(tmp_path, 2, states, "b.2", keep=1))) == {
+        tmp_path / "step-00000002"
+    }
+
+
+def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path):
+    states = states_of(whole_state(), "rows", 2)
+    piece = states[1].pieces["w"]
+    states[1].pieces["w"] = Piece(piece.shape, (0, 0), piece.local)
+    with pytest.raises(CheckpointError, match="'w' of weights: two pieces overlap"):
+        save_all(tmp_path, 1, states)
+    states[1].pieces["w"] = Piece(piece.shape, piece.offset, piece.local, written=False)
+    with pytest.raises(CheckpointError, match="'w' of weights: its pieces hold 24 of the 48"):
+        save_all(tmp_path, 1, states)
+    states = states_of(whole_state(), "rows", 2)
+    states[1].weights["w"] = states[1].weights["w"].double()
+    with pytest.raises(CheckpointError, match=r"w is F64 of shape \[8, 6\] on rank 1, F32"):
+        save_all(tmp_path, 1, states)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("token", ["", "../x", "a/b", "a.b", "x" * 65, "a b", "a.1.2"])
+def test_a_token_is_a_plain_name(token):
+    with pytest.raises(CheckpointError, match="token"):
+        Team(0, 2, token)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_is_one_of_the_team(rank, size):
+    with pytest.raises(CheckpointError, match="ranks"):
+        Team(rank, size, "t")
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: no handler of errors runs for it."""
+
+
+def test_a_kill_before_any_call_that_touches_the_disk_leaves_the_earlier_checkpoint(
+    tmp_path, monkeypatch
+):
+    """Of rank 0 or 1, before the n-th call, for every n until none is left to kill."""
+    whole = whole_state()
+    old, new = states_of(whole, "rows", 2), states_of(whole, "columns", 2)
+    targets = [(os, "rename"), (os, "fsync"), (safetensors.torch, "save_file"), (shutil, "rmtree"),
+               (os, "unlink"), (os, "mkdir"), (commit, "_write_receipt")]  # fmt: skip
+    n, done, visible = 0, False, 0
+    while not done:
+        n += 1
+        folder = tmp_path / str(n)
+        good = save_all(folder, 1, old, keep=1, token="a.1")
+        left = n
+
+        def counted(real):
+            def call(*args, **kwargs):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    raise Killed
+                return real(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for module, name in targets:
+                patch.setattr(module, name, counted(getattr(module, name)))
+            try:
+                save_all(folder, 2, new, keep=1, token="a.2")
+                done = True
+            except Killed:
+                pass
+        found = list_checkpoints(folder)
+        assert found  # never none
+        visible += found[-1] != good
+        for path in found:
+            assert_same(load_checkpoint(path).weights, whole.weights)
+        if good in found:
+            assert_same(load_checkpoint(good, old[1].pieces).optimizer, old[1].optimizer)
+        last = save_all(folder, 3, new, keep=1, token="b.1")
+        assert list(folder.iterdir()) == [last]
+        assert_same(load_checkpoint(last, new[1].pieces).optimizer, new[1].optimizer)
+    assert n > 25  # calls, of both ranks
+    assert 2 <= visible < 12  # the last ones come after the rename

@@ -1,0 +1,221 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.corpus.batches import batch, start_of_sequence, validation_batches
+from halfstep.trainer.data.corpus.token_file import TokenFile
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    def tokens(count, offset=0):
+        path = tmp_path / "tokens.bin"
+        path.write_bytes(np.arange(offset + count, dtype="<u2").tobytes())
+        return TokenFile(
+            path=path,
+            dtype="uint16",
+            offset=offset,
+            count=count,
+            text_bytes=None,
+            vocab_size=65_536,
+            sha256="",
+        )
+
+    return tokens
+
+
+def philox(key, counter):
+    """Philox4x64-10 word by word, from Salmon et al. 2011, section 3.3 and their Random123."""
+    mask = (1 << 64) - 1
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p0, p1 = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
+        c0, c1, c2, c3 = (p1 >> 64) ^ c1 ^ k0, p1 & mask, (p0 >> 64) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return c0, c1, c2, c3
+
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U64, U64, st.integers(0, 2**63), st.integers(1, 2**40))
+def test_starts_are_those_of_philox(seed, step, number, places):
+    # NumPy adds 1 to the first word of the counter before it draws.
+    first = philox((seed, 0), (1, number, step, 0))[0]
+    assert start_of_sequence(seed, step, number, places) == first * places >> 64
+
+
+def test_starts_are_pinned_for_ever():
+    # Written down once: a change would silently change every run that is resumed.
+    found = [start_of_sequence(1337, step, number, 10**6) for step in (0, 1) for number in (0, 1)]
+    assert found == [919616, 560172, 919532, 337227]
+
+
+def test_targets_are_the_next_tokens(tokens):
+    inputs, targets = batch(tokens(500, 7), seed=1, step=2, sequences=range(6), block_size=32)
+    assert inputs.shape == targets.shape == (6, 32)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(targets, inputs + 1)  # the tokens count up
+    assert torch.equal(inputs - inputs[:, :1], torch.arange(32).expand(6, 32))
+    assert inputs.min() >= 7
+    assert targets.max() < 507
+
+
+@given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(1, 16), st.data())
+def test_a_step_is_the_same_however_it_is_shared_out(tmp_path_factory, seed, step, count, data):
+    path = tmp_path_factory.getbasetemp() / "shared.bin"
+    if not path.exists():
+        path.write_bytes(np.arange(300, dtype="<u2").tobytes())
+    file = TokenFile(
+        path=path, dtype="uint16", offset=0, count=300, text_bytes=None, vocab_size=300, sha256=""
+    )
+    cut = data.draw(st.integers(0, count))
+    whole = batch(file, seed=seed, step=step, sequences=range(count), block_size=8)
+    parts = [
+        batch(file, seed=seed, step=step, sequences=part, block_size=8)
+        for part in (range(cut), range(cut, count))
+    ]
+    for i in (0, 1):
+        assert torch.equal(whole[i], torch.cat([part[i] for part in parts]))
+    again = batch(file, seed=seed, step=step, sequences=range(count), block_size=8)
+    assert torch.equal(whole[0], again[0])
+
+
+def test_seed_step_and_number_all_matter(tokens):
+    def first(**changed):
+        given = {"seed": 1, "step": 1, "sequences": range(1, 5), "block_size": 4} | changed
+        return batch(tokens(60_000), **given)[0][:, 0].tolist()
+
+    plain = first()
+    assert len(set(plain)) == 4
+    assert set(first(seed=2)).isdisjoint(plain)
+    assert set(first(step=2)).isdisjoint(plain)
+    assert first(sequences=range(2, 5)) == plain[1:]
+    assert first(sequences=range(4, 0, -1)) == plain[::-1]
+
+
+def test_every_valid_start_is_equally_likely():
+    places, draws = 10, 20_000
+    starts = [
+        start_of_sequence(5, step, number, places) for step in range(200) for number in range(100)
+    ]
+    counts = np.bincount(starts, minlength=places)
+    assert len(counts) == places
+    expected = draws / places
+    chi_squared = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_squared < 27.9  # 9 degrees of freedom, p = 0.001; the draws are fixed
+
+
+def test_both_ends_of_the_file_are_reached(tokens):
+    file = tokens(6)
+    inputs, targets = batch(file, seed=0, step=0, sequences=range(100), block_size=4)
+    assert sorted(set(inputs[:, 0].tolist())) == [0, 1]
+    assert targets.max() == 5
+    exact, _ = batch(tokens(5), seed=0, step=0, sequences=range(3), block_size=4)
+    assert exact.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_no_sequences_are_an_empty_batch(tokens):
+    inputs, targets = batch(tokens(9), seed=0, step=0, sequences=range(0), block_size=4)
+    assert inputs.shape == targets.shape == (0, 4)
+
+
+def test_large_ids_are_not_wrapped(tmp_path):
+    path = tmp_path / "t.bin"
+    path.write_bytes(np.array([65_535, 70_000, 4_000_000_000], dtype="<u4").tobytes())
+    file = TokenFile(
+        path=path, dtype="uint32", offset=0, count=3, text_bytes=None, vocab_size=2**32, sha256=""
+    )
+    inputs, targets = batch(file, seed=0, step=0, sequences=range(1), block_size=2)
+    assert inputs.tolist() == [[65_535, 70_000]]
+    assert targets.tolist() == [[70_000, 4_000_000_000]]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_too_few_tokens_are_refused_with_the_counts(tokens, count):
+    words = rf"tokens\.bin: {count} tokens are too few for block_size 4, which needs 5; use"
+    with pytest.raises(DataError, match=words):
+        batch(tokens(count), seed=0, step=0, sequences=range(1), block_size=4)
+    with pytest.raises(DataError, match=words):
+        validation_batches(tokens(count), block_size=4, batch_size=1, max_batches=None)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"step": -1},
+        {"step": 2**64},
+        {"sequences": range(-1, 2)},
+        {"sequences": range(2, -2, -1)},
+        {"block_size": 0},
+    ],
+)
+def test_arguments_out_of_range_are_refused(tokens, bad):
+    given = {"seed": 0, "step": 0, "sequences": range(1), "block_size": 4} | bad
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        batch(tokens(9), **given)
+
+
+@pytest.mark.parametrize("bad", [{"block_size": 0}, {"batch_size": 0}, {"max_batches": 0}])
+def test_validation_arguments_out_of_range_are_refused(tokens, bad):
+    given = {"block_size": 4, "batch_size": 1, "max_batches": None} | bad
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        validation_batches(tokens(9), **given)
+
+
+@pytest.mark.parametrize("count", [5, 8, 9, 10, 41, 100, 101])
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_validation_counts_every_target_once_and_in_order(tokens, count, block_size, batch_size):
+    given = {"block_size": block_size, "batch_size": batch_size, "max_batches": None}
+    found = list(validation_batches(tokens(count), **given))
+    for inputs, targets in found:
+        assert inputs.shape == targets.shape
+        assert inputs.shape[1] == block_size
+        assert inputs.shape[0] <= batch_size
+        assert inputs.dtype == targets.dtype == torch.int64
+        kept = targets != -100
+        assert torch.equal(targets[kept], inputs[kept] + 1)
+        assert torch.all(inputs[~kept] == 0)
+        assert kept.any(dim=1).all()  # no window without a target
+    assert all(len(inputs) == batch_size for inputs, _ in found[:-1])
+    flat = torch.cat([targets.flatten() for _, targets in found])
+    assert flat[flat != -100].tolist() == list(range(1, count))
+    again = list(validation_batches(tokens(count), **given))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize(("batch_size", "max_batches"), [(1, 1), (2, 3), (3, 7), (4, 5), (1, 25)])
+def test_limited_validation_is_spread_evenly_without_overlap(tokens, batch_size, max_batches):
+    count, block_size = 101, 4  # 25 windows
+    found = list(
+        validation_batches(
+            tokens(count), block_size=block_size, batch_size=batch_size, max_batches=max_batches
+        )
+    )
+    starts = torch.cat([inputs[:, 0] for inputs, _ in found]).tolist()
+    assert len(starts) == min(25, batch_size * max_batches)
+    assert all(start % block_size == 0 for start in starts)
+    gaps = [(b - a) // block_size for a, b in itertools.pairwise(starts)]
+    assert starts[0] == 0
+    if gaps:
+        assert min(gaps) >= 1
+        assert max(gaps) - min(gaps) <= 1
+        assert 25 - starts[-1] // block_size <= min(gaps) + 1
+
+
+def test_a_limit_above_the_file_changes_nothing(tokens):
+    given = {"block_size": 4, "batch_size": 2}
+    whole = list(validation_batches(tokens(50), max_batches=None, **given))
+    limited = list(validation_batches(tokens(50), max_batches=1000, **given))
+    assert len(whole) == len(limited)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, limited, strict=True))

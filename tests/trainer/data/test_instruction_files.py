@@ -1,0 +1,212 @@
+import json
+
+import pytest
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.corpus.documents import whole
+from halfstep.trainer.data.instructions.chat import Message, Pair, Text
+from halfstep.trainer.data.instructions.files import InstructionFiles
+from halfstep.trainer.data.sources import inspect_file
+
+ALPACA = {"instruction": "Add", "input": "1, 1", "output": "2"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+HI_HO = (Message("user", "Hi"), Message("assistant", "Ho"))
+
+
+def open_(*paths, format="auto"):
+    return InstructionFiles(whole(map(inspect_file, paths)), format)
+
+
+def examples(*paths, format="auto"):
+    return [record.example for record in open_(*paths, format=format)]
+
+
+@pytest.mark.parametrize(
+    ("record", "format", "example"),
+    [
+        (ALPACA, "alpaca", Pair("Add", "1, 1", "2")),
+        ({"instruction": "Add", "output": "2"}, "alpaca", Pair("Add", "", "2")),
+        ({"instruction": "Add", "input": None, "output": "2"}, "alpaca", Pair("Add", "", "2")),
+        ({"instruction": "Add", "input": "", "output": "2"}, "alpaca", Pair("Add", "", "2")),
+        (
+            {"instruction": "Q", "context": "C", "response": "A", "category": "qa"},
+            "alpaca",
+            Pair("Q", "C", "A"),
+        ),
+        ({"question": "Q", "answer": "A"}, "alpaca", Pair("Q", "", "A")),
+        ({"prompt": "P", "completion": " C"}, "prompt-completion", Pair("P", "", " C")),
+        (CHAT, "chat", HI_HO),
+        (
+            {
+                "id": "x_0",
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Ho"},
+                ],
+            },
+            "chat",
+            HI_HO,
+        ),
+        ({"text": " a\n"}, "text", Text((" a\n",))),
+    ],
+)
+def test_the_fields_tell_the_format(write, record, format, example):
+    files = open_(write("a.jsonl", [record, record]))
+    assert [found.example for found in files] == [example, example]
+    assert files.format == format
+    assert files.origin.endswith("a.jsonl:1")
+    assert examples(write("b.jsonl", [record]), format=format) == [example]
+
+
+@pytest.mark.parametrize("format", ["alpaca", "prompt-completion"])
+@pytest.mark.parametrize("fields", [("prompt", "completion"), ("question", "answer")])
+def test_pairs_are_taken_for_either_format_when_asked(write, format, fields):
+    path = write("a.jsonl", [dict(zip(fields, "PC", strict=True))])
+    assert examples(path, format=format) == [Pair("P", "", "C")]
+
+
+def test_lists_lines_and_blank_lines_give_the_same(write):
+    records = [ALPACA, {"instruction": "é\u2028", "output": "2"}]
+    expected = [Pair("Add", "1, 1", "2"), Pair("é\u2028", "", "2")]
+    assert examples(write("a.jsonl", records)) == expected
+    lines = "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    assert examples(write("b.jsonl", "\ufeff" + lines + "\n \n")) == expected
+    assert examples(write("lines.json", lines)) == expected
+    for indent in (None, 0, 4):
+        text = json.dumps(records, indent=indent, ensure_ascii=False)
+        assert examples(write(f"list{indent}.json", text)) == expected
+    assert examples(write("mark.json", "\ufeff [\n" + lines.replace("\n\n", " ,\r\n") + "]\n")) == (
+        expected
+    )
+
+
+def test_places_are_the_lines_where_records_begin(write):
+    path = write("a.json", json.dumps([ALPACA] * 3, indent=1))
+    lines = path.read_text().splitlines()
+    for record in open_(path):
+        name, number = record.place.rsplit(":", 1)
+        assert name == str(path)
+        assert lines[int(number) - 1].strip() == "{"
+    assert [record.place for record in open_(path)] == [f"{path}:{n}" for n in (2, 7, 12)]
+    path = write("a.jsonl", f"\n{json.dumps(ALPACA)}\n\n{json.dumps(ALPACA)}")
+    assert [record.place for record in open_(path)] == [f"{path}:2", f"{path}:4"]
+
+
+def test_a_text_file_is_one_document(write):
+    paths = write("a.txt", "one\n\ntwo"), write("b.md", "three")
+    assert examples(*paths) == [Text(("one\n\ntwo",)), Text(("three",))]
+    assert examples(*paths, write("c.jsonl", [{"text": "four"}]))[2] == Text(("four",))
+    assert examples(write("notes", "x"), format="text") == [Text(("x",))]
+
+
+def test_a_long_text_comes_in_pieces_that_join_to_it(write):
+    text = "words and\n" * 60_000
+    ((pieces,),) = examples(write("a.txt", text))
+    assert len(pieces) > 1
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({}, "unknown fields: found none; allowed: instruction, output"),
+        (
+            {"input": "a", "target": "b"},
+            "unknown fields: found 'input', 'target'; allowed: instruction, output "
+            r"\(and input\); or .*; or messages; or conversations; or text; rename or remove",
+        ),
+        (ALPACA | CHAT, "mixes the fields of several formats: found 'input', 'instruction', 'mess"),
+        (ALPACA | {"text": "x"}, "mixes the fields of several formats"),
+        (ALPACA | {"context": "x"}, "mixes the fields"),
+        (ALPACA | {"history": []}, "unknown fields: found 'history', .*; allowed: instruction,"),
+        (ALPACA | {"output": ""}, '"output" is empty; fill it or leave the record out'),
+        (ALPACA | {"output": " \n"}, '"output" is empty'),
+        (ALPACA | {"output": None}, "unknown fields"),
+        (ALPACA | {"instruction": ""}, '"instruction" is empty'),
+        (ALPACA | {"input": 3}, '"input" must be a string, got int'),
+        (ALPACA | {"output": ["2"]}, '"output" must be a string, got list'),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "completion": "y"},
+            '"prompt" must be a string, got list; conversations go into messages',
+        ),
+        ({"text": "  "}, '"text" is empty'),
+        ({"messages": []}, "the conversation must be a list of messages"),
+        ({"messages": CHAT["messages"][:1]}, "the conversation has no turn of the assistant"),
+        ({"messages": CHAT["messages"][::-1]}, "turn 1 is by the assistant"),
+        ([1], "a JSON list, not an object"),
+        ("x", "a JSON str, not an object"),
+    ],
+)
+def test_a_bad_record_names_file_and_line(write, record, why):
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: {why}"):
+        examples(write("a.jsonl", [record]))
+    with pytest.raises(DataError, match=rf"a\.json:3: {why}"):
+        examples(write("a.json", "[\n\n" + json.dumps(record) + "]"))
+
+
+def test_all_records_have_one_format(write):
+    alpaca, chat = write("a.jsonl", [ALPACA]), write("c.jsonl", [CHAT])
+    why = r"c\.jsonl:1: unknown fields: found 'messages'; allowed: .* \(the format is alpaca, from "
+    with pytest.raises(DataError, match=why + r".*a\.jsonl:1\)"):
+        examples(alpaca, chat)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*the format is chat, from data\.format"):
+        examples(alpaca, format="chat")
+    with pytest.raises(DataError, match=r"t\.txt: a text file, but .*a\.jsonl:1 says alpaca"):
+        examples(alpaca, write("t.txt", "x"))
+    with pytest.raises(DataError, match=r"t\.txt: a text file, but data\.format says chat"):
+        examples(write("t.txt", "x"), format="chat")
+    files = open_(alpaca)
+    assert list(files)
+    others = files.of_same_format(whole([inspect_file(chat)]))
+    with pytest.raises(DataError, match=r"the format is alpaca, from .*a\.jsonl:1"):
+        list(others)
+
+
+def test_fields_that_are_left_out_are_told(write):
+    files = open_(write("a.jsonl", [ALPACA | {"id": 1}, ALPACA | {"source": "x"}]))
+    assert len(list(files)) == 2
+    assert files.unused == {"id", "source"}
+    # Asked for by name, a format leaves the fields of others out too (alpaca's published "text").
+    path = write("b.jsonl", [ALPACA | {"text": "all of it"}])
+    files = open_(path, format="alpaca")
+    assert [record.example for record in files] == [Pair("Add", "1, 1", "2")]
+    assert files.unused == {"text"}
+    with pytest.raises(DataError, match="unknown fields"):
+        examples(write("c.jsonl", [ALPACA | {"history": []}]), format="alpaca")
+    with pytest.raises(DataError, match="mixes the fields of several formats"):
+        examples(write("d.jsonl", [ALPACA | {"question": "a", "answer": "b"}]), format="alpaca")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": "x"\n', r"a\.jsonl:2: not JSON: .* at column 13"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: not "),
+        ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl:1: not UTF-8: byte 0xff"),
+        ("a.json", '[\n{"text": "x"},\n{"text": "x"\n', r"a\.json:3: not JSON"),
+        ("a.json", '[{"text": "x"}\n{"text": "x"}]', r"a\.json:1: a comma or \] must follow"),
+        ("a.json", '[{"text": "x"},]', r"a\.json:1: not JSON"),
+        ("a.json", '[{"text": "x"}', r"a\.json:1: a comma or \] must follow"),
+        ("a.json", '[{"text": "x"}] 5', r"a\.json: something follows the JSON list"),
+        ("a.json", '"x"', r"a\.json: must hold a JSON list of objects"),
+        ("a.json", b'[{"text": "\xff"}]', r"a\.json: not UTF-8: byte 0xff"),
+        ("a.csv", "a,b", r"a\.csv: instructions are read from \.jsonl, \.json and \.txt files"),
+        ("a.parquet", "PAR1", r"a\.parquet: instructions are read from"),
+        ("a.bin", b"\0\0", r"a\.bin: instructions are read from"),
+        ("a.txt", b"ab\xff", r"a\.txt: not UTF-8: byte 0xff at byte offset 2"),
+    ],
+)
+def test_a_bad_file_is_named(write, name, content, why):
+    with pytest.raises(DataError, match=why):
+        examples(write(name, content))
+
+
+def test_a_list_too_long_to_parse_is_refused(write, monkeypatch):
+    monkeypatch.setattr("halfstep.trainer.data.instructions.files.MAX_LIST_BYTES", 10)
+    with pytest.raises(DataError, match=r"too many for a JSON list; write one object a line"):
+        examples(write("a.json", '[{"text": "x"}]'))
+
+
+def test_an_empty_list_holds_no_records(write):
+    assert examples(write("a.json", " [ ] ")) == []
+    assert examples(write("a.jsonl", "\n\n")) == []

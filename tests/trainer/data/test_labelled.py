@@ -1,0 +1,185 @@
+"""From files to LabelledData: names, notes, the hash, and data that does not fit together."""
+
+import hashlib
+import json
+import struct
+
+import pytest
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.data.labelled.labelled import read_labelled, read_names, sorted_names
+
+
+def rows(write, name, *pairs):
+    return str(write(name, [{"text": text, "label": label} for text, label in pairs]))
+
+
+def twenty(write, name="t.jsonl", labels=("b", "a")):
+    return rows(write, name, *((f"text {i}", labels[i % len(labels)]) for i in range(20)))
+
+
+def load(train, seed=0, **fields):
+    return read_labelled(LabelledConfig(train=(train,), **fields), seed)
+
+
+def refusal(train, **fields):
+    with pytest.raises(DataError) as error:
+        load(train, **fields)
+    return str(error.value)
+
+
+def test_names_are_found_and_sorted(write):
+    data = load(twenty(write, labels=("z", "\u00e4", "Z", "a")))
+    assert data.names == ("Z", "a", "z", "\u00e4")
+    assert load(twenty(write, labels=(10, 9, 2))).names == ("2", "9", "10")
+    assert sorted_names(["10", "9", "x"]) == ("10", "9", "x")
+    assert sorted_names(["01", "-2", "1", "+0"]) == ("-2", "+0", "01", "1")
+
+
+def test_texts_keep_their_labels_through_the_split(write):
+    train = twenty(write)
+    data = load(train, dev_fraction=0.25)
+    together = {}
+    for part in (data.train, data.dev):
+        for text, label in zip(part.texts, part.labels, strict=True):
+            together[text] = data.names[label]
+    assert together == {f"text {i}": "ba"[i % 2] for i in range(20)}
+    assert len(data.dev) == 5
+    assert data.notes == ()
+    assert load(train, dev_fraction=0.25) == data
+    assert load(train, seed=1, dev_fraction=0.25).dev != data.dev
+
+
+def test_a_dev_file_is_taken_whole(write):
+    dev = rows(write, "d.jsonl", ("x", "a"), ("y", "b"), ("z", "a"))
+    data = load(twenty(write), dev=(dev,))
+    assert (data.dev.texts, data.dev.labels) == (["x", "y", "z"], [0, 1, 0])
+    assert len(data.train) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("l.txt", "\ufeffb\n\n a \r\n"), ("l.json", '["b", "a"]'), ("l", "b\na")],
+)
+def test_names_can_be_given_in_their_order(write, name, content):
+    train = twenty(write)
+    given = load(train, labels_file=str(write(name, content)))
+    assert given.names == ("b", "a")
+    assert load(train, labels=("b", "a")) == given
+    found = load(train)
+    assert [1 - label for label in found.train.labels] == given.train.labels
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("l.txt", "a\nb\na\n", "l.txt:3: the name 'a' stands here and at 1"),
+        ("l.json", '["a", "b", "a"]', "l.json: item 3: the name 'a' stands here and at 1"),
+        ("l.json", '{"0": "a"}', "a JSON dict, not a list"),
+        ("l.json", '["a", null]', "item 2: the label must be a string"),
+        ("l.json", "[", ":1: not JSON"),
+        ("l.txt", "\n \n", "no names"),
+        ("l.txt", "", "the file is empty"),
+        ("l.txt", b"\xff", "not UTF-8"),
+        ("l.txt", "a\n", "t.jsonl:1: unknown label 'b': "),
+        ("l.txt", "a\n", "l.txt lacks it; add it there, or correct"),
+        (
+            "l.txt",
+            "a\nb\nc\nd\n",
+            "no training text has the label 'c', 'd', so that class would never",
+        ),
+    ],
+)
+def test_a_label_file_that_disagrees_is_refused(write, name, content, says):
+    assert says in refusal(twenty(write), labels_file=str(write(name, content)))
+
+
+def test_given_names_that_disagree_are_refused(write):
+    assert "data.labels lacks it" in refusal(twenty(write), labels=("a", "c"))
+    assert "no training text has the label 'c'" in refusal(twenty(write), labels=("a", "b", "c"))
+    assert "no such file" in refusal(twenty(write), labels_file="nowhere.txt")
+
+
+def test_integers_of_a_json_list_are_names(write):
+    assert read_names(str(write("l.json", "[2, 0, true]"))) == ("2", "0", "true")
+
+
+def test_an_unknown_label_in_dev_is_refused_with_its_place(write):
+    dev = rows(write, "d.jsonl", ("x", "a"), ("y", "c"), ("z", "c"))
+    message = refusal(twenty(write), dev=(dev,))
+    assert message.startswith(f"{dev}:2: unknown label 'c': no training text has it")
+    assert "(allowed: 'a', 'b')" in message
+
+
+def test_no_input_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.train is empty; name a file"):
+        read_labelled(LabelledConfig(), 0)
+
+
+def test_one_class_is_refused(write):
+    assert "every text has the label 'a'" in refusal(twenty(write, labels=("a",)))
+    assert "at least two classes" in refusal(twenty(write, labels=("a",)), labels=("a",))
+
+
+def test_a_class_with_a_single_text_stays_in_train(write):
+    pairs = [(f"text {i}", "ab"[i % 2]) for i in range(10)]
+    data = load(rows(write, "t.jsonl", *pairs, ("alone", "c")), dev_fraction=0.9)
+    assert "alone" in data.train.texts
+    assert data.notes == ("class 'c' has a single text: it is trained on and not evaluated",)
+    message = refusal(rows(write, "u.jsonl", ("x", "a"), ("y", "b")))
+    assert "no class has two texts" in message
+
+
+def test_what_looks_odd_is_noted(write):
+    train = rows(
+        write,
+        "t.jsonl",
+        *(("x", "a"), ("x", "b"), ("x", "a"), ("y", "A "), ("z", "b"), ("w", "b"), ("w", "b")),
+    )
+    dev = rows(write, "d.jsonl", ("x", "a"), ("y", "b"), ("new", "a"), ("new", "b"), ("w", "b"))
+    assert load(train, dev=(dev,)).notes == (
+        "classes 'A ', 'a' differ only in case or blanks, and count as different",
+        "3 texts occur more than once, with different labels",
+        "3 of 5 dev texts also stand in train, so scores on them are too good",
+        "dev has no text of 'A '",
+    )
+
+
+def test_dropped_texts_are_noted_and_never_make_a_class(write):
+    train = rows(write, "t.jsonl", ("", "c"), *((f"{i}", "ab"[i % 2]) for i in range(10)))
+    dev = rows(write, "d.jsonl", ("x", "a"), (" ", "zzz"), ("y", "b"), ("\u3000", "a"))
+    data = load(train, dev=(dev,), drop_empty=True)
+    assert data.names == ("a", "b")
+    assert data.notes == ("train: 1 empty texts left out", "dev: 2 empty texts left out")
+    assert len(data.dev) == 2
+
+
+def oracle_sha256(data):
+    """The definition, written out: every part with its length as 8 bytes before it."""
+    raw = b""
+
+    def strings(found):
+        return struct.pack("<q", len(found)) + b"".join(
+            struct.pack("<q", len(s.encode())) + s.encode() for s in found
+        )
+
+    raw += strings(data.names)
+    for part in (data.train, data.dev):
+        raw += strings(part.texts) + struct.pack(f"<{len(part.labels)}q", *part.labels)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def test_the_hash_is_over_names_texts_and_labels(write, tmp_path):
+    data = load(twenty(write))
+    assert data.sha256 == oracle_sha256(data)
+    # The same content from another file and format has the same hash.
+    pairs = [[f"text {i}", "ba"[i % 2]] for i in range(20)]
+    assert load(str(write("other.json", json.dumps(pairs)))).sha256 == data.sha256
+    others = [
+        load(twenty(write), seed=1),
+        load(twenty(write), labels=("b", "a")),
+        load(twenty(write), dev_fraction=0.5),
+        load(twenty(write, labels=("b", "c"))),
+    ]
+    assert len({data.sha256, *(other.sha256 for other in others)}) == 5

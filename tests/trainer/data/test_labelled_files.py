@@ -1,0 +1,234 @@
+"""Formats, columns and everything that can be wrong with one input of labelled texts."""
+
+import csv
+import io
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.data.labelled.files import read_named
+
+LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+PAIRS = [
+    ("I am glad", "joy"),
+    ('say "hi", now\nand then', "fear"),
+    ("\u4f60\u597d\u3000\U0001f600", "joy"),
+]
+
+
+def read(*paths, role="train", **fields):
+    inputs = tuple(map(str, paths))
+    return read_named(inputs, LabelledConfig(train=inputs, **fields), role)
+
+
+def pairs(*paths, **fields):
+    found = read(*paths, **fields)
+    return list(zip(found.texts, found.labels, strict=True))
+
+
+def refusal(*paths, **fields):
+    with pytest.raises(DataError) as error:
+        read(*paths, **fields)
+    return str(error.value)
+
+
+def table(rows, separator=",", end="\r\n"):
+    out = io.StringIO()
+    csv.writer(out, delimiter=separator, lineterminator=end).writerows(rows)
+    return out.getvalue()
+
+
+def objects(found, text="text", label="label"):
+    return [{text: t, label: name, "more": 1} for t, name in found]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", table([("text", "label"), *PAIRS])),
+        ("a.csv", table([("id", "Label ", " Text"), *((7, n, t) for t, n in PAIRS)], end="\n")),
+        ("A.TSV", table([("tweet", "class"), *PAIRS], "\t")),
+        ("a.jsonl", "\n\n".join(json.dumps(o) for o in objects(PAIRS))),
+        ("a.jsonl", "\r\n".join(json.dumps(o, ensure_ascii=False) for o in objects(PAIRS))),
+        ("a.json", json.dumps(PAIRS)),
+        ("a.json", json.dumps(objects(PAIRS, "sentence", "emotion"), indent=1)),
+        ("a.json", json.dumps({"version": 1, "data": PAIRS})),
+    ],
+)
+def test_every_format_gives_the_same_texts_and_labels(write, name, content, mark):
+    assert pairs(write(name, mark + content.encode())) == PAIRS
+
+
+def test_several_inputs_follow_each_other_each_with_its_own_columns(write):
+    first = write("a.csv", "text,label\nx,1\n")
+    second = write("b.jsonl", [{"review": "y", "target": 2}])
+    assert pairs(first, second) == [("x", "1"), ("y", "2")]
+
+
+SAFE = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
+
+
+@LOOSE
+@given(
+    st.lists(st.tuples(SAFE, SAFE), min_size=1), st.sampled_from(["csv", "tsv", "jsonl", "json"])
+)
+def test_whatever_can_be_written_is_read_back(write, rows, kind):
+    if kind in ("csv", "tsv"):
+        out = io.StringIO()
+        separator = "," if kind == "csv" else "\t"
+        writer = csv.writer(out, delimiter=separator, quoting=csv.QUOTE_ALL)
+        writer.writerows([("text", "label"), *rows])
+        content = out.getvalue()
+    elif kind == "jsonl":
+        content = "".join(json.dumps(o) + "\n" for o in objects(rows))
+    else:
+        content = json.dumps(rows)
+    assert pairs(write(f"a.{kind}", content)) == rows
+
+
+def test_columns_can_be_named(write):
+    path = write("a.csv", "text,content,label,class\na,b,c,d\n")
+    assert pairs(path, text_column="content", label_column="class") == [("b", "d")]
+    path = write("a.jsonl", [{"Text": "a", "text": "b", "x": "c"}])
+    assert pairs(path, text_column="text", label_column="x") == [("b", "c")]
+
+
+def test_columns_by_number_need_no_header(write):
+    path = write("a.tsv", "joy\t1\tx\nfear\t2\ty\n")
+    assert pairs(path, text_column="3", label_column="1") == [("x", "joy"), ("y", "fear")]
+    path = write("a.json", [["joy", "x"]]).read_text()
+    path = write("b.json", f"[{path.strip()}]")
+    assert pairs(path, text_column="2", label_column="1") == [("x", "joy")]
+
+
+def test_labels_become_strings(write):
+    path = write("a.jsonl", [{"text": "x", "label": v} for v in (1, True, 0, False, "1", -3, 1)])
+    assert read(path).labels == ["1", "true", "0", "false", "1", "-3", "1"]
+
+
+def test_the_first_place_of_each_label_is_kept(write):
+    path = write("a.csv", 'text,label\n"two\nlines",a\nx,b\ny,a\n')
+    assert read(path).first == {"a": f"{path}:2", "b": f"{path}:4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", "", ": the file is empty"),
+        ("a.csv", "\n\n", "only blank lines"),
+        ("a.csv", "text,label\n", "no texts in"),
+        ("a.csv", "text,label\na,b,c\n", ":2: 3 fields where the first line has 2"),
+        ("a.csv", "text,label\na,b\n\nc\n", ":4: 1 fields where the first line has 2"),
+        ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', ":3: the fields of the row that begins here"),
+        ("a.tsv", 'text\tlabel\n"Hi," he said.\tb\n', ":2: the fields of the row"),
+        ("a.csv", "text,label\rx,y\r", ":1: the fields of the row that begins here cannot"),
+        ("a.csv", b"text,label\nx,y\n\xe9t\xe9,y\n", ":3: not UTF-8: byte 0xe9 at byte 1"),
+        ("a.csv", "text;label\nx;y\n", "seem to be separated by ';'"),
+        ("a.csv", "text\tlabel\nx\ty\n", "seem to be separated by tabs"),
+        (
+            "a.csv",
+            "x,y\nz,w\n",
+            ":1: no column that usually holds the text (columns here: 'x', 'y')",
+        ),
+        ("a.csv", "x,y\nz,w\n", "--text-column NAME, or its number"),
+        ("a.csv", "text,y\nz,w\n", "no column that usually holds the label"),
+        ("a.csv", "text,y\nz,w\n", "--label-column NAME"),
+        ("a.csv", "text,Tweet,label\nx,y,z\n", "could hold the text ('text' and 'Tweet'; columns"),
+        ("a.csv", "text,label,label\nx,y,z\n", "could hold the label (the same name"),
+        ("a.csv", "text,label\nx,a\n ,b\n\t,a\n,a\n", ":3: the text is empty, and so are 3 in all"),
+        ("a.csv", "text,label\nx,a\n ,b\n", "--data.drop_empty true"),
+        ("a.csv", "text,label\nx,a\ny, \n", ":3: the label is empty"),
+        ("a.jsonl", '{"text": "x", "label": "a"}\n[1]\n', ":2: a JSON list, not an object"),
+        ("a.jsonl", '{"text": "x", "label": "a"}\n{"text"\n', ":2: not JSON"),
+        ("a.jsonl", '{"text": "x", "label": ' + "9" * 5000 + "}\n", ":1: not usable JSON"),
+        ("a.jsonl", '{"text": "x", "label": "a"}\n{"text": "y"}\n', ":2: no field 'label', which"),
+        ("a.jsonl", '{"body": "x", "label": "a"}\n', ":1: no column that usually holds the text"),
+        ("a.jsonl", '{"text": 3, "label": "a"}\n', ":1: the text must be a string, got int"),
+        ("a.jsonl", '{"text": null, "label": "a"}\n', ":1: the text must be a string, got null"),
+        (
+            "a.jsonl",
+            '\n{"text": "x", "label": 1.0}\n',
+            ":2: the label must be a string, an integer",
+        ),
+        ("a.jsonl", '{"text": "x", "label": NaN}\n', "got float"),
+        ("a.jsonl", '{"text": "x", "label": null}\n', "got null"),
+        ("a.jsonl", '{"text": "x", "label": ["a"]}\n', "got list"),
+        ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: the text holds half a surrogate"),
+        ("a.jsonl", '{"text": "x", "label": "\\udc00"}\n', ":1: the label holds half a surrogate"),
+        ("a.json", '{"text": []}', 'a JSON object without "data" (keys here: text)'),
+        ("a.json", '{"data": {}}', "a JSON dict where a list is needed"),
+        ("a.json", '"x"', "a JSON str where a list is needed"),
+        ("a.json", "[]", "no texts in"),
+        ("a.json", '[["x", "a"], "y"]', ": item 2: a JSON str, neither list nor object"),
+        ("a.json", '[["x", "a"], ["y"]]', ": item 2: 1 values where the first has 2"),
+        ("a.json", '[["x", "a", 1]]', ": item 1: 3 values where 2 are needed"),
+        ("a.json", '[["x", "a"], {"text": "y"}]', ": item 2: a list among objects"),
+        ("a.json", '[["x", "a"],\n["y", ]]', ":2: not JSON"),
+        ("a.json", "[" * 100_000, "not usable JSON"),
+        (
+            "a.txt",
+            "x",
+            "labelled texts are read from .csv, .tsv, .jsonl, .json files, not from .txt",
+        ),
+        ("a", "x", "not from names without suffix"),
+        ("a.parquet", "x", "or datasets:FOLDER"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_place(write, name, content, says):
+    path = write(name, content)
+    message = refusal(path)
+    assert message.startswith(str(path)) or "no texts in" in message
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "says"),
+    [
+        ("a.csv", "text,label\nx,a\n", {"text_column": "body"}, "no column 'body' (columns here"),
+        ("a.csv", "text,x\nx,a\n", {"label_column": "text"}, "no column 'text'"),
+        ("a.csv", "text,label\nx,a\n", {"text_column": "1", "label_column": "2"}, "like a header"),
+        ("a.csv", "x,a\n", {"text_column": "1", "label_column": "3"}, "--label-column 3, but"),
+        ("a.csv", "x,a,b\n", {"text_column": "1"}, ":1: 3 values where 2 are needed; give the"),
+        ("a.csv", "x,a\n", {"text_column": "2"}, "text and label are one column"),
+        ("a.json", '[["x", "a"]]', {"text_column": "text"}, "lists have no column 'text'"),
+        ("a.jsonl", '{"1": "x", "label": "a"}', {"text_column": "2"}, "no column '2'"),
+    ],
+)
+def test_options_that_do_not_fit_the_file_are_refused(write, name, content, fields, says):
+    assert says in refusal(write(name, content), **fields)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert "no such file" in refusal(tmp_path / "a.csv")
+    (tmp_path / "b.csv").mkdir()
+    assert "not a regular file" in refusal(tmp_path / "b.csv")
+    (tmp_path / "c").mkdir()
+    assert "or datasets:FOLDER" in refusal(tmp_path / "c")
+
+
+def test_empty_texts_can_be_left_out_and_are_counted(write):
+    path = write("a.csv", 'text,label\nx,a\n"",b\n"  ",a\ny,b\n')
+    found = read(path, drop_empty=True)
+    assert (found.texts, found.labels, found.dropped) == (["x", "y"], ["a", "b"], 2)
+    only = write("b.csv", 'text,label\n"",b\n')
+    assert "(all 1 are empty)" in refusal(only, drop_empty=True)
+
+
+def test_a_field_beyond_the_limit_of_csv_is_refused_not_cut(write):
+    limit = csv.field_size_limit()
+    fits = write("a.csv", f'text,label\n"{"x" * limit}",a\n')
+    assert len(read(fits).texts[0]) == limit
+    assert "field larger than field limit" in refusal(
+        write("b.csv", f'text,label\n"{"x" * (limit + 1)}",a\n')
+    )
+
+
+def test_only_a_line_feed_ends_a_line(write):
+    text = "a\u2028b\u0085c\x0bd\x1ce"
+    assert pairs(write("a.csv", f"text,label\n{text},x\n")) == [(text, "x")]
+    line = json.dumps({"text": text, "label": "x"}, ensure_ascii=False)
+    assert pairs(write("a.jsonl", line + "\n")) == [(text, "x")]

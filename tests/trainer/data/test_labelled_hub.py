@@ -1,0 +1,214 @@
+"""``datasets:`` inputs: local folders of the library, and what is said without a network."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.labelled import hub_datasets
+from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.data.labelled.files import read_named
+from halfstep.trainer.data.labelled.labelled import read_labelled
+
+datasets = pytest.importorskip("datasets")
+
+TEXTS = [f"text {i}" for i in range(8)]
+NUMBERS = [0, 1, 1, 0, 1, 0, 0, 1]
+NAMES = ["ham", "spam"]
+
+
+@pytest.fixture(autouse=True)
+def own_datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def dataset(numbers=NUMBERS, texts=TEXTS):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=NAMES)}
+    )
+    return datasets.Dataset.from_dict({"text": texts, "label": numbers}, features=features)
+
+
+def read(given, role="train", **fields):
+    found = read_named((given,), LabelledConfig(train=(given,), **fields), role)
+    return list(zip(found.texts, found.labels, strict=True))
+
+
+def refusal(given, role="train", **fields):
+    with pytest.raises((DataError, ConfigError)) as error:
+        read(given, role, **fields)
+    return str(error.value)
+
+
+EXPECTED = list(zip(TEXTS, [NAMES[n] for n in NUMBERS], strict=True))
+
+
+def test_a_saved_dataset_gives_the_names_of_its_classes(tmp_path):
+    dataset().save_to_disk(tmp_path / "d")
+    assert read(f"datasets:{tmp_path}/d") == EXPECTED
+
+
+def test_a_subset_is_read_in_its_own_order(tmp_path):
+    dataset().select([3, 1, 7]).save_to_disk(tmp_path / "d")
+    assert read(f"datasets:{tmp_path}/d") == [EXPECTED[i] for i in (3, 1, 7)]
+
+
+def test_splits_are_the_usual_ones_or_by_name(tmp_path):
+    parts = {
+        "train": dataset(),
+        "validation": dataset().select([0, 1]),
+        "test": dataset().select([2]),
+    }
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
+    given = f"datasets:{tmp_path}/d"
+    assert read(given) == EXPECTED
+    assert read(given, "dev") == EXPECTED[:2]
+    assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
+    assert "no split 'x'; write one of @test, @train, @validation" in refusal(f"{given}@x")
+    data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
+    assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])
+
+
+def test_a_test_split_is_never_taken_unasked(tmp_path):
+    datasets.DatasetDict({"train": dataset(), "test": dataset()}).save_to_disk(tmp_path / "d")
+    assert "no split of a usual name; write one of @test, @train" in refusal(
+        f"datasets:{tmp_path}/d", "dev"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_parquet_files_are_read(tmp_path):
+    (tmp_path / "d").mkdir()
+    dataset().to_parquet(tmp_path / "d" / "train.parquet")
+    dataset().select([4]).to_parquet(tmp_path / "d" / "validation.parquet")
+    assert read(f"datasets:{tmp_path}/d") == EXPECTED
+    assert read(f"datasets:{tmp_path}/d", "dev") == EXPECTED[4:5]
+    assert read(f"datasets:{tmp_path}/d@train[:3]") == EXPECTED[:3]
+    assert read(f"datasets:{tmp_path}/d/train.parquet") == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"text": ["x", "y"], "label": [0.5, 1.0]}, "row 1: the label must be a string"),
+        ({"text": ["x", "y"], "label": ["a", None]}, "row 2: the label must be a string"),
+        ({"text": ["x", "y"], "label": [["a"], ["b"]]}, "got list"),
+        ({"text": ["x", " "], "label": [1, 2]}, "row 2: the text is empty"),
+        ({"text": [1, 2], "label": [1, 2]}, "row 1: the text must be a string, got int"),
+        ({"body": ["x"], "label": [1]}, "row 1: no column that usually holds the text"),
+        ({"text": ["x"], "post": ["x"], "label": [1]}, "('text' and 'post'; columns here: "),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
+    message = refusal(f"datasets:{tmp_path}/d")
+    assert message.startswith(f"datasets:{tmp_path}/d: ")
+    assert says in message
+
+
+def test_plain_columns_are_taken_as_in_files(tmp_path):
+    columns = {"tweet": ["x", "y"], "target": [True, False], "other": [[1], [2]]}
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
+    assert read(f"datasets:{tmp_path}/d") == [("x", "true"), ("y", "false")]
+
+
+def test_rows_without_label_are_refused(tmp_path):
+    dataset([0, -1], ["x", "y"]).save_to_disk(tmp_path / "d")
+    assert "row 2: the label must be a string, an integer or a boolean, got null" in refusal(
+        f"datasets:{tmp_path}/d"
+    )
+
+
+def test_a_class_beyond_the_names_is_refused(tmp_path, monkeypatch):
+    saved = datasets.Dataset.from_dict({"text": ["x"], "label": [2]})
+    features = dataset().features
+    monkeypatch.setattr(datasets.Dataset, "features", features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: saved)
+    assert "row 1: class 2 in 'label', which names 2 classes" in refusal("datasets:a/b")
+
+
+def test_a_saved_dataset_cannot_point_out_of_its_folder(tmp_path):
+    dataset().save_to_disk(tmp_path / "other")
+    dataset().save_to_disk(tmp_path / "d")
+    state = tmp_path / "d" / "state.json"
+    content = json.loads(state.read_text())
+    content["_data_files"][0]["filename"] = "../other/" + content["_data_files"][0]["filename"]
+    state.write_text(json.dumps(content))
+    assert "lies outside the folder; refused" in refusal(f"datasets:{tmp_path}/d")
+
+
+def test_without_a_network_the_message_says_what_to_do():
+    message = refusal("datasets:owner/name/config@train")
+    assert message.startswith("datasets:owner/name/config@train: cannot be loaded")
+    assert "HF_HUB_OFFLINE is set" in message
+    assert "save_to_disk('FOLDER'), copy the folder here and give datasets:./FOLDER" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("datasets:", "give datasets:OWNER/NAME[/CONFIG][@SPLIT]"),
+        ("datasets:a/b/c/d", "give datasets:OWNER"),
+        ("datasets:a//c", "give datasets:OWNER"),
+        ("datasets:a@", "no split after @"),
+        ("datasets:./nowhere", "no such file or folder"),
+    ],
+)
+def test_a_malformed_name_is_refused(given, says):
+    assert says in refusal(given)
+
+
+def test_a_folder_without_data_and_other_files_are_refused(tmp_path, write):
+    (tmp_path / "d").mkdir()
+    assert "check the folder" in refusal(f"datasets:{tmp_path}/d")
+    path = write("a.csv", "text,label\n")
+    assert "give other files without datasets:" in refusal(f"datasets:{path}")
+    dataset().save_to_disk(tmp_path / "e")
+    assert "a dataset without splits; leave @train out" in refusal(f"datasets:{tmp_path}/e@train")
+    next((tmp_path / "e").glob("*.arrow")).write_bytes(b"damaged")
+    assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/e")
+
+
+def test_code_of_a_dataset_is_never_run(tmp_path):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    refusal(f"datasets:{folder}")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_names_go_to_the_library_as_given(monkeypatch):
+    calls = []
+
+    def load_dataset(*names, **options):
+        calls.append((names, options))
+        return dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for given in ("owner/name/config@train[:10%]", "owner/name", "name@test"):
+        assert read(f"datasets:{given}") == EXPECTED
+    assert calls == [
+        (("owner/name",), {"name": "config", "split": "train[:10%]"}),
+        (("owner/name",), {}),
+        (("name",), {"split": "test"}),
+    ]
+
+
+def test_a_version_that_runs_scripts_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__version__="3.6.0"))
+    assert "datasets 3.6.0 can run code of a dataset's own" in refusal("datasets:a/b")
+
+
+def test_a_missing_library_is_named_and_never_imported_without_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'halfstep[hf]'" in refusal("datasets:a/b")
+    code = (
+        "import sys, halfstep.trainer.data.labelled.labelled; sys.exit('datasets' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert hub_datasets.MIN_VERSION == 4

@@ -1,0 +1,275 @@
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.config import DataConfig
+from halfstep.trainer.data.corpus import documents, encode, prepare as prepare_module
+from halfstep.trainer.data.corpus.prepare import prepare
+from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer
+
+LINES = "".join(f"line {a}{b}{c} text\n" for a in "abcde" for b in "fghij" for c in "klmno")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Prepares with a cache of its own; ``run.seen`` holds the phases of the last call."""
+
+    def run(*train, tokenizer="bytes", **fields):
+        run.seen = []
+        config = DataConfig(
+            train=tuple(map(str, train)),
+            tokenizer=str(tokenizer),
+            cache_dir=str(tmp_path / "own"),
+            **{k: tuple(map(str, v)) if k == "validation" else v for k, v in fields.items()},
+        )
+        return prepare(config, lambda *call: run.seen.append(call))
+
+    return run
+
+
+def text_of(prepared, part):
+    return prepared.tokenizer.decode(getattr(prepared, part).tokens.tolist())
+
+
+def test_one_file_is_split_and_no_byte_is_lost(run, write):
+    prepared = run(write("a.txt", LINES))
+    assert text_of(prepared, "train") + text_of(prepared, "validation") == LINES
+    assert text_of(prepared, "validation").startswith("line ")
+    assert abs(prepared.validation.count - len(LINES) / 10) < 25
+    assert prepared.train.text_bytes == prepared.train.count
+    assert isinstance(prepared.tokenizer, ByteTokenizer)
+
+
+def test_crlf_and_every_other_byte_of_text_survive(run, write):
+    text = "a\r\nb\0c\u00e9\u732b\r\n" * 20
+    prepared = run(write("a.txt", text.encode()))
+    assert text_of(prepared, "train") + text_of(prepared, "validation") == text
+
+
+def test_validation_files_leave_train_whole(run, write):
+    prepared = run(
+        write("a.txt", "one"), write("b.txt", "two"), validation=[write("c.jsonl", [{"text": "x"}])]
+    )
+    assert text_of(prepared, "train") == "one\ntwo"
+    assert text_of(prepared, "validation") == "x"
+
+
+def test_bpe_separates_by_end_of_text_and_counts_text_bytes(run, write):
+    paths = [write("a.txt", LINES), write("b.txt", LINES[::-1])]
+    prepared = run(*paths, tokenizer="bpe:290")
+    tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens]).tolist()
+    assert prepared.tokenizer.vocab_size == prepared.train.vocab_size == 290
+    assert tokens.count(prepared.tokenizer.end_of_text) == 1
+    assert prepared.tokenizer.decode(tokens) == LINES + "<|endoftext|>" + LINES[::-1]
+    assert prepared.train.text_bytes + prepared.validation.text_bytes == 2 * len(LINES)
+
+
+def test_end_of_text_written_in_a_document_stays_text(run, write):
+    prepared = run(write("a.txt", "a <|endoftext|> b\n" * 50), tokenizer="bpe:262")
+    assert prepared.tokenizer.end_of_text not in prepared.train.tokens.tolist()
+
+
+def test_pieces_and_batches_do_not_show(run, write, monkeypatch):
+    path = write("a.txt", LINES + "\u00e9" * 500 + " word" * 100)
+    plain = run(path)
+    shutil.rmtree(plain.train.path.parents[2])
+    small = documents.split_pieces
+    monkeypatch.setattr(documents, "split_pieces", lambda chunks, size: small(chunks, 16))
+    monkeypatch.setattr(encode, "BATCH_BYTES", 50)
+    again = run(path)
+    assert [call[0] for call in run.seen].count("encode") > 10
+    assert again.train.sha256 == plain.train.sha256
+    assert again.validation.sha256 == plain.validation.sha256
+
+
+def test_the_tokenizer_sees_only_train(run, write):
+    train, secret = LINES, "zqxj " * 200
+    alone = run(write("a.txt", train), tokenizer="bpe:290", validation=[write("b.txt", "b")])
+    other = run(write("a.txt", train), tokenizer="bpe:290", validation=[write("b.txt", secret)])
+    assert alone.tokenizer.fingerprint == other.tokenizer.fingerprint
+    split = run(write("c.txt", train + secret), tokenizer="bpe:290", validation_fraction=0.4)
+    assert len(split.tokenizer.encode("zqxj")) == 4
+
+
+def test_a_second_call_only_hashes_and_checks(run, write):
+    path = write("a.txt", LINES)
+    first = run(path, tokenizer="bpe:290")
+    assert {call[0] for call in run.seen} == {"hash", "train tokenizer", "encode", "check"}
+    assert all(0 < done <= total for _, done, total in run.seen)
+    before = first.train.path.stat()
+    second = run(path, tokenizer="bpe:290")
+    assert {call[0] for call in run.seen} == {"hash", "check"}
+    assert second.train == first.train
+    assert second.validation == first.validation
+    assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert first.train.path.stat() == before
+
+
+def test_the_cache_follows_content_not_names(run, write):
+    first = run(write("a.txt", LINES))
+    moved = run(write("elsewhere/b.txt", LINES))
+    assert moved.train == first.train
+    assert run(write("a.txt", LINES + "!")).train.path != first.train.path
+    assert run(write("a.txt", LINES), validation_fraction=0.2).train.path != first.train.path
+    assert run(write("a.txt", LINES), tokenizer="bpe:290").train.path != first.train.path
+    split_bpe = run(write("a.txt", LINES), tokenizer="bpe:290")
+    whole_bpe = run(write("a.txt", LINES), tokenizer="bpe:290", validation=[write("v.txt", "v")])
+    assert split_bpe.train.sha256 != whole_bpe.train.sha256
+
+
+def test_a_raised_format_version_leaves_old_results_alone(run, write, monkeypatch):
+    path = write("a.txt", LINES)
+    first = run(path)
+    monkeypatch.setattr(prepare_module, "FORMAT_VERSION", 2)
+    assert run(path).train.path != first.train.path
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "facts.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_cached_file_is_made_again(run, write, name, damage):
+    path = write("a.txt", LINES)
+    first = run(path)
+    content = first.train.path.read_bytes()
+    victim = first.train.path.with_name(name)
+    data = bytearray(victim.read_bytes())
+    data[10] ^= 1
+    victim.write_bytes(data if damage == "flipped" else data[:-2])
+    again = run(path)
+    assert "encode" in {call[0] for call in run.seen}
+    assert again.train == first.train
+    assert again.train.path.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "fingerprint"])
+def test_a_damaged_cached_tokenizer_is_trained_again(run, write, tmp_path, name):
+    path = write("a.txt", LINES)
+    first = run(path, tokenizer="bpe:290")
+    victim = next((tmp_path / "own" / "tokenizers").glob(f"*/{name}"))
+    victim.write_text(victim.read_text().replace("a", "b"))
+    again = run(path, tokenizer="bpe:290")
+    assert "train tokenizer" in {call[0] for call in run.seen}
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    assert again.train == first.train
+
+
+def test_a_saved_tokenizer_serves_for_other_text(run, write, tmp_path):
+    trained = run(write("a.txt", LINES), tokenizer="bpe:290")
+    trained.tokenizer.save(tmp_path / "saved")
+    for path in (tmp_path / "saved", tmp_path / "saved" / "tokenizer.json"):
+        other = run(write("b.txt", LINES * 2), tokenizer=path)
+        assert other.tokenizer.fingerprint == trained.tokenizer.fingerprint
+        assert "train tokenizer" not in {call[0] for call in run.seen}
+        assert text_of(other, "train") + text_of(other, "validation") == LINES * 2
+
+
+def test_empty_train_is_the_standard_library(run, monkeypatch, write, tmp_path):
+    write("lib/a.py", LINES)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
+    assert text_of(run(), "train") == text_of(run(write("same.txt", LINES)), "train")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "loaded"])
+def test_bin_files_are_used_in_place(run, write, tmp_path, tokenizer):
+    train = write("train.bin", np.arange(250, dtype="<u2").tobytes())
+    if tokenizer == "loaded":
+        tokenizer = tmp_path / "saved"
+        ByteTokenizer().save(tokenizer)
+    prepared = run(train, tokenizer=tokenizer)
+    assert prepared.train.path == prepared.validation.path == train
+    assert prepared.train.tokens.tolist() == list(range(225))
+    assert prepared.validation.tokens.tolist() == list(range(225, 250))
+    assert not (tmp_path / "own").exists()
+    other = write("val.bin", np.arange(9, dtype="<u2").tobytes())
+    prepared = run(train, validation=[other])
+    assert prepared.train.count == 250
+    assert prepared.validation.tokens.tolist() == list(range(9))
+
+
+def test_bin_and_text_may_serve_for_different_parts(run, write):
+    train = write("train.bin", np.arange(250, dtype="<u2").tobytes())
+    prepared = run(train, validation=[write("v.txt", "text")])
+    assert prepared.train.path == train
+    assert text_of(prepared, "validation") == "text"
+
+
+def test_bpe_cannot_be_trained_on_ids(run, write):
+    path = write("train.bin", b"\1\0" * 50)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer bpe:8192 .*train\.bin.* or bytes"):
+        run(path, tokenizer="bpe:8192")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer bpe:290"):
+        run(write("a.txt", LINES), tokenizer="bpe:290", validation=[path])
+
+
+def test_a_bin_file_of_another_vocabulary_is_refused(run, write):
+    ids = [*range(200), 50_304]
+    path = write("train.bin", np.array(ids, dtype="<u2").tobytes())
+    with pytest.raises(DataError, match=r"token 50304 at offset 200 .* vocabulary of 256"):
+        run(path)
+
+
+def test_the_same_file_in_both_parts_is_refused(run, write, tmp_path):
+    path = write("f/a.txt", LINES)
+    (tmp_path / "link.txt").symlink_to(path)
+    for train, validation in ((path.parent, path), (path, tmp_path / "link.txt")):
+        with pytest.raises(DataError, match=r"is in both data\.train and data\.validation"):
+            run(train, validation=[validation])
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf", "\n\n"])
+def test_files_without_any_text_are_refused(run, write, content):
+    path = write("a.jsonl", content)
+    with pytest.raises(DataError, match=r"a\.jsonl: there is no text here for data\.validation"):
+        run(write("b.txt", LINES), validation=[path])
+
+
+def test_too_little_text_for_the_tokenizer_is_refused(run, write):
+    with pytest.raises(ConfigError, match="asks for bpe:8192, but this text"):
+        run(write("a.txt", LINES), tokenizer="bpe:8192")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:290"])
+def test_a_bad_byte_is_named_and_leaves_nothing(run, write, tmp_path, tokenizer):
+    path = write("a.txt", LINES.encode() + b"\xff" + LINES.encode() * 9)
+    with pytest.raises(DataError, match=rf"a\.txt: not UTF-8: .* offset {len(LINES)};"):
+        run(path, tokenizer=tokenizer)
+    assert [name for _, _, files in os.walk(tmp_path / "own") for name in files] == []
+
+
+def test_text_that_changes_while_it_is_encoded_is_not_kept(run, write, tmp_path):
+    path = write("a.txt", LINES)
+
+    def change(what, done, total):
+        if what == "encode":
+            path.write_text(LINES.upper())
+
+    config = DataConfig(train=(str(path),), tokenizer="bytes", cache_dir=str(tmp_path / "own"))
+    with pytest.raises(DataError, match=r"a\.txt: changed while it was read"):
+        prepare(config, change)
+    assert os.listdir(tmp_path / "own" / "tokens") == []
+
+
+def test_the_cache_folder_of_the_environment_is_used(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "from env"))
+    path = write("a.txt", LINES)
+    prepared = prepare(DataConfig(train=(str(path),), tokenizer="bytes"))
+    assert prepared.train.path.is_relative_to(tmp_path / "from env")
+
+
+def test_names_with_spaces_newlines_and_other_scripts_work(run, write):
+    prepared = run(write("a b\n\u732b/\u00e9.jsonl", [{"text": "one"}, {"text": "two"}]))
+    assert (text_of(prepared, "train"), text_of(prepared, "validation")) == ("one", "two")
+
+
+@pytest.mark.slow
+def test_the_whole_standard_library_is_prepared_in_a_minute(tmp_path):
+    prepared = prepare(DataConfig(cache_dir=str(tmp_path)))
+    assert prepared.tokenizer.vocab_size == 8192
+    assert prepared.train.count > 1_000_000
+    assert prepared.validation.text_bytes > 0.09 * prepared.train.text_bytes
+    decoded = prepared.tokenizer.decode(prepared.validation.tokens[:2000].tolist())
+    assert "def " in decoded
+    assert json.dumps(decoded)

@@ -1,0 +1,200 @@
+import builtins
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from halfstep.errors import DataError
+from halfstep.trainer.data import sources
+from halfstep.trainer.data.sources import (
+    check_unchanged,
+    content_sha256,
+    find_sources,
+    inspect_file,
+    read_chunks,
+)
+
+FIELD = "data.train"
+
+
+def find(*paths):
+    return find_sources(tuple(str(path) for path in paths), FIELD)
+
+
+def names(found):
+    return [source.path.name for source in found]
+
+
+def test_a_named_file_is_text_whatever_its_suffix(write):
+    found = find(write("a.md", "a"), write("b", "bb"), write("c.jsonl", "{}"))
+    assert [(s.path.name, s.kind, s.size) for s in found] == [
+        ("a.md", "text", 1),
+        ("b", "text", 2),
+        ("c.jsonl", "jsonl", 2),
+    ]
+
+
+def test_a_folder_is_searched_in_the_order_of_relative_paths(write, tmp_path):
+    for name in ("f/z.txt", "f/a/y.md", "f/a.py", "f/b/c/x.JSONL", "f/picture.png", "f/notes"):
+        write(name, "text")
+    assert names(find(tmp_path / "f")) == ["a.py", "y.md", "x.JSONL", "z.txt"]
+
+
+def test_hidden_names_in_a_folder_are_skipped_but_can_be_named(write, tmp_path):
+    write("f/.git/x.txt", "text")
+    hidden = write("f/.x.txt", "text")
+    write("f/y.txt", "text")
+    assert names(find(tmp_path / "f")) == ["y.txt"]
+    assert names(find(hidden)) == [".x.txt"]
+    assert names(find(tmp_path / "f" / ".git")) == ["x.txt"]
+
+
+def test_globs_are_sorted_and_recursive(write, tmp_path):
+    for name in ("b.txt", "a.txt", "deep/c.txt"):
+        write(name, "text")
+    assert names(find(tmp_path / "*.txt")) == ["a.txt", "b.txt"]
+    assert names(find(tmp_path / "**/*.txt")) == ["a.txt", "b.txt", "c.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(write, tmp_path):
+    write("draft1.txt", "no")
+    assert names(find(write("draft[1].txt", "yes"))) == ["draft[1].txt"]
+
+
+def test_the_home_folder_is_expanded(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("a.txt", "text")
+    assert find("~/a.txt")[0].path == tmp_path / "a.txt"
+    assert names(find("~/*.txt")) == ["a.txt"]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere\.txt: no such file or folder"):
+        find(tmp_path / "nowhere.txt")
+
+
+def test_a_dangling_link_is_called_so(tmp_path):
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"link\.txt: dangling symbolic link"):
+        find(tmp_path / "link.txt")
+
+
+def test_an_unmatched_glob_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"\*\.txt: this pattern of data\.train matches no file"):
+        find(tmp_path / "*.txt")
+
+
+def test_a_folder_without_text_says_what_it_looked_for(write, tmp_path):
+    write("f/picture.png", "text")
+    with pytest.raises(DataError, match=r"f: this folder .* no \.txt, \.md, \.jsonl, \.py, \.bin"):
+        find(tmp_path / "f")
+
+
+def test_an_empty_file_is_an_error_when_named(write):
+    with pytest.raises(DataError, match=r"e\.txt: the file is empty; remove it from data\.train"):
+        find(write("e.txt", ""))
+
+
+def test_empty_files_in_folders_are_left_out_unless_all_are_empty(write, tmp_path):
+    write("f/__init__.py", "")
+    with pytest.raises(DataError, match=r"f: all 1 files found here are empty"):
+        find(tmp_path / "f")
+    with pytest.raises(DataError, match="are empty"):
+        find(tmp_path / "f" / "*.py")
+    write("f/a.py", "a")
+    assert names(find(tmp_path / "f")) == ["a.py"]
+
+
+def test_token_files_and_text_do_not_mix(write, tmp_path):
+    write("f/a.bin", b"\1\0")
+    write("f/b.txt", "text")
+    with pytest.raises(DataError, match=r"mixes token files and text: .*a\.bin and .*b\.txt"):
+        find(tmp_path / "f")
+
+
+def test_something_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe: not a regular file"):
+        find(tmp_path / "pipe")
+
+
+def test_an_unreadable_file_names_the_reason(write, monkeypatch):
+    path = write("a.txt", "text")
+    source = inspect_file(path)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Root may read everything, so the refusal of the system is played.
+    monkeypatch.setattr(builtins, "open", refuse)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
+        content_sha256([source])
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read: Permission denied"):
+        inspect_file(path)
+
+
+def test_an_unreadable_folder_is_not_skipped_in_silence(write, tmp_path, monkeypatch):
+    write("f/a.txt", "text")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    (tmp_path / "f" / "locked").mkdir()
+    monkeypatch.setattr(sources.os, "scandir", scandir)
+    with pytest.raises(DataError, match="locked: cannot be read: Permission denied"):
+        find(tmp_path / "f")
+
+
+def test_the_content_hash_follows_from_kind_size_and_bytes_in_order(write):
+    a, b = write("a.txt", "alpha"), write("b.jsonl", "{}")
+    expected = hashlib.sha256(b"text:5:alpha" + b"jsonl:2:{}").hexdigest()
+    assert content_sha256(find(a, b)) == expected
+    assert content_sha256(find(b, a)) != expected
+    a.rename(a.with_name("renamed.txt"))
+    assert content_sha256(find(a.with_name("renamed.txt"), b)) == expected
+
+
+def test_the_content_hash_reports_every_byte(write):
+    calls = []
+    found = find(write("a.txt", "alpha"), write("b.txt", "be"))
+    content_sha256(found, lambda *call: calls.append(call))
+    assert calls == [("hash", 5, 7), ("hash", 7, 7)]
+
+
+def test_a_file_that_shrinks_or_grows_or_vanishes_is_noticed(write):
+    path = write("a.txt", "alpha")
+    source = inspect_file(path)
+    check_unchanged([source])
+    path.write_bytes(b"alp")
+    with pytest.raises(DataError, match=r"a\.txt: changed while it was read \(was 5 bytes\)"):
+        list(read_chunks(source, 0, source.size))
+    with pytest.raises(DataError, match="changed while it was read"):
+        check_unchanged([source])
+    path.unlink()
+    with pytest.raises(DataError, match="no such file"):
+        check_unchanged([source])
+
+
+def test_a_change_of_the_same_length_is_noticed_by_its_time(write):
+    path = write("a.txt", "alpha")
+    source = inspect_file(path)
+    path.write_bytes(b"gamma")
+    os.utime(path, ns=(source.mtime_ns + 1, source.mtime_ns + 1))
+    with pytest.raises(DataError, match="changed while it was read"):
+        check_unchanged([source])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_chunks_join_to_the_bytes_asked_for(write, monkeypatch, chunk):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
+    source = inspect_file(write("a.txt", "0123456789"))
+    parts = list(read_chunks(source, 2, 9))
+    assert b"".join(parts) == b"2345678"
+    assert max(map(len, parts)) <= chunk

@@ -1,0 +1,123 @@
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.corpus import split as split_module
+from halfstep.trainer.data.corpus.documents import read_pieces
+from halfstep.trainer.data.corpus.split import split
+from halfstep.trainer.data.sources import find_sources
+
+LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+
+
+def parts(paths, fraction):
+    found = find_sources(tuple(map(str, paths)), "data.train")
+    return split(found, fraction)
+
+
+def texts(paths, fraction):
+    return tuple("".join(p.text for p in read_pieces(part)) for part in parts(paths, fraction))
+
+
+def raw(part):
+    return b"".join(s.source.path.read_bytes()[s.start : s.stop] for s in part)
+
+
+def test_a_single_file_is_cut_after_a_newline_near_the_place(write):
+    lines = [f"line {number:03d}\n" for number in range(100)]
+    train, validation = texts([write("a.txt", "".join(lines))], 0.1)
+    assert train == "".join(lines[:90])
+    assert validation == "".join(lines[90:])
+
+
+@LOOSE
+@given(
+    st.lists(st.text(min_size=1, alphabet="ab é\n"), min_size=1, max_size=5),
+    st.floats(0.01, 0.99),
+)
+def test_every_byte_is_in_one_part_once_and_in_order(write, contents, fraction):
+    paths = [write(f"{i}.txt", text) for i, text in enumerate(contents)]
+    total = b"".join(path.read_bytes() for path in paths)
+    if len("".join(contents)) == 1:
+        return  # one character cannot be two parts; see the last test
+    train, validation = parts(paths, fraction)
+    assert raw(train) + raw(validation) == total
+    assert raw(train)
+    assert raw(validation)
+    raw(train).decode()
+    raw(validation).decode()
+
+
+@pytest.mark.parametrize("ending", ["\n", " ", ""])
+def test_the_share_is_about_right_when_lines_are_short(write, ending):
+    content = ("x" * 9 + (ending or "x")) * 10_000
+    _train, validation = parts([write("a.txt", content)], 0.25)
+    assert abs(len(raw(validation)) - 25_000) <= 10
+    if ending == " ":
+        assert raw(validation).startswith(b" ")  # the blank stays with the word it precedes
+
+
+def test_without_newline_after_the_place_the_one_before_is_taken(write):
+    train, validation = texts([write("a.txt", "a" * 50 + "\n" + "b" * 49)], 0.1)
+    assert train == "a" * 50 + "\n"
+    assert validation == "b" * 49
+
+
+def test_a_file_border_at_the_place_is_the_cut(write):
+    train, validation = texts([write("a.txt", "a" * 90), write("b.txt", "b\n" * 5)], 0.1)
+    assert train == "a" * 90
+    assert validation == "b\n" * 5
+
+
+def test_many_files_are_cut_by_bytes_not_by_number(write):
+    paths = [write("a.txt", "a\n" * 450), write("b.txt", "b"), write("c.txt", "c\n" * 50)]
+    train, validation = texts(paths, 0.1)
+    assert abs(len(validation) - 100) <= 2
+    assert set(train) == {"a", "b", "\n"}
+
+
+@LOOSE
+@given(st.lists(st.text(max_size=20), min_size=2, max_size=30), st.floats(0.01, 0.99))
+def test_records_stay_whole(write, records, fraction):
+    lines = [json.dumps({"text": text}) + "\n" for text in records]
+    train, validation = parts([write("a.jsonl", "".join(lines))], fraction)
+    first, second = raw(train).decode(), raw(validation).decode()
+    assert first + second == "".join(lines)
+    assert first.endswith("\n")
+    assert second.startswith("{")
+    # The record that holds the place is the first of validation, or the only one of train.
+    place = len("".join(lines)) - max(1, round(len("".join(lines)) * fraction))
+    assert len(first) <= place or first == lines[0]
+    assert len(first) + len(second.splitlines(keepends=True)[0]) > place or first == lines[0]
+
+
+def test_a_record_border_is_found_across_read_blocks(write, monkeypatch):
+    monkeypatch.setattr(split_module, "CHUNK_BYTES", 7)
+    records = [{"text": "x" * 50}, {"text": "y" * 50}, {"text": "z"}]
+    assert texts([write("a.jsonl", records)], 0.4) == ("x" * 50, "y" * 50 + "z")
+
+
+def test_a_first_record_that_holds_nearly_everything_stays_in_train(write):
+    path = write("a.jsonl", [{"text": "x" * 5000}, {"text": "y"}])
+    assert texts([path], 0.1) == ("x" * 5000, "y")
+
+
+def test_the_first_record_of_a_later_file_goes_to_validation(write):
+    paths = [write("a.jsonl", [{"text": "x" * 50}]), write("b.jsonl", [{"text": "y" * 50}] * 2)]
+    assert texts(paths, 0.5) == ("x" * 50, "y" * 100)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("content", ["éa", "aé", "猫é", "é猫"])
+def test_two_characters_are_enough(write, content, fraction):
+    assert texts([write("a.txt", content)], fraction) == (content[0], content[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", "a"), ("b.txt", "猫"), ("c.jsonl", '{"text": "c"}\n')]
+)
+def test_a_corpus_that_has_no_two_parts_is_refused(write, name, content):
+    with pytest.raises(DataError, match=rf"{name}: \d+ bytes in too few .* data\.validation"):
+        parts([write(name, content)], 0.5)

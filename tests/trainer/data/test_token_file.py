@@ -1,0 +1,155 @@
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.corpus.token_file import (
+    Encoded,
+    TokenFile,
+    load_tokens,
+    token_type,
+    write_tokens,
+)
+
+IDS = np.array([0, 1, 255, 256, 65_535, 7, 7], dtype=np.uint32)
+
+
+def stream(*parts):
+    return [Encoded(part, 2 * len(part), 10 * (i + 1)) for i, part in enumerate(parts)]
+
+
+def make(folder, *parts, vocab_size=65_536):
+    folder.mkdir(exist_ok=True)
+    total = 10 * len(parts)
+    count = write_tokens(folder, stream(*parts), vocab_size=vocab_size, source_bytes=total)
+    assert count == sum(map(len, parts))
+    return load_tokens(folder)
+
+
+def test_the_smallest_type_that_holds_every_id_is_taken():
+    assert token_type(256) == token_type(65_536) == "uint16"
+    assert token_type(65_537) == "uint32"
+
+
+@pytest.mark.parametrize(("vocab_size", "kind"), [(65_536, "<u2"), (65_537, "<u4")])
+def test_tokens_come_back_as_written_little_endian(tmp_path, vocab_size, kind):
+    found = make(tmp_path / "t", IDS[:3], IDS[3:], vocab_size=vocab_size)
+    raw = IDS.astype(kind).tobytes()
+    assert found.path.read_bytes() == raw
+    assert found.sha256 == hashlib.sha256(raw).hexdigest()
+    assert found.tokens.tolist() == IDS.tolist()
+    assert (found.count, found.offset, found.text_bytes) == (7, 0, 14)
+    assert (found.vocab_size, found.dtype) == (vocab_size, token_type(vocab_size))
+
+
+def test_tokens_are_a_read_only_map(tmp_path):
+    tokens = make(tmp_path / "t", IDS).tokens
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+
+
+def test_a_view_starts_at_its_offset(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.arange(10, dtype="<u2").tobytes())
+    view = TokenFile(
+        path=tmp_path / "a.bin",
+        dtype="uint16",
+        offset=4,
+        count=3,
+        text_bytes=None,
+        vocab_size=10,
+        sha256="",
+    )
+    assert view.tokens.tolist() == [4, 5, 6]
+    assert pickle.loads(pickle.dumps(view)) == view
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "facts.json"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "empty", "gone"])
+def test_damage_to_any_file_is_noticed(tmp_path, file, damage):
+    assert make(tmp_path / "t", IDS) is not None
+    path = tmp_path / "t" / file
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        content = {
+            "cut": data[:-4],
+            "longer": data + b"\0\0",
+            "flipped": data,
+            "empty": b"",
+        }[damage]
+        path.write_bytes(content)
+    assert load_tokens(tmp_path / "t") is None
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"), [("text_bytes", 15), ("vocab_size", 9), ("count", 6), ("dtype", "uint8")]
+)
+def test_a_changed_fact_is_noticed(tmp_path, fact, value):
+    make(tmp_path / "t", IDS)
+    path = tmp_path / "t" / "facts.json"
+    sealed = json.loads(path.read_text())
+    sealed["facts"][fact] = value
+    path.write_text(json.dumps(sealed))
+    assert load_tokens(tmp_path / "t") is None
+
+
+def test_verification_is_reported(tmp_path):
+    make(tmp_path / "t", IDS)
+    calls = []
+    load_tokens(tmp_path / "t", lambda *call: calls.append(call))
+    assert calls == [("check", 14, 14)]
+
+
+def test_a_file_that_vanished_or_was_cut_later_is_named(tmp_path):
+    found = make(tmp_path / "t", IDS)
+    os.truncate(found.path, 8)
+    with pytest.raises(DataError, match=r"tokens\.bin: 8 bytes are left of at least 14"):
+        _ = found.tokens
+    found.path.unlink()
+    with pytest.raises(DataError, match=r"tokens\.bin: token file cannot be read: No such file"):
+        _ = found.tokens
+
+
+FULL_DISK = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from halfstep.trainer.data.cache import fetch
+from halfstep.trainer.data.corpus.token_file import Encoded, load_tokens, write_tokens
+from halfstep.errors import DataError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+part = np.zeros(50_000, dtype=np.uint32)
+stream = (Encoded(part, 0, 1000 * (i + 1)) for i in range(10))
+
+def build(folder):
+    write_tokens(folder, stream, vocab_size=256, source_bytes=10_000)
+
+try:
+    fetch(Path(sys.argv[1]), "name", load=load_tokens, build=build)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # 10 parts of 50,000 tokens of 2 bytes.
+    assert "tokens.bin: no space left (about 1000000 bytes are needed); free some" in result.stdout
+    assert "HALFSTEP_CACHE" in result.stdout
+    assert result.stderr == ""
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,474 @@
+"""The loss head against a NumPy fp64 oracle, in every dtype, and its promises about memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.errors import DataError
+from halfstep.trainer.models.losses.cross_entropy import (
+    MAX_ROWS_ON_CPU,
+    MIN_ROWS,
+    linear_cross_entropy_sum,
+    rows_per_chunk,
+)
+
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+UNIT[torch.float16] = 2.0**-11
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def oracle(x, w, targets, ignore_index=-100):
+    """Loss sum, dX and dW in fp64, written from the definition."""
+    x, w = x.detach().double().numpy(), w.detach().double().numpy()
+    z = x @ w.T
+    loss, error = 0.0, np.zeros_like(z)
+    for n, t in enumerate(targets.tolist()):
+        if t == ignore_index:
+            continue
+        top = z[n].max()
+        e = np.exp(z[n] - top)
+        loss += math.log(e.sum()) + top - z[n, t]
+        error[n] = e / e.sum()
+        error[n, t] -= 1.0
+    return loss, torch.from_numpy(error @ w), torch.from_numpy(error.T @ x)
+
+
+def bounds(x, w, dtype):
+    """How far loss, dX and dW may be from the oracle: rounding, worst case, to first order.
+
+    A logit is a sum of D products in fp32 (D units of fp32 of the sum of magnitudes), rounded to
+    the dtype (one unit), and softmax works on it in fp32 (a few units): ``dz`` in all. A loss moves
+    by at most 2 dz. A row of E moves by at most 2 dz (its positive part, which sums to at most 1)
+    plus one unit of rounding of entries that sum to at most 2 in magnitude; times the largest
+    operand, plus the rounding and the fp32 accumulation of the result, twice for margin.
+    """
+    u, u32 = UNIT[dtype], UNIT[torch.float32]
+    x, w = x.detach().double().abs(), w.detach().double().abs()
+    n, v = x.shape[0], w.shape[0]
+    z_max = (x @ w.T).max().item() if n else 0.0
+    dz = u * z_max + u32 * x.shape[1] * z_max + 8 * u32 * (z_max + math.log(v) + 1)
+    row = 2 * math.expm1(min(2 * dz, 1.0)) + 8 * u
+    loss = n * (2 * dz + u32 * 4 * (z_max + math.log(v) + 1))
+    grad_x = w.max().item() * (row + 4 * v * u32)
+    grad_w = x.sum(0).max().item() * (row + 4 * n * u32) if n else 0.0
+    return loss, grad_x, grad_w
+
+
+def problem(n, d, v, dtype, *, seed, ignored=0.2, gain=0.3):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=g).to(dtype).requires_grad_()
+    w = (torch.randn(v, d, generator=g) * gain).to(dtype).requires_grad_()
+    targets = torch.randint(0, v, (n,), generator=g)
+    targets[torch.rand(n, generator=g) < ignored] = -100
+    return x, w, targets
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation with the dtypes and shapes that go in and the tensor that comes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        self.calls.append((name, [t.dtype for t in tensors], out))
+        return out
+
+    def matmuls(self):
+        return [c for c in self.calls if c[0] in ("mm", "addmm", "addmm_", "matmul", "bmm")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [1, 20 * 4 * 67, 2**27])
+def test_value_and_gradients_match_the_definition(dtype, chunk_bytes):
+    x, w, targets = problem(90, 24, 67, dtype, seed=1)
+    loss, dx, dw = oracle(x, w, targets)
+    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
+    got.backward()
+    assert count.dtype == torch.int64
+    assert count.item() == (targets != -100).sum().item()
+    assert got.shape == ()
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert x.grad.dtype == w.grad.dtype == dtype
+    # fp64: rounding (1.1e-16) of sums of 90 terms, with a factor 10 and more.
+    bound = (loss * 1e-13, 1e-13, 1e-12) if dtype == torch.float64 else bounds(x, w, dtype)
+    assert abs(got.item() - loss) <= bound[0]
+    assert (x.grad.double() - dx).abs().max().item() <= bound[1]
+    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
+    assert (x.grad[targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_as_near_as_a_few_roundings(dtype):
+    # Sharper than the worst case above: relative in the 2-norm, where roundings average out. Three
+    # of them (logits, E, result) and the logits' magnitude of about 2 leave 8 units as the bound;
+    # fp32 accumulates over V and N besides, so its bound has a factor 4 more.
+    x, w, targets = problem(200, 24, 67, dtype, seed=2)
+    _, dx, dw = oracle(x, w, targets)
+    got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 67)
+    got.backward()
+    bound = UNIT[dtype] * (32 if dtype == torch.float32 else 8)
+    assert (x.grad.double() - dx).norm() <= bound * dx.norm()
+    assert (w.grad.double() - dw).norm() <= bound * dw.norm()
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    n=st.integers(0, 50),
+    d=st.integers(1, 9),
+    v=st.integers(1, 40),
+    ignored=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    chunk_bytes=st.integers(1, 40 * 40 * 4),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape_ignore_pattern_and_chunk_size(n, d, v, ignored, chunk_bytes, dtype, seed):
+    x, w, targets = problem(n, d, v, dtype, seed=seed, ignored=ignored)
+    loss, dx, dw = oracle(x, w, targets)
+    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
+    got.backward()
+    bound = bounds(x, w, dtype)
+    assert count.item() == sum(t != -100 for t in targets.tolist())
+    assert abs(got.item() - loss) <= bound[0]
+    if n:
+        assert (x.grad.double() - dx).abs().max().item() <= bound[1]
+        assert (w.grad.double() - dw).abs().max().item() <= bound[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_ignored_is_zero_and_never_nan(dtype):
+    x, w, targets = problem(40, 8, 30, dtype, seed=3, ignored=1.1)
+    got, count = linear_cross_entropy_sum(x, w, targets)
+    got.backward()
+    assert (got.item(), count.item()) == (0.0, 0)
+    assert (x.grad == 0).all()
+    assert (w.grad == 0).all()
+
+
+def test_another_ignore_index_counts_what_minus_100_would_not():
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=4, ignored=0)
+    targets[::3] = 7
+    loss, _, _ = oracle(x, w, targets, ignore_index=7)
+    got, count = linear_cross_entropy_sum(x, w, targets, ignore_index=7)
+    assert abs(got.item() - loss) <= bounds(x, w, torch.float32)[0]
+    assert count.item() == (targets != 7).sum().item()
+
+
+def test_nan_in_an_ignored_row_leaves_the_loss_alone():
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=5)
+    targets[3] = -100
+    clean, _ = linear_cross_entropy_sum(x, w, targets)
+    with torch.no_grad():
+        x[3] = float("nan")
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    assert got.item() == clean.item()
+    got.backward()
+    assert (x.grad[3] == 0).all()
+
+
+def test_logits_of_1e4_do_not_overflow():
+    x, w, targets = problem(50, 16, 33, torch.float32, seed=6, gain=1.0)
+    with torch.no_grad():
+        x *= 1e4 / (x @ w.t()).abs().max()
+    loss, dx, dw = oracle(x, w, targets)
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    got.backward()
+    bound = bounds(x, w, torch.float32)
+    assert loss > 1e4  # the case is as extreme as it says
+    assert abs(got.item() - loss) <= bound[0]
+    assert (x.grad.double() - dx).abs().max().item() <= bound[1]
+    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
+
+
+def test_finite_differences_agree_in_fp64():
+    x, w, targets = problem(7, 3, 5, torch.float64, seed=7)
+
+    def loss(x, w):
+        return linear_cross_entropy_sum(x, w, targets, chunk_bytes=1)[0] * 0.37
+
+    # gradcheck's own defaults for fp64: eps 1e-6, atol 1e-5.
+    assert torch.autograd.gradcheck(loss, (x, w))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chunk_size_changes_no_more_than_the_order_of_sums(dtype):
+    x, w, targets = problem(400, 16, 50, dtype, seed=8)
+    results = []
+    for rows in (16, 37, 400):
+        x.grad = w.grad = None
+        got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=rows * 4 * 50)
+        got.backward()
+        results.append((got.item(), x.grad.double(), w.grad.double()))
+    u = UNIT[dtype]
+    for loss, dx, dw in results[1:]:
+        # A logit may differ by one rounding, and does so rarely: a unit of the dtype a token.
+        assert abs(loss - results[0][0]) <= max(u / 8, 8 * 2.0**-24) * abs(loss)
+        assert (dx - results[0][1]).norm() <= 4 * u * dx.norm()
+        # Its 400 terms are added in the dtype itself (fp32, fp64), whose roundings grow as the root
+        # of their number, or in fp32 and rounded once.
+        terms = 400**0.5 if dtype in (torch.float32, torch.float64) else 4
+        assert (dw - results[0][2]).norm() <= terms * u * dw.norm()
+
+
+# --- fp16: range -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log2_scale", [-12, -3, 0, 5, 16])
+def test_fp16_overflows_where_the_true_gradient_does_and_nowhere_else(log2_scale):
+    x, w, targets = problem(96, 8, 40, torch.float16, seed=9, gain=1.0)
+    _, dx, dw = oracle(x, w, targets)
+    scale = 2.0**log2_scale
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    (got * scale).backward()
+    for grad, true in ((x.grad.double(), dx * scale), (w.grad.double(), dw * scale)):
+        # 65520 is where fp16 rounds to inf; 1 % is ten times the error seen in the norm test above.
+        must, must_not = true.abs() > 65520 * 1.01, true.abs() < 65520 * 0.99
+        assert torch.isinf(grad[must]).all()
+        assert torch.isfinite(grad[must_not]).all()
+        assert (log2_scale == 16) == bool(must.any())  # the case is as extreme as it says
+
+
+@pytest.mark.parametrize("log2_scale", [-12, 0, 16])
+def test_fp16_gradient_of_a_confident_model_keeps_its_digits(log2_scale):
+    # The targets have 0.9998, each other token 6e-6: E, unscaled, would be subnormal in fp16.
+    g = torch.Generator().manual_seed(10)
+    w = torch.randn(40, 40, generator=g).half().float()
+    w = torch.linalg.qr(w)[0].half()
+    targets = torch.randint(0, 40, (96,), generator=g)
+    x = (w[targets].float() * 12).half()
+    x32, w32 = x.float().requires_grad_(), w.float().requires_grad_()  # fp32-stored, autocast fp16
+    loss, dx, dw = oracle(x32, w32, targets)
+    assert loss / 96 < 1e-3
+    with torch.autocast("cpu", torch.float16):
+        got, _ = linear_cross_entropy_sum(x32, w32, targets)
+    (got * 2.0**log2_scale).backward()
+    # A logit of 12 is rounded by up to 12 * 2^-12 = 0.3 %, and so, relatively, are all small
+    # probabilities; E, result and operands add 3 * 2^-11 = 0.15 %. Twice, for margin.
+    for grad, true in ((x32.grad, dx), (w32.grad, dw)):
+        true = true * 2.0**log2_scale
+        assert (grad.double() - true).norm() <= 0.009 * true.norm()
+
+
+def test_fp16_gradient_of_tokens_that_never_occur_keeps_its_digits():
+    # 2000 tokens, 16 of which occur; the others have a probability of 1e-7 each, whose nearest fp16
+    # numbers are 0.6e-7 and 1.2e-7.
+    g = torch.Generator().manual_seed(22)
+    w = 0.02 * torch.randn(2000, 64, generator=g)
+    w[:16] = 4 * torch.eye(64)[:16]
+    targets = torch.arange(32) % 16
+    x = (4 * torch.eye(64)[targets]).half().requires_grad_()
+    w = w.half().requires_grad_()
+    _, _, dw = oracle(x, w, targets)
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    (got * 2.0**10).backward()
+    rare = dw[16:] * 2.0**10
+    assert 0 < rare.abs().max() / 2.0**10 < 2e-6
+    # 16 of logit has a unit of 16 * 2^-11 = 0.8 % when rounded (it is exact here), small logits
+    # next to nothing; fp32's log_softmax has 16 * 2^-24 = 1e-6 on 2e-4 = 0.5 %; fp16 3 * 2^-11.
+    assert (w.grad[16:].double() - rare).norm() <= 0.01 * rare.norm()
+
+
+def test_fp16_sum_of_many_like_tokens_does_not_overflow_before_its_scale():
+    # Each chunk of 500 rows pushes one row of W by 200: 1e5, beyond fp16, until the mean is taken.
+    x = torch.full((4000, 4), 200.0, dtype=torch.float16, requires_grad=True)
+    w = torch.zeros(50, 4, dtype=torch.float16, requires_grad=True)
+    targets = torch.zeros(4000, dtype=torch.int64)
+    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=500 * 4 * 50)
+    (got / count).backward()
+    _, _, dw = oracle(x, w, targets)
+    assert dw.abs().max() > 65504 * 8
+    # 4 units of fp16: E, the result of each chunk's matmul, the mean, and the final cast.
+    assert (w.grad.double() - dw / 4000).abs().max() <= 4 * 2.0**-11 * (dw / 4000).abs().max()
+
+
+def test_fp16_keeps_gradients_of_a_large_head():
+    # |W| = 1000: dX itself is near 1000, 256 times which would overflow.
+    x, w, targets = problem(64, 8, 40, torch.float16, seed=11, gain=1e-3)
+    with torch.no_grad():
+        w += 1000 * (torch.arange(8) % 2)
+        x -= x.float().mean(1, keepdim=True).half()
+        x[:, 1::2] = 0
+        w[::2] -= 2000 * (torch.arange(8) % 2)
+    _, dx, dw = oracle(x, w, targets)
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    got.backward()
+    assert dx.abs().max() > 500
+    # 8 units of fp16, as in the norm test.
+    assert (x.grad.double() - dx).norm() <= 8 * 2.0**-11 * dx.norm()
+    assert (w.grad.double() - dw).norm() <= 8 * 2.0**-11 * dw.norm()
+
+
+# --- autograd ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_twice_gives_the_same_gradients(dtype):
+    x, w, targets = problem(40, 8, 30, dtype, seed=12)
+    got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 30)
+    first = torch.autograd.grad(got * 0.5, (x, w), retain_graph=True)
+    second = torch.autograd.grad(got * 0.5, (x, w))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_second_derivative_is_refused():
+    x, w, targets = problem(5, 4, 6, torch.float32, seed=13)
+    got, _ = linear_cross_entropy_sum(x, w, targets)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(got, x, create_graph=True)
+
+
+@pytest.mark.parametrize(("need_x", "need_w"), [(True, False), (False, True), (False, False)])
+def test_no_gradient_that_nobody_needs_is_computed(need_x, need_w):
+    x, w, targets = problem(40, 8, 30, torch.bfloat16, seed=14)
+    x.requires_grad_(need_x)
+    w.requires_grad_(need_w)
+    with Recorder() as seen:
+        got, _ = linear_cross_entropy_sum(x, w, targets)
+    assert len(seen.matmuls()) == 1 + need_x + need_w
+    assert got.requires_grad == (need_x or need_w)
+    if got.requires_grad:
+        got.backward()
+        _, dx, dw = oracle(x, w, targets)
+        bound = bounds(x, w, torch.bfloat16)
+        for t, true, limit in ((x, dx, bound[1]), (w, dw, bound[2])):
+            assert (t.grad is not None) == t.requires_grad
+            if t.grad is not None:
+                assert (t.grad.double() - true).abs().max().item() <= limit
+
+
+def test_no_grad_mode_computes_the_same_loss_and_no_gradients():
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=15)
+    with_grad, _ = linear_cross_entropy_sum(x, w, targets)
+    with torch.no_grad(), Recorder() as seen:
+        got, _ = linear_cross_entropy_sum(x, w, targets)
+    assert not got.requires_grad
+    assert len(seen.matmuls()) == 1
+    assert got.item() == with_grad.item()
+
+
+# --- dtypes, memory, synchronisation -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_decides_the_dtype_of_every_matmul(dtype):
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=16)
+    with Recorder() as seen:
+        with torch.autocast("cpu", dtype):
+            got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 30)
+        got.backward()
+    assert len(seen.matmuls()) == 6  # 2 chunks of logits, dX, dW
+    for name, dtypes, out in seen.matmuls():
+        assert name == "mm"
+        assert {*dtypes, out.dtype} == {dtype}
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+    loss, dx, dw = oracle(x.to(dtype), w.to(dtype), targets)
+    bound = bounds(x, w, dtype)
+    assert abs(got.item() - loss) <= bound[0]
+    assert (x.grad.double() - dx).abs().max().item() <= bound[1]
+    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
+
+
+def test_autocast_switched_off_inside_autocast_is_honoured():
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=17)
+    plain, _ = linear_cross_entropy_sum(x, w, targets)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        got, _ = linear_cross_entropy_sum(x, w, targets)
+    assert got.item() == plain.item()
+
+
+def test_mixed_operands_are_widened_to_hold_both():
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=18)
+    x16 = x.detach().bfloat16().requires_grad_()
+    got, _ = linear_cross_entropy_sum(x16, w, targets)
+    loss, _, dw = oracle(x16, w, targets)
+    got.backward()
+    bound = bounds(x16, w, torch.float32)
+    assert abs(got.item() - loss) <= bound[0]
+    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
+    assert (x16.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
+    n, v, rows = 300, 200, 30
+    x, w, targets = problem(n, 8, v, dtype, seed=19)
+    with Recorder() as seen:
+        got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=rows * 4 * v)
+        got.backward()
+    wide = [out for _, _, out in seen.calls if isinstance(out, torch.Tensor) and v in out.shape[1:]]
+    assert wide  # chunks were seen at all
+    assert max(out.shape[0] for out in wide) == rows
+    names = {name for name, _, _ in seen.calls}
+    # What .item(), bool() and boolean masks dispatch to.
+    assert not names & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
+
+
+def test_chunk_rows_follow_the_byte_budget_between_their_limits():
+    assert rows_per_chunk(50257, "cuda", 128 * 2**20) == 128 * 2**20 // (4 * 50257)
+    assert rows_per_chunk(50257, "cpu", 128 * 2**20) == MAX_ROWS_ON_CPU
+    assert rows_per_chunk(50257, "cpu", 64 * 2**20) == 333
+    assert rows_per_chunk(10**9, "cpu") == MIN_ROWS
+
+
+def test_meta_tensors_pass_for_memory_planning():
+    x = torch.empty(40, 8, device="meta", requires_grad=True)
+    w = torch.empty(30, 8, device="meta", requires_grad=True)
+    got, count = linear_cross_entropy_sum(x, w, torch.empty(40, dtype=torch.int64, device="meta"))
+    got.backward()
+    assert (got.device.type, count.dtype, x.grad.shape) == ("meta", torch.int64, x.shape)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [30, -1, 10**9])
+def test_a_target_out_of_range_is_named(bad):
+    x, w, targets = problem(40, 8, 30, torch.float32, seed=20)
+    targets[17] = bad
+    with pytest.raises(DataError, match=rf"target {bad} at row 17 .* 0 to 29, or -100"):
+        linear_cross_entropy_sum(x, w, targets)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "targets", "chunk_bytes", "message"),
+    [
+        (torch.ones(4, 3), torch.ones(5, 2), torch.zeros(4).long(), 64, r"weight \(5, 2\)"),
+        (torch.ones(4, 3), torch.ones(5, 3), torch.zeros(5).long(), 64, r"of shape \(4,\)"),
+        (torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4).int(), 64, "int32"),
+        (torch.ones(2, 2, 3), torch.ones(5, 3), torch.zeros(4).long(), 64, r"x \(2, 2, 3\)"),
+        (torch.ones(4, 3).long(), torch.ones(5, 3), torch.zeros(4).long(), 64, "floating"),
+        (torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4).long(), 0, "chunk_bytes"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(x, w, targets, chunk_bytes, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NEEDS AN NVIDIA GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_matches_the_definition_without_a_sync(dtype):
+    x, w, targets = problem(400, 64, 300, dtype, seed=21)
+    loss, dx, dw = oracle(x, w, targets)
+    bound = bounds(x, w, dtype)
+    gx, gw = (t.detach().cuda().requires_grad_() for t in (x, w))
+    targets = targets.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got, _ = linear_cross_entropy_sum(gx, gw, targets, chunk_bytes=100 * 4 * 300)
+        got.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert abs(got.item() - loss) <= bound[0]
+    assert (gx.grad.cpu().double() - dx).abs().max().item() <= bound[1]
+    assert (gw.grad.cpu().double() - dw).abs().max().item() <= bound[2]

@@ -1,0 +1,277 @@
+"""GPT: its mathematics, its four precision settings, and what it promises to distribution."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+
+TINY = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256)
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=19)
+
+
+def batch(config=SMALL, b=3, t=24, seed=0, ignored=0.2):
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (b, t), generator=g)
+    targets = torch.randint(0, config.vocab_size, (b, t), generator=g)
+    targets[torch.rand(b, t, generator=g) < ignored] = -100
+    return tokens, targets
+
+
+# --- construction --------------------------------------------------------------------------------
+
+
+def test_weights_follow_the_seed_and_leave_the_global_state_alone():
+    before = torch.random.get_rng_state()
+    a, b, c = GPT(SMALL, seed=1), GPT(SMALL, seed=1), GPT(SMALL, seed=2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert not torch.equal(a.wte.weight, c.wte.weight)
+    torch.manual_seed(99)
+    assert torch.equal(GPT(SMALL, seed=1).wte.weight, a.wte.weight)
+
+
+def test_initial_weights_have_gpt2s_spread():
+    config = GPTConfig(n_layer=8, n_head=4, n_embd=128, block_size=64, vocab_size=300)
+    for name, p in GPT(config, seed=3).named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        elif "norm" in name:
+            assert (p == 1).all(), name
+        else:
+            residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(16) if residual else 0.02
+            # The standard error of a standard deviation is 1/sqrt(2 n); five of them.
+            assert abs(p.std().item() / std - 1) < 5 / math.sqrt(2 * p.numel()), name
+            assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
+
+
+def test_a_vocabulary_left_to_the_tokenizer_must_be_set():
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is 0"):
+        GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=24))
+
+
+def test_meta_construction_then_materialisation_gives_the_same_weights():
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    model.init_weights_(torch.Generator().manual_seed(5))
+    for p, q in zip(model.parameters(), GPT(SMALL, seed=5).parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# --- the function --------------------------------------------------------------------------------
+
+
+def test_a_token_changes_nothing_before_itself():
+    model = GPT(SMALL, seed=1)
+    tokens, _ = batch()
+    before = model(tokens)
+    tokens[:, 10] = (tokens[:, 10] + 1) % SMALL.vocab_size
+    after = model(tokens)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert (before[:, 10:] != after[:, 10:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("setting", ["fp32", "bf16 autocast", "bf16"])
+def test_loss_sum_is_the_cross_entropy_of_the_logits(setting):
+    model = GPT(SMALL, seed=1)
+    if setting == "bf16":
+        model.bfloat16()
+    tokens, targets = batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting == "bf16 autocast"):
+        logits = model(tokens)
+        total, count = model.loss_sum((tokens, targets))
+    want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    assert count.item() == (targets != -100).sum().item()
+    # The same logits; fp32 softmax and sum over 72 tokens: a few fp32 units of the sum.
+    assert total.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_last_logits_are_the_last_of_the_logits_with_and_without_cache():
+    model = GPT(SMALL, seed=1).eval()
+    tokens, _ = batch()
+    logits = model(tokens)
+    caches = model.new_caches()
+    steps = [model.last_logits(tokens[:, :5], caches)]
+    steps += [model.last_logits(tokens[:, t : t + 1], caches) for t in range(5, 24)]
+    assert all(cache.length == 24 for cache in caches)
+    # fp32 rounding of sums in another order: some units (6e-8) of logits and hidden states near 1.
+    torch.testing.assert_close(model.last_logits(tokens), logits[:, -1], rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.stack(steps, 1), logits[:, 4:], rtol=0, atol=2e-6)
+    with pytest.raises(DataError, match="25 tokens"):
+        model.last_logits(tokens[:, :1], caches)
+
+
+def test_too_long_a_sequence_and_unknown_tokens_are_explained():
+    model = GPT(SMALL)
+    with pytest.raises(DataError, match="25 tokens, but the model has 24 positions"):
+        model(torch.zeros(1, 25, dtype=torch.int64))
+    for bad in (19, -1):
+        with pytest.raises(DataError, match=f"{bad}.* but the model knows 0 to 18"):
+            model(torch.tensor([[bad]]))
+
+
+def test_dropout_acts_in_training_only():
+    model = GPT(dataclasses.replace(TINY, dropout=0.3), seed=1)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    torch.manual_seed(0)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(tokens), GPT(TINY, seed=1)(tokens))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activation_checkpointing_changes_no_bit_and_saves_memory(dropout, autocast):
+    shape = {"n_layer": 3, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 19}
+    results = []
+    for checkpointing in (False, True):
+        config = GPTConfig(**shape, dropout=dropout, activation_checkpointing=checkpointing)
+        model = GPT(config, seed=1)
+        torch.manual_seed(0)
+        saved = 0
+
+        def pack(t):
+            nonlocal saved
+            saved += t.numel() * t.element_size()
+            return t
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            total, _ = model.loss_sum(batch())
+        results.append((total, saved, model))
+        total.backward()
+    (loss, saved, plain), (loss_c, saved_c, checkpointed) = results
+    assert loss.item() == loss_c.item()
+    assert saved_c < saved / 3
+    for p, q in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+# --- the four settings ---------------------------------------------------------------------------
+
+SETTINGS = {
+    "fp32": (torch.float32, None, torch.float32, 2.0**-24 * 64),
+    "bf16 autocast": (torch.float32, torch.bfloat16, torch.float32, 2.0**-8 * 4),
+    "fp16 autocast": (torch.float32, torch.float16, torch.float32, 2.0**-11 * 4),
+    "bf16": (torch.bfloat16, None, torch.bfloat16, 2.0**-8 * 4),
+    "fp16": (torch.float16, None, torch.float16, 2.0**-11 * 4),
+}
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="NEEDS AN NVIDIA GPU"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(setting, device):
+    # Few kinds of tokens and 2048 of them: sums over equal tokens, positions and rows are long, so
+    # a gradient that is summed in 16 bits anywhere shows (torch's own layers are off by 90 % here).
+    params, autocast, stream, bound = SETTINGS[setting]
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=128, vocab_size=5)
+    start = GPT(config, seed=1).bfloat16().half()  # weights that every dtype holds exactly
+    oracle = copy.deepcopy(start).double()
+    pair = batch(config, b=16, t=128)
+    oracle.loss_sum(pair)[0].backward()
+
+    model = copy.deepcopy(start).to(device, params)
+    tokens, targets = (t.to(device) for t in pair)
+    with torch.autocast(device, autocast, enabled=autocast is not None):
+        hidden = model.hidden(tokens)
+        logits = model(tokens)
+        total, _ = model.loss_sum((tokens, targets))
+    total.backward()
+    assert hidden.dtype == stream
+    assert (logits.dtype, total.dtype) == (torch.float32, torch.float32)
+    for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        assert p.grad.dtype == p.dtype == params
+        # Relative error in the 2-norm: some ten independent roundings on each path from weight to
+        # loss and back, of a third of a unit each in the mean, sqrt(10) / 3 = 1 unit; four for
+        # gradients that cancel. fp32 accumulates over 2048 tokens besides: sqrt(2048) = 45 units.
+        error = (p.grad.cpu().double() - q.grad).norm() / q.grad.norm()
+        assert error <= bound, name
+
+
+# --- what distribution needs ---------------------------------------------------------------------
+
+
+def owners(model):
+    return {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+
+
+def test_the_plan_places_every_parameter_and_nothing_else():
+    model = GPT(SMALL)
+    plan = model.tp_plan()
+    assert set(plan) == owners(model)
+    styles = {style.partition(":")[0] for style in plan.values()}
+    assert styles == {"colwise", "rowwise", "replicate", "vocab"}
+    assert plan["wpe"] == "replicate:scatter"
+    assert plan["final_norm"] == "replicate:gather"
+    # Query, key and value of a head of 16 stay on one rank.
+    assert plan["layers.1.attn.qkv"] == "colwise:48"
+
+
+def test_the_plan_split_over_two_ranks_computes_the_same():
+    # What a tensor-parallel strategy does, by hand: each rank holds half of what the plan splits,
+    # outputs of rowwise layers are summed over ranks, bias counted once; the rest is the same.
+    model = GPT(SMALL, seed=1).double()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
+    plan, (tokens, _) = model.tp_plan(), batch()
+
+    def rank_of(block, i, rank):
+        half = copy.deepcopy(block)
+        for name, module in half.named_modules():
+            kind = plan.get(f"layers.{i}.{name}", "").partition(":")[0]
+            if kind == "colwise":
+                module.weight.data = module.weight.data.chunk(2, dim=0)[rank]
+                module.bias.data = module.bias.data.chunk(2, dim=0)[rank]
+            elif kind == "rowwise":
+                module.weight.data = module.weight.data.chunk(2, dim=1)[rank]
+                module.bias.data = module.bias.data * (rank == 0)
+        return half
+
+    x = model.wte(tokens) + model.wpe.weight[:24]
+    for i, block in enumerate(model.blocks()):
+        ranks = [rank_of(block, i, rank) for rank in range(2)]
+        x = x + sum(r.attn(r.attn_norm(x)) for r in ranks)
+        x = x + sum(r.mlp(r.mlp_norm(x)) for r in ranks)
+    # fp64 rounding of sums in another order, through two blocks.
+    torch.testing.assert_close(model.final_norm(x), model.hidden(tokens), rtol=0, atol=1e-12)
+
+
+def test_blocks_are_the_layers_in_order():
+    model = GPT(SMALL)
+    assert [model.get_submodule(f"layers.{i}") for i in range(2)] == model.blocks()
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+def test_flops_per_token_are_those_that_torch_counts():
+    config = dataclasses.replace(TINY, block_size=64)
+    model = GPT(config, seed=1)
+    tokens, targets = batch(config, b=2, t=64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        total = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        total.backward()
+    # The counter sees matmuls alone; the convention also counts 6 for each bias and norm parameter.
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert model.flops_per_token(64) - 6 * vectors == counter.get_total_flops() / (2 * 64)

@@ -1,0 +1,428 @@
+"""Hugging Face folders: the same logits both ways, and everything else refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import halfstep.files as files
+import halfstep.trainer.models.gpt.hf as hf
+from halfstep.errors import CheckpointError
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
+
+SHAPE = dict(n_layer=2, n_head=3, n_embd=24, n_positions=16, vocab_size=37)
+OURS = GPTConfig(
+    n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=37, dropout=0.25, layer_norm_eps=0.02
+)
+
+
+def random_(model, seed=0):
+    """Weights large enough for every part of the network to show in the logits."""
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape, generator=g).to(p.dtype)
+    return model
+
+
+def theirs(**overrides):
+    config = transformers.GPT2Config(**{**SHAPE, "bos_token_id": 0, "eos_token_id": 0, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return random_(transformers.GPT2LMHeadModel(config)).eval()
+
+
+@pytest.fixture(scope="module")
+def saved_by_transformers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "model"
+    theirs().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(saved_by_transformers, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(saved_by_transformers, tmp_path / "model")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = {name: t.clone() for name, t in load_file(path).items()}
+    save_file(change(tensors), path, metadata={"format": "pt"})
+
+
+def tokens(vocab=37, t=16):
+    return torch.randint(0, vocab, (2, t), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_logits(ours, other):
+    ours.eval()
+    want = other.eval()(tokens()).logits
+    assert want.abs().max() > 1  # the weights are large enough to tell layouts apart
+    # fp32 rounding of the same sums in another order (6e-8 each, logits near 10).
+    torch.testing.assert_close(ours(tokens()), want, rtol=0, atol=1e-5)
+
+
+# --- both ways -----------------------------------------------------------------------------------
+
+
+def test_a_folder_of_transformers_gives_the_same_logits(saved_by_transformers):
+    assert_same_logits(load_gpt2(saved_by_transformers), theirs())
+
+
+def test_loaded_models_train_and_match_their_gradients(saved_by_transformers):
+    ours = load_gpt2(saved_by_transformers).eval()
+    other = theirs()
+    batch = tokens()
+    total, _ = ours.loss_sum((batch[:, :-1], batch[:, 1:]))
+    total.backward()
+    loss = other(batch, labels=batch).loss * 30
+    loss.backward()
+    assert total.item() == pytest.approx(loss.item(), rel=1e-6)  # fp32 rounding
+    grad = other.transformer.h[1].attn.c_attn.weight.grad
+    mine = ours.layers[1].attn.qkv.weight.grad.view(3, 3, 8, 24).transpose(0, 1).reshape(72, 24).T
+    # fp32 rounding of a sum over 30 tokens of terms near 1.
+    torch.testing.assert_close(mine, grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_folder_loads_in_transformers_with_the_same_logits(tmp_path):
+    model = random_(GPT(OURS, seed=1))
+    save_gpt2(model, tmp_path / "out")
+    other, info = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", local_files_only=True, output_loading_info=True
+    )
+    assert not any(info.values())  # nothing missing, unexpected or mismatched
+    assert other.config.bos_token_id is None
+    assert other.config.eos_token_id is None
+    assert_same_logits(model, other)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_saving_and_loading_is_exact_up_to_the_dtype_asked_for(tmp_path, dtype):
+    model = random_(GPT(OURS, seed=1))
+    save_gpt2(model, tmp_path / "out", dtype=dtype)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["dtype"] == config["torch_dtype"] == name
+    loaded = load_gpt2(tmp_path / "out")
+    assert loaded.config == OURS
+    assert loaded.training
+    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert q.dtype == torch.float32
+        assert q.requires_grad
+        assert torch.equal(q, p.to(dtype or torch.float32).float())
+    auto = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype="auto")
+    assert auto.dtype == (dtype or torch.float32)
+
+
+def test_a_model_of_16_bits_is_saved_in_its_own_dtype(tmp_path):
+    save_gpt2(GPT(OURS).bfloat16(), tmp_path / "half")
+    mixed = GPT(OURS).bfloat16()
+    mixed.final_norm.float()
+    save_gpt2(mixed, tmp_path / "mixed")
+    for name, dtype in (("half", "bfloat16"), ("mixed", "float32")):
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
+    names = load_file(tmp_path / "half/model.safetensors")
+    assert {t.dtype for t in names.values()} == {torch.bfloat16}
+
+
+def test_a_sharded_folder_gives_the_same_logits(tmp_path):
+    theirs().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same_logits(load_gpt2(tmp_path), theirs())
+
+
+def test_the_base_models_names_and_old_files_buffers_are_read(folder):
+    def old(tensors):
+        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril().bool()
+        tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+        return tensors
+
+    edit_weights(folder, old)
+    assert_same_logits(load_gpt2(folder), theirs())
+
+
+def test_absent_keys_and_other_spellings_mean_what_transformers_means(folder):
+    edit_config(folder, n_layer=..., num_hidden_layers=2, n_positions=..., n_ctx=16, n_inner=96)
+    edit_config(folder, layer_norm_epsilon=..., embd_pdrop=..., attn_pdrop=..., resid_pdrop=...)
+    edit_config(folder, activation_function=..., tie_word_embeddings=..., scale_attn_weights=...)
+    model = load_gpt2(folder)
+    assert (model.config.dropout, model.config.layer_norm_eps) == (0.1, 1e-5)
+    assert_same_logits(model, theirs())
+
+
+def test_dropout_and_checkpointing_can_be_chosen(folder):
+    edit_config(folder, embd_pdrop=0.0, attn_pdrop=0.2, resid_pdrop=0.1)
+    with pytest.raises(CheckpointError, match="embd_pdrop, attn_pdrop and resid_pdrop differ"):
+        load_gpt2(folder)
+    model = load_gpt2(folder, dropout=0.0, activation_checkpointing=True)
+    assert model.config.dropout == 0.0
+    assert model.config.activation_checkpointing
+    edit_config(folder, embd_pdrop=0.25, attn_pdrop=0.25, resid_pdrop=0.25)
+    model = load_gpt2(folder)
+    assert model.layers[0].attn.dropout == model.layers[0].dropout.p == model.dropout.p == 0.25
+
+
+def test_other_epsilon_is_honoured(tmp_path):
+    other = theirs(layer_norm_epsilon=0.3)
+    other.save_pretrained(tmp_path)
+    assert_same_logits(load_gpt2(tmp_path), other)
+
+
+@pytest.mark.parametrize(("vocab", "end"), [(50257, 50256), (50304, None)])
+def test_only_gpt2s_vocabulary_has_its_end_of_text_token(tmp_path, vocab, end):
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=vocab)
+    save_gpt2(GPT(config), tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["bos_token_id"] == written["eos_token_id"] == end
+
+
+def test_loaded_weights_do_not_hang_on_the_file(folder):
+    model = load_gpt2(folder)
+    before = model.wpe.weight.clone()
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert torch.equal(model.wpe.weight, before)
+
+
+# --- configurations refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "gpt_neo"),
+        ("model_type", ...),
+        ("activation_function", "relu"),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("add_cross_attention", True),
+        ("is_encoder_decoder", True),
+        ("tie_word_embeddings", False),
+        ("pruned_heads", {"0": [1]}),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("n_inner", 48),
+        ("n_ctx", 32),
+        ("num_hidden_layers", 3),
+        ("n_head", 5),
+        ("n_layer", "two"),
+        ("vocab_size", None),
+        ("resid_pdrop", 1.5),
+        ("layer_norm_epsilon", "small"),
+    ],
+)
+def test_what_our_gpt_cannot_honour_is_refused_by_name(folder, key, value):
+    edit_config(folder, **{key: value})
+    if key == "resid_pdrop":
+        edit_config(folder, attn_pdrop=value, embd_pdrop=value)
+    ours = {"resid_pdrop": "dropout", "layer_norm_epsilon": "layer_norm_eps"}.get(key, key)
+    with pytest.raises(CheckpointError, match=ours) as caught:
+        load_gpt2(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "\udcff"])
+def test_a_config_that_cannot_be_read_is_named(folder, content):
+    path = folder / "config.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_gpt2(folder)
+
+
+def test_adapters_are_not_silently_left_out(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        load_gpt2(folder)
+
+
+# --- weights refused -----------------------------------------------------------------------------
+
+
+NAME = "transformer.h.1.mlp.c_fc.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != NAME}, "h.1.mlp.c_fc.weight' is in none"),
+        (lambda t: t | {NAME: t[NAME].T.contiguous()}, r"\(96, 24\), config.json means \(24, 96\)"),
+        (lambda t: t | {"score.weight": torch.ones(2, 24)}, "score.weight' has no place"),
+        (lambda t: t | {"h.2.ln_1.bias": torch.ones(24)}, "h.2.ln_1.bias' has no place"),
+        (lambda t: t | {NAME: t[NAME].double()}, "torch.float64"),
+        (lambda t: t | {NAME: t[NAME].to(torch.int8)}, "torch.int8"),
+        (lambda t: t | {NAME: t[NAME] * float("inf")}, "c_fc.weight' holds NaN or inf"),
+        (lambda t: t | {"wte.weight": t["transformer.wte.weight"].clone()}, "there twice"),
+        (lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1}, "untied head"),
+        (lambda t: t | {"lm_head.weight": torch.ones(38, 24)}, "untied head"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, message):
+    edit_weights(folder, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_gpt2(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 3000, -1])
+def test_a_truncated_file_is_refused_by_name(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_gpt2(folder)
+
+
+def test_a_pickle_is_never_opened(folder, monkeypatch):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        load_gpt2(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("opened a pickle"))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
+        load_gpt2(folder)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    theirs().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    return tmp_path / "sharded"
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "..",
+        ".x.safetensors",
+        "x.bin",
+        "x.safetensors\n",
+        "",
+        3,
+        None,
+    ],
+)
+def test_an_index_cannot_lead_out_of_its_folder(sharded, name):
+    edit_index(sharded, lambda m: m.update({NAME: name}))
+    with pytest.raises(CheckpointError, match="is not a plain"):
+        load_gpt2(sharded)
+
+
+def test_an_index_that_does_not_fit_its_shards_is_named(sharded):
+    index = sharded / "model.safetensors.index.json"
+    good = index.read_text()
+    shard = json.loads(good)["weight_map"][NAME]
+
+    edit_index(sharded, lambda m: m.pop(NAME))
+    with pytest.raises(CheckpointError, match=r"c_fc\.weight' is not in model.safetensors.index"):
+        load_gpt2(sharded)
+    index.write_text(good)
+    edit_index(sharded, lambda m: m.update({"more": shard}))
+    with pytest.raises(CheckpointError, match=rf"{shard}: tensor 'more' is missing"):
+        load_gpt2(sharded)
+    for bad in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}'):
+        index.write_text(bad)
+        with pytest.raises(CheckpointError, match=r"index\.json"):
+            load_gpt2(sharded)
+    index.write_text(good)
+    (sharded / shard).unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard} is missing"):
+        load_gpt2(sharded)
+
+
+# --- saving --------------------------------------------------------------------------------------
+
+
+def test_nothing_that_exists_is_overwritten_but_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").write_text("data")
+    (tmp_path / "file").write_text("data")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("full", "file", "dangling"):
+        with pytest.raises(CheckpointError, match="choose another name"):
+            save_gpt2(GPT(OURS), tmp_path / name)
+    assert (tmp_path / "full/precious").read_text() == "data"
+    (tmp_path / "empty").mkdir()
+    save_gpt2(GPT(OURS), tmp_path / "empty")
+    save_gpt2(GPT(OURS), tmp_path / "new/deep")
+    for name in ("empty", "new/deep"):
+        written = sorted((tmp_path / name).iterdir())
+        assert [p.name for p in written] == ["config.json", "model.safetensors"]
+        modes = {stat.S_IMODE(p.stat().st_mode) for p in written}
+        assert len(modes) == 1  # readable by whoever may read the config
+    assert {p.name for p in tmp_path.iterdir()} == {"full", "file", "dangling", "empty", "new"}
+
+
+@pytest.mark.parametrize("step", ["write_config", "save_file", "sync_folder"])
+def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch, step):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, step, fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
+        save_gpt2(GPT(OURS), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch):
+    synced = []
+    real = files.sync
+
+    def sync(path):
+        synced.append((path.name.endswith(".tmp") or path.name, (tmp_path / "out").exists()))
+        real(path)
+
+    monkeypatch.setattr(files, "sync", sync)  # of the files and their folder
+    monkeypatch.setattr(hf, "sync", sync)  # of the parent
+    save_gpt2(GPT(OURS), tmp_path / "out")
+    before = [name for name, visible in synced if not visible]
+    assert sorted(before[:2]) == ["config.json", "model.safetensors"]
+    assert before[2:] == [True]
+    assert synced[3:] == [(tmp_path.name, True)]
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    model = GPT(OURS)
+    with torch.no_grad():
+        model.layers[1].mlp.up.bias[3] = 1e6
+    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias' holds .* as torch.float16"):
+        save_gpt2(model, tmp_path / "out", dtype=torch.float16)
+    save_gpt2(model, tmp_path / "wide", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.layers[1].mlp.up.bias[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias'"):
+        save_gpt2(model, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["wide"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_other_dtypes_are_not_written(tmp_path, dtype):
+    with pytest.raises(CheckpointError, match="dtype must be one of"):
+        save_gpt2(GPT(OURS), tmp_path / "out", dtype=dtype)

@@ -1,0 +1,57 @@
+"""Autocast is seen and switched off where the models say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.losses.fp32_regions import autocast_is_on, autocast_off, matmul_dtype
+
+
+def test_autocast_off_is_off_inside_and_on_again_after():
+    with torch.autocast("cpu", torch.bfloat16):
+        with autocast_off("cpu"):
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+    with autocast_off("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_devices_without_autocast_are_never_on():
+    assert not autocast_is_on("meta")
+    with torch.autocast("cpu", torch.bfloat16), autocast_off("meta"):
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_matmul_dtype_is_autocasts_or_the_wider_operand():
+    f32, bf16, f16, f64 = (
+        torch.zeros(1, dtype=d)
+        for d in (torch.float32, torch.bfloat16, torch.float16, torch.double)
+    )
+    assert matmul_dtype(bf16, bf16) == torch.bfloat16
+    assert matmul_dtype(bf16, f32) == torch.float32
+    assert matmul_dtype(f16, bf16) == torch.float32
+    with torch.autocast("cpu", torch.float16):
+        assert matmul_dtype(f32, f32) == torch.float16
+        assert matmul_dtype(bf16, bf16) == torch.float16
+        assert matmul_dtype(f64, f32) == torch.float64
+        # On another device this autocast does not count.
+        assert matmul_dtype(f32.to("meta"), f32.to("meta")) == torch.float32
+
+
+# torch warns of what torch.compile itself does as it traces an autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_gpt_is_one_graph_with_the_same_bits():
+    """In torch 2.11, too, which cannot trace the question whether a device has an autocast."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32)
+    model = GPT(config, seed=0)
+    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
+    pair = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    torch._dynamo.reset()
+    # aot_eager runs the traced operators one by one: the same kernels
+    compiled = torch.compile(model.loss_sum, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = compiled(pair), model.loss_sum(pair)
+    torch._dynamo.reset()
+    assert torch.equal(found[0], wanted[0])

@@ -1,0 +1,163 @@
+"""The fp32 islands of the layers, against fp64 oracles, where torch's own layers lose digits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.gpt.gpt import Block, CausalSelfAttention, Embedding, LayerNorm
+
+HALVES = [torch.bfloat16, torch.float16]
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=11)
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="NEEDS AN NVIDIA GPU"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+
+
+def layer_norm_oracle(x, weight, bias, upstream, eps=1e-5):
+    """LayerNorm and its three gradients in fp64, written from the definition."""
+    x, weight, bias, g = (t.detach().cpu().double() for t in (x, weight, bias, upstream))
+    std = torch.sqrt(((x - x.mean(-1, keepdim=True)) ** 2).mean(-1, keepdim=True) + eps)
+    normed = (x - x.mean(-1, keepdim=True)) / std
+    gw = g * weight
+    dx = gw - gw.mean(-1, keepdim=True) - normed * (gw * normed).mean(-1, keepdim=True)
+    rows = tuple(range(x.ndim - 1))
+    return normed * weight + bias, dx / std, (g * normed).sum(rows), g.sum(rows)
+
+
+def norm_problem(dtype, device, *, mean, rows=64, width=96):
+    g = torch.Generator().manual_seed(0)
+    norm = LayerNorm(width)
+    with torch.no_grad():
+        norm.weight += 0.3 * torch.randn(width, generator=g)
+        norm.bias += 0.3 * torch.randn(width, generator=g)
+    x = (mean + torch.randn(rows, width, generator=g)).to(device, dtype).requires_grad_()
+    upstream = (torch.randn(rows, width, generator=g) + 0.5).to(device, dtype)
+    return norm.to(device, dtype), x, upstream
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("mean", [0.0, 60.0])
+def test_layer_norm_statistics_and_gradients_are_fp32(dtype, device, mean):
+    # A mean of 60 in bf16 leaves steps of 1/4 in x; the oracle sees the same steps, so only what
+    # the layer itself loses is left. Statistics in bf16 would be wrong by 60 * 2^-8 deviations.
+    norm, x, upstream = norm_problem(dtype, device, mean=mean)
+    y = norm(x)
+    y.backward(upstream)
+    want = layer_norm_oracle(x, norm.weight, norm.bias, upstream)
+    got = (y, x.grad, norm.weight.grad, norm.bias.grad)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == dtype
+        # One rounding of the result, of at most a unit, twice for values just above a power of 2;
+        # a cancelled entry of dx is as wrong as its largest term, which is near 4 here. fp32 itself
+        # loses 60 * 2^-24 in x - mean, far below.
+        bound = 2 * UNIT[dtype] * b.abs() + UNIT[dtype] * 0.02 + 1e-4
+        assert ((a.detach().cpu().double() - b).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_layer_norm_gradients_of_many_rows_do_not_stop_growing(dtype, device):
+    norm, x, upstream = norm_problem(dtype, device, mean=0.0, rows=20000, width=8)
+    norm(x).backward(upstream)
+    _, _, d_weight, d_bias = layer_norm_oracle(x, norm.weight, norm.bias, upstream)
+    for grad, true in ((norm.weight.grad, d_weight), (norm.bias.grad, d_bias)):
+        # One rounding of a sum that fp32 accumulates over 20000 terms (2e4 * 2^-24 = 0.1 %, worst
+        # case, of the magnitudes, which are about the sum for the bias and 150 for the weight).
+        bound = UNIT[dtype] * true.abs() + 1e-3 * true.abs() + 2.0
+        assert ((grad.cpu().double() - true).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_torchs_own_16_bit_layer_norm_on_cpu_does_stop_growing(dtype):
+    # The reason for widening on CPU. If this fails, torch was mended: drop the branch in LayerNorm.
+    x, bias = torch.randn(20000, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(8)
+    bias = bias.to(dtype).requires_grad_()
+    F.layer_norm(x.to(dtype), (8,), torch.ones(8, dtype=dtype), bias).sum().backward()
+    assert bias.grad.max() < 20000 * 0.6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide_parameters", [False, True])
+def test_layer_norm_answers_in_the_dtype_of_its_input(dtype, device, autocast, wide_parameters):
+    norm, x, _ = norm_problem(dtype, device, mean=1.0)
+    if wide_parameters:
+        norm.float()
+    outside = norm(x)
+    with torch.autocast(device, autocast, enabled=autocast is not None):
+        inside = norm(x)
+    assert inside.dtype == dtype
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_embedding_sums_the_gradients_of_equal_tokens_in_fp32(dtype, device):
+    tokens = torch.randint(0, 3, (30000,), generator=torch.Generator().manual_seed(1)).to(device)
+    table = Embedding(4, 2).to(device, dtype)
+    out = table(tokens)
+    assert out.dtype == dtype
+    assert torch.equal(out, table.weight[tokens])
+    out.backward(torch.ones_like(out))
+    true = torch.bincount(tokens.cpu(), minlength=4).double()
+    assert (true[:3] > 9000).all()
+    # One rounding of an integer sum that fp32 holds exactly.
+    assert torch.equal(table.weight.grad[:, 0].cpu(), true.to(dtype))
+
+
+def test_torchs_own_bf16_embedding_on_cpu_stops_at_256():
+    # The reason for our own. If this fails, torch was mended: nn.Embedding will do.
+    table = nn.Embedding(1, 1).bfloat16()
+    table(torch.zeros(10000, dtype=torch.int64)).sum().backward()
+    assert table.weight.grad.item() == 256
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-9], ids=["flash", "math"])
+def test_attention_keeps_its_softmax_in_fp32(dtype, device, dropout_p):
+    # 4000 equal scores: a sum of 16-bit exponentials would stop at 256 (bf16) or 2048 (fp16).
+    v = torch.rand(1, 1, 4000, 8, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    q = torch.zeros(1, 1, 16, 8, dtype=dtype, device=device)
+    y = F.scaled_dot_product_attention(q, torch.zeros_like(v), v, dropout_p=dropout_p)
+    mean = v.cpu().double().mean(dim=2, keepdim=True)
+    # One rounding of each weight (they average out) and one of the result: two units.
+    assert ((y.cpu().double() - mean).abs() <= 2 * UNIT[dtype] * mean).all()
+
+
+def test_attention_is_the_definition():
+    attn = CausalSelfAttention(CONFIG).double().eval()
+    g = torch.Generator().manual_seed(3)
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter, std=0.4, generator=g)
+    x = torch.randn(2, 8, 16, generator=g, dtype=torch.float64)
+    y = attn(x)
+    rows = attn.qkv.weight.view(2, 3, 8, 16)  # (head, q|k|v, D, C)
+    offsets = attn.qkv.bias.view(2, 3, 8)
+    heads = []
+    for h in range(2):
+        q, k, v = (x @ rows[h, i].T + offsets[h, i] for i in range(3))
+        scores = q @ k.transpose(1, 2) / 8**0.5
+        future = torch.triu(torch.ones(8, 8, dtype=torch.bool), diagonal=1)
+        heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v)
+    want = torch.cat(heads, -1) @ attn.proj.weight.T + attn.proj.bias
+    assert torch.allclose(y, want, rtol=0, atol=1e-13)  # fp64 rounding of sums of 16 terms near 1
+
+
+def test_block_adds_to_the_residual_stream_in_its_own_dtype():
+    block = Block(CONFIG)
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(x).dtype == torch.float32
+    for dtype in HALVES:
+        assert block.to(dtype)(x.to(dtype)).dtype == dtype

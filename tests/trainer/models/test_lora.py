@@ -1,0 +1,297 @@
+"""LoRA: what trains, what stays, what a merge keeps and what it loses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.trainer.models.pretrained_folders import edit_json, save_lm, silence
+from tests.trainer.models.test_pretrained_lm import batch
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.precision.step import Precision
+from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.lm import open_causal_lm
+from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
+
+POLICIES = {"fp16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp32": torch.float32}
+
+
+def trained(folder, policy="fp32", steps=20, **options):
+    """A LoRA model after some steps, its losses, and its base before them."""
+    checkpointing = options.pop("gradient_checkpointing", False)
+    lm = open_causal_lm(folder, dropout=0.0, gradient_checkpointing=checkpointing)
+    lora = add_lora(lm, **{"r": 4, **options})
+    base = {n: p.detach().clone() for n, p in lora.named_parameters() if not p.requires_grad}
+    trainable = [p for p in lora.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    precision = Precision(policy, lora, optimizer, upcast_trainable=True)
+    losses = []
+    for _ in range(steps):
+        with precision.autocast():
+            loss, count = lora.loss_sum(batch())
+        precision.step(loss / count)
+        losses.append(loss.item() / count.item())
+    return lora, losses, base
+
+
+@pytest.mark.parametrize("targets", [(), ("all-linear",)])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_a_frozen_base_trains_in_its_stored_dtype(kind, policy, targets, tmp_path):
+    folder = save_lm(tmp_path / "m", kind, POLICIES[policy])
+    lora, losses, base = trained(
+        folder,
+        policy,
+        steps=8 if targets else 20,
+        targets=targets,
+        gradient_checkpointing=bool(targets),
+    )
+    assert losses[-1] < 0.95 * losses[0]
+    now = dict(lora.named_parameters())
+    assert {p.dtype for p in base.values()} == {POLICIES[policy]}
+    assert all(torch.equal(now[name], before) for name, before in base.items())
+    adapters = {n: p for n, p in now.items() if p.requires_grad}
+    assert all(".lora_" in name for name in adapters)
+    assert {p.dtype for p in adapters.values()} == {torch.float32}
+
+
+def test_targets(tmp_path):
+    lm = {}
+    for kind in ("GPT2", "Llama"):
+        save_lm(tmp_path / kind, kind)
+        lm[kind] = lambda kind=kind: open_causal_lm(tmp_path / kind)
+
+    def adapted(lora):
+        return {
+            n.split(".lora_")[0].rpartition(".")[2]
+            for n, _ in lora.named_parameters()
+            if ".lora_" in n
+        }
+
+    assert adapted(add_lora(lm["GPT2"]())) == {"c_attn"}
+    assert adapted(add_lora(lm["Llama"]())) == {"q_proj", "v_proj"}
+    assert adapted(add_lora(lm["Llama"](), targets=["o_proj", "up_proj"])) == {"o_proj", "up_proj"}
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapted(add_lora(lm["Llama"](), targets=("all-linear",))) == every  # and no lm_head
+    assert adapted(add_lora(lm["GPT2"](), targets=("all-linear",))) == {"c_attn", "c_proj", "c_fc"}
+    one = add_lora(lm["Llama"](), targets=["model.layers.1.mlp.up_proj"])
+    assert sum(".lora_A" in n for n, _ in one.named_parameters()) == 1
+    with pytest.raises(
+        ConfigError,
+        match=r"no layer has the LoRA target 'query'\. Layers: down_proj, gate_proj, k_",
+    ):
+        add_lora(lm["Llama"](), targets=["q_proj", "query"])
+    with pytest.raises(ConfigError, match="head shares its table"):
+        add_lora(lm["GPT2"](), targets=["c_attn", "lm_head"])
+
+
+def test_conv1d_is_detected(tmp_path):
+    for kind, transposed in (("GPT2", True), ("Llama", False)):
+        lora = add_lora(open_causal_lm(save_lm(tmp_path / kind, kind)))
+        assert lora.model.peft_config["default"].fan_in_fan_out is transposed
+
+
+def test_an_untied_head_can_be_adapted(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama")
+    lora, losses, _ = trained(folder, targets=["lm_head"])
+    assert losses[-1] < losses[0]
+    lora.eval().save_(tmp_path / "merged", {}, merge=True)
+    with torch.no_grad():
+        again = open_causal_lm(tmp_path / "merged").eval().logits(batch()[0])
+        # fp32: W x + s B A x against (W + s B A) x.
+        torch.testing.assert_close(again, lora.logits(batch()[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_new_adapters_change_nothing_and_follow_their_seed(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama")
+    before = torch.get_rng_state()
+    one, same, other = (add_lora(open_causal_lm(folder), seed=s) for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    ids_BT = batch()[0]
+    with torch.no_grad():
+        assert torch.equal(one.logits(ids_BT), open_causal_lm(folder).logits(ids_BT))
+    a, b, c = (next(p for p in m.parameters() if p.requires_grad) for m in (one, same, other))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_an_adapter_comes_back(kind, policy, tmp_path):
+    folder = save_lm(tmp_path / "m", kind, POLICIES[policy])
+    lora, _, _ = trained(folder, policy, steps=4)
+    with silence():
+        lora.eval().save_(tmp_path / "adapter", {})
+        ours = open_adapted_lm(tmp_path / "adapter").eval()
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert named["base_model_name_or_path"] == str(folder.resolve())
+    assert {p.name for p in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {t.dtype for t in saved.values()} == {torch.float32}
+    with quiet(), torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        wanted = lora.logits(batch()[0])
+        assert torch.equal(theirs(batch()[0]).logits.float(), wanted)
+        auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        assert torch.equal(auto(batch()[0]).logits.float(), wanted)
+        assert torch.equal(ours.logits(batch()[0]), wanted)
+    assert [n for n, p in ours.named_parameters() if p.requires_grad] == [
+        n for n, p in lora.named_parameters() if p.requires_grad
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_a_merge_is_the_sum_rounded_once(kind, dtype, tmp_path):
+    folder = save_lm(tmp_path / "m", kind, dtype)
+    lora, _, _ = trained(folder, next(k for k, v in POLICIES.items() if v == dtype), steps=4)
+    with silence():
+        lora.eval().save_(tmp_path / "merged", {}, merge=True)
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    assert after.keys() == before.keys()
+    state = {n: p.detach() for n, p in lora.named_parameters()}
+    worst, moved, stuck = 0.0, 0, 0
+    for name, old in before.items():
+        assert after[name].dtype == dtype
+        layer = name.removesuffix(".weight")
+        a = state.get(f"model.base_model.model.{layer}.lora_A.default.weight")
+        if a is None:
+            assert torch.equal(after[name], old)
+            continue
+        b = state[f"model.base_model.model.{layer}.lora_B.default.weight"]
+        update = 16.0 / 4 * (b @ a)  # alpha / r
+        update = update.T if kind == "GPT2" else update
+        exact = old.float() + update
+        assert torch.equal(after[name], exact.to(dtype))
+        worst = max(worst, (after[name].float() - exact).abs().max().item())
+        moved += int((update != 0).sum())
+        stuck += int(((update != 0) & (after[name] == old)).sum())
+    loss = lora.last_merge
+    assert (loss.dtype, loss.max_error, loss.vanished) == (dtype, worst, stuck / moved)
+    assert (loss.max_error == 0) == (dtype == torch.float32)
+    assert "of the updates vanished" in str(loss)
+    with quiet(), torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        assert theirs.dtype == dtype
+        # Rounding of weights of size 0.2 to 8 or 11 bits, or fp32's, seen in logits of size 5.
+        atol = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
+        wanted = lora.logits(batch()[0])
+        torch.testing.assert_close(theirs(batch()[0]).logits.float(), wanted, rtol=0, atol=atol)
+
+
+def test_updates_that_vanish_in_a_merge_are_counted(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama", torch.bfloat16)
+    lora = add_lora(open_causal_lm(folder), r=1, alpha=1.0, targets=["up_proj"])
+    weights = {n: torch.full_like(p, 1e-3) for n, p in lora.named_parameters() if p.requires_grad}
+    lora.save_(tmp_path / "bf16", weights, merge=True)
+    assert lora.last_merge.vanished > 0.9  # updates of 1e-6 beside weights of 0.2
+    lora.save_(tmp_path / "fp32", weights, merge=True, dtype=torch.float32)
+    assert (lora.last_merge.vanished, lora.last_merge.max_error) == (0.0, 0.0)
+    assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
+    assert open_causal_lm(tmp_path / "fp32").stored_dtype == torch.float32
+
+
+def test_updates_that_vanish_in_a_narrower_dtype_are_counted(tmp_path):
+    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")), r=1, alpha=1.0, targets=["up_proj"])
+    weights = {n: torch.full_like(p, 1e-3) for n, p in lora.named_parameters() if p.requires_grad}
+    lora.save_(tmp_path / "bf16", weights, merge=True, dtype=torch.bfloat16)
+    assert lora.last_merge.vanished > 0.9  # the base is rounded too, which is no update's fault
+
+
+def test_the_weights_given_are_the_weights_saved(tmp_path):
+    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")))
+    weights = {n: torch.full_like(p, 0.5) for n, p in lora.named_parameters() if p.requires_grad}
+    lora.save_(tmp_path / "a", weights)
+    saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert len(saved) == len(weights)
+    assert all(bool((t == 0.5).all()) for t in saved.values())
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        lora.save_(tmp_path / "a", weights)
+    with pytest.raises(CheckpointError, match=r"'none', which is no parameter"):
+        lora.save_(tmp_path / "b", {"none": torch.zeros(1)})
+    name = next(iter(weights))
+    weights[name] = torch.full_like(weights[name], torch.nan)
+    for merge in (False, True):
+        with pytest.raises(CheckpointError, match="holds NaN"):
+            lora.save_(tmp_path / "b", weights, merge=merge)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"r": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}]
+)
+def test_options_out_of_range(options, tmp_path):
+    with pytest.raises(ConfigError, match="LoRA needs r >= 1"):
+        add_lora(open_causal_lm(save_lm(tmp_path / "m")), **options)
+
+
+def test_adapters_once(tmp_path):
+    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")))
+    with pytest.raises(ConfigError, match="has LoRA adapters already"):
+        add_lora(lora)
+
+
+def test_packing_and_blocks_see_through_the_adapters(tmp_path):
+    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")))
+    lora.check_packing()
+    assert [type(b).__name__ for b in lora.blocks()] == ["LlamaDecoderLayer"] * 2
+    assert lora.max_length == 40
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lora")
+    lora = add_lora(open_causal_lm(save_lm(path / "m")))
+    lora.save_(path / "adapter", {})
+    return path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"peft_type": "IA3"}, ConfigError, "only plain LoRA"),
+        ({"use_dora": True}, ConfigError, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, ConfigError, "modules_to_save"),
+        ({"bias": "all"}, ConfigError, "with bias"),
+        ({"r": "many"}, CheckpointError, "no LoRA configuration"),
+        ({"r": ...}, CheckpointError, "no LoRA configuration"),
+        ({"base_model_name_or_path": None}, ConfigError, "names no base model"),
+        ({"base_model_name_or_path": "./gone"}, ConfigError, "neither an existing folder"),
+        ({"r": 3}, CheckpointError, "does not fit the base"),
+        ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit the base"),
+        ({"target_modules": ["none"]}, ConfigError, "no layer has the LoRA target"),
+    ],
+)
+def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
+    folder = shutil.copytree(adapter, tmp_path / "a")
+    edit_json(folder / "adapter_config.json", **changes)
+    with pytest.raises(error, match=message):
+        open_adapted_lm(folder)
+
+
+def test_an_adapter_without_safetensors(adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "a")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin\) is not opened"):
+        open_adapted_lm(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_adapted_lm(folder)
+
+
+def test_nothing_leaks_to_the_terminal(adapter, tmp_path, capfd):
+    lora = open_adapted_lm(adapter)
+    lora.save_(tmp_path / "a", {})
+    lora.save_(tmp_path / "m", {}, merge=True)
+    assert capfd.readouterr() == ("", "")

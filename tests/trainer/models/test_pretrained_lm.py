@@ -1,0 +1,272 @@
+"""Causal language models: the loss of the definition, documents kept apart, files both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.trainer.models.pretrained_folders import save_classifier, save_lm, silence
+from torch import nn
+from torch.nn import functional
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.lm import open_causal_lm
+
+KINDS = ["GPT2", "Llama", "Qwen2", "Mistral", "Gemma2", "Cohere", "OPT"]
+PACKED = (5, 1, 7, 3)
+"""Lengths of the documents in a packed row."""
+
+
+def documents(seed=0, lengths=PACKED):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 64, (n,), generator=g) for n in lengths]
+
+
+def packed(parts):
+    """Ids and positions of documents in one row."""
+    return torch.cat(parts)[None], torch.cat([torch.arange(len(p)) for p in parts])[None]
+
+
+def batch(rows=3, length=9, seed=0, ignored=0.4):
+    g = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(3, 64, (rows, length), generator=g)
+    targets_BT = torch.randint(3, 64, (rows, length), generator=g)
+    targets_BT[torch.rand(rows, length, generator=g) < ignored] = -100
+    return ids_BT, targets_BT, torch.arange(length).expand(rows, length)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("attention", ["own", "eager"])
+def test_packed_documents_have_the_logits_that_they_have_alone(kind, attention, tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", kind)).eval()
+    assert lm.model.config._attn_implementation == ("eager" if kind == "Gemma2" else "sdpa")
+    if attention == "eager":
+        lm.model.config._attn_implementation = attention
+    lm.check_packing()
+    assert lm.explicit_mask == (kind == "OPT")  # which passes its positions to no mask
+    parts = documents()
+    with torch.no_grad():
+        together = lm.logits(*packed(parts))[0]
+        lm.explicit_mask = False
+        apart = torch.cat([lm.logits(p[None])[0] for p in parts])
+        bled = lm.logits(packed(parts)[0])[0]
+    # fp32 rounding: another length is another order of additions; logits are of size 1 to 5.
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=2e-5)
+    assert (bled - apart).abs().max() > 1e-2  # without restarts they do see each other
+
+
+def test_an_architecture_that_cannot_keep_documents_apart(tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", "Bloom"))
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM lets documents .* pad instead"):
+        lm.check_packing()
+    assert lm.training
+    assert not lm.explicit_mask
+    assert bool(lm.loss_sum(batch())[0].isfinite())  # padded rows are fine
+
+
+def test_the_check_of_packing_sees_a_leak(tmp_path, monkeypatch):
+    lm = open_causal_lm(save_lm(tmp_path / "m", "Llama"))
+    run = lm._run
+    monkeypatch.setattr(
+        lm, "_run", lambda ids, positions: run(ids, torch.arange(ids.shape[1])[None])
+    )
+    with pytest.raises(ConfigError, match="see each other"):
+        lm.check_packing()
+
+
+def test_the_check_of_packing_sees_a_leak_smaller_than_rounding(tmp_path, monkeypatch):
+    lm = open_causal_lm(save_lm(tmp_path / "m", "Llama", torch.bfloat16))
+    logits = lm.logits
+    monkeypatch.setattr(lm, "logits", lambda ids, p: logits(ids, p) + 1e-3 * ids[0, 0])
+    with pytest.raises(ConfigError, match="see each other"):
+        lm.check_packing()
+
+
+def test_the_loss_is_that_of_the_definition(kind, tmp_path):
+    with silence():
+        lm = open_causal_lm(save_lm(tmp_path / "m", kind)).eval()
+    ids_BT, targets_BT, positions_BT = batch()
+    loss, count = lm.loss_sum((ids_BT, targets_BT, positions_BT))
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in lm.named_parameters()}
+    lm.zero_grad()
+    with quiet():
+        logits_BTV = lm.model(ids_BT).logits.double()
+    wanted = functional.cross_entropy(
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=-100, reduction="sum"
+    )
+    wanted.backward()
+    assert count.item() == int((targets_BT != -100).sum())
+    assert loss.dtype == torch.float32
+    # fp32 sums of some 15 losses of size 5.
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
+    for name, parameter in lm.named_parameters():
+        # fp32 gradients through two layers; another order of the additions.
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_only_positions_with_a_target_reach_the_head(kind, tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", kind))
+    # What follows the head (softcapping, a factor) decides whether the loss can be fused with it.
+    assert lm.traits.plain_head == (kind not in ("Gemma2", "Cohere", "OPT"))
+    rows = []
+    lm.model.get_output_embeddings().register_forward_hook(
+        lambda module, args, out: rows.append(out.shape[:-1].numel())
+    )
+    data = batch()
+    lm.loss_sum(data)
+    assert rows == [0 if lm.traits.plain_head else int((data[1] != -100).sum())]
+
+
+def test_a_batch_without_targets(kind, tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", kind))
+    loss, count = lm.loss_sum(batch(ignored=2.0))
+    loss.backward()
+    assert (loss.item(), count.item()) == (0.0, 0)
+    assert all(bool((p.grad == 0).all()) for p in lm.parameters() if p.grad is not None)
+
+
+def test_padding_on_the_right_changes_nothing(kind, tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", kind)).eval()
+    ids_BT, targets_BT, positions_BT = batch()
+    longer = (
+        functional.pad(ids_BT, (0, 4)),
+        functional.pad(targets_BT, (0, 4), value=-100),
+        functional.pad(positions_BT, (0, 4)),
+    )
+    (one, n), (two, m) = lm.loss_sum((ids_BT, targets_BT, positions_BT)), lm.loss_sum(longer)
+    assert n == m
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=0)  # fp32, another order of additions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_weights_come_and_go_as_stored(kind, dtype, tmp_path):
+    folder = save_lm(tmp_path / "m", kind, dtype)
+    stored = load_file(folder / "model.safetensors")
+    lm = open_causal_lm(folder)
+    assert lm.stored_dtype == dtype
+    assert {p.dtype for p in lm.parameters()} == {dtype}
+    assert all(p.requires_grad for p in lm.parameters())
+    with silence():
+        lm.save_(tmp_path / "out", {})
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+    weights = {n: p.detach().float() + 0.125 for n, p in lm.named_parameters()}
+    lm.save_(tmp_path / "wide", weights)
+    assert open_causal_lm(tmp_path / "wide").stored_dtype == torch.float32
+    with quiet():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    assert theirs.dtype == torch.float32
+    found = dict(theirs.named_parameters())
+    assert all(torch.equal(found[n.removeprefix("model.")], w) for n, w in weights.items())
+    lm.save_(tmp_path / "half", weights, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert open_causal_lm(tmp_path / "half").stored_dtype == torch.bfloat16
+
+
+def test_weights_that_overflow_the_written_dtype(tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m"))
+    weights = {n: p.detach().clone() for n, p in lm.named_parameters()}
+    weights["model.model.norm.weight"][0] = 1e6
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' holds NaN or inf as torch"):
+        lm.save_(tmp_path / "out", weights, dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_stored_dtype_is_that_of_the_file_not_of_the_config(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama", torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    assert {p.dtype for p in open_causal_lm(folder).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_gradient_checkpointing_is_bitwise_the_same(kind, tmp_path):
+    folder = save_lm(tmp_path / "m", kind)
+    results = []
+    for checkpointing in (False, True):
+        lm = open_causal_lm(folder, gradient_checkpointing=checkpointing, dropout=0.0)
+        calls = []
+        lm.blocks()[0].register_forward_hook(lambda *a, calls=calls: calls.append(1))
+        loss, _ = lm.loss_sum(batch())
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in lm.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    lm = open_causal_lm(save_lm(tmp_path / "m", "GPT2"))
+    assert lm.model.lm_head.weight is lm.model.transformer.wte.weight
+    weights = {n: torch.full_like(p, 0.25) for n, p in lm.named_parameters()}
+    lm.save_(tmp_path / "out", weights)
+    again = open_causal_lm(tmp_path / "out")
+    assert again.model.lm_head.weight is again.model.transformer.wte.weight
+    assert bool((again.model.lm_head.weight == 0.25).all())
+
+
+def test_how_to_generate_is_kept(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama")
+    config = json.loads((folder / "generation_config.json").read_text())
+    own = {"do_sample": True, "temperature": 0.5, "eos_token_id": [2, 7]}
+    (folder / "generation_config.json").write_text(json.dumps(config | own))
+    open_causal_lm(folder).save_(tmp_path / "out", {})
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert saved.items() >= own.items()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is True
+    # A temperature without sampling: transformers reads that and does not write it.
+    (folder / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.5}))
+    open_causal_lm(folder).save_(tmp_path / "other", {})
+    assert "temperature" not in (tmp_path / "other" / "generation_config.json").read_text()
+    (folder / "generation_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not readable JSON"):
+        open_causal_lm(folder)
+
+
+def test_blocks_and_limits(tmp_path):
+    for kind, name in (("GPT2", "GPT2Block"), ("Llama", "LlamaDecoderLayer")):
+        lm = open_causal_lm(save_lm(tmp_path / kind, kind), dropout=0.2)
+        assert [type(b).__name__ for b in lm.blocks()] == [name] * 2
+        assert lm.max_length == 40
+        assert {m.p for m in lm.modules() if isinstance(m, nn.Dropout)} <= {0.2}
+    assert open_causal_lm(save_lm(tmp_path / "b", "Bloom")).max_length is None
+
+
+def test_missing_weights_are_never_drawn(tmp_path):
+    folder = save_lm(tmp_path / "m", "Llama")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        left = {n: t for n, t in tensors.items() if n != name}
+        save_file(left, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"lacks 1 weights, such as {name}"):
+            open_causal_lm(folder)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has shape \(7,\)"):
+        open_causal_lm(folder)
+
+
+def test_models_that_are_no_causal_lm(tmp_path):
+    with pytest.raises(ConfigError, match="'bert' is an encoder"):
+        open_causal_lm(save_classifier(tmp_path / "bert", head="ForMaskedLM"))
+    vit = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with quiet():
+        transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ConfigError, match="'vit' has no causal language model"):
+        open_causal_lm(tmp_path / "vit")
+
+
+def test_nothing_leaks_to_the_terminal(tmp_path, capfd):
+    open_causal_lm(save_lm(tmp_path / "m"), gradient_checkpointing=True).save_(tmp_path / "o", {})
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,751 @@
+"""Fine-tuning language models: against plain loops of transformers, from batches to the model left.
+
+Tolerances of trajectories: fp32 sums in another order differ by some 1e-7, which a few updates of
+small models grow to 1e-5 at most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.trainer import lm_folders
+from tests.trainer.lm_folders import alpaca, chats, save_base, save_tokenizer, write
+from tests.trainer.models.pretrained_folders import edit_json, silence
+from torch.nn import functional
+
+from halfstep.errors import CheckpointError, ConfigError, DataError, PrecisionError
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.loop import train
+from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.lm import open_causal_lm
+from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
+from halfstep.trainer.run.folder import create_run, finish_run, reopen_run
+from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.session import open_session
+from halfstep.trainer.tasks.tuned_lm import hold_weights_, open_tuned_lm, validation_batches
+
+KINDS = ["GPT2", "Llama", "Qwen2"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CPU = torch.device("cpu")
+TIMES = ("tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes")
+
+
+@pytest.fixture(autouse=True)
+def no_measurement(monkeypatch):
+    """The speed of this machine's products is not asked for."""
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Kind, dtype and options to a folder; nobody changes it."""
+    made = {}
+
+    def get(kind="Llama", dtype="fp32", **options):
+        key = (kind, dtype, *options.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp("base") / f"{kind}-{dtype}"
+            made[key] = save_base(folder, kind, DTYPES[dtype], **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Instructions to train on, others to evaluate on, and conversations."""
+    folder = tmp_path_factory.mktemp("data")
+    write(folder / "train.jsonl", alpaca(48))
+    write(folder / "dev.jsonl", alpaca(11, seed=1))
+    write(folder / "chat.jsonl", chats(24))
+    return folder
+
+
+def config_of(base, data, policy="fp32", **changes):
+    values = {
+        "precision": policy,
+        "model.source": str(base),
+        "data.train": [str(data / "train.jsonl")],
+        "data.dev": [str(data / "dev.jsonl")],
+        "data.max_length": lm_folders.POSITIONS,
+        "optimizer.learning_rate": 1e-2,
+        "run.max_steps": 4,
+        "run.batch_size": 6,
+        "run.eval_every": 2,
+        "run.warmup_ratio": 0.0,
+        "run.device": "cpu",
+    }
+    if policy == "fp16-pure":
+        values["optimizer.eps"] = 1e-4  # 1e-8 is 0 in fp16
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    config = load_config("lm-lora", list(values.items()))
+    assert isinstance(config, LMConfig)
+    return config
+
+
+def start(config, path):
+    session = open_session(with_run_folder(config, path), no_progress)
+    return session, create_run(path, session)
+
+
+def finish(session, folder):
+    ticks = list(train(session, folder.path))
+    finish_run(session, folder.path)
+    folder.close()
+    return ticks
+
+
+def run(config, path):
+    session, folder = start(config, path)
+    return session, finish(session, folder)
+
+
+def metrics(path):
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def best(session, path):
+    return load_checkpoint(path / "checkpoints" / f"step-{session.best.step:08}")
+
+
+def plain_model(base, session):
+    """The same model by transformers and peft alone, in fp32, with the session's first adapters."""
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        lora = session.config.model.lora_r
+        if lora:
+            kind = type(model).__name__.startswith("GPT2")
+            settings = peft.LoraConfig(
+                task_type="CAUSAL_LM", r=lora, lora_alpha=session.config.model.lora_alpha,
+                fan_in_fan_out=kind,
+            )  # fmt: skip
+            model = peft.get_peft_model(model, settings)
+    ours = dict(session.task.model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(ours[f"model.{name}"])
+    return model.train()
+
+
+def nll(logits, targets):
+    return functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def plain_trajectory(model, session, steps, accum):
+    """Losses and gradient norms of a plain fp32 loop with AdamW on the session's padded batches."""
+    numbers = session.config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=numbers.learning_rate, betas=(numbers.beta1, numbers.beta2), eps=numbers.eps,
+        weight_decay=0.0, foreach=False,
+    )  # fmt: skip
+    found = []
+    for step in range(steps):
+        rows = session.task.batch_size(step)
+        ids_BT, targets_BT, positions_BT = session.task.batch(step, range(rows))
+        restarts = (positions_BT == 0).cumsum(1)
+        count = int((targets_BT != -100).sum())
+        total = 0.0
+        for part in torch.arange(rows).tensor_split(accum):
+            mask = (restarts[part] == 1).long()  # one document a row, then padding
+            loss = nll(model(ids_BT[part], attention_mask=mask).logits, targets_BT[part]) / count
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, numbers.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm.item()))
+    return found
+
+
+@pytest.mark.parametrize(("lora", "accum"), [(8, 1), (0, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_a_plain_loop_of_transformers(kind, lora, accum, bases, data, tmp_path):
+    # An eps that counts: else Adam would forget how long gradients are, and clipping with it.
+    config = config_of(
+        bases(kind), data, model__lora_r=lora, data__packing=False, run__grad_accum=accum,
+        optimizer__eps=0.1, optimizer__max_norm=0.2, optimizer__learning_rate=0.1,
+        schedule__min_ratio=1.0, run__max_steps=6,
+    )  # fmt: skip
+    session, folder = start(config, tmp_path / "r")
+    plain = plain_model(bases(kind), session)
+    expected = plain_trajectory(plain, session, 6, accum)
+    ticks = finish(session, folder)
+    assert [t.record.loss for t in ticks] == pytest.approx([x for x, _ in expected], rel=1e-5)
+    assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=1e-4)
+    assert min(n for _, n in expected) > 0.2  # all were clipped
+    assert expected[-1][0] < expected[0][0] - 0.01
+    batches = [session.task.batch(step, range(session.task.batch_size(step))) for step in range(6)]
+    real = [int((p_BT == 0).sum(1).gt(0).sum()) for *_, p_BT in batches]
+    assert real == [session.task.batch_size(step) for step in range(6)]
+    rows = session.task.data.train_rows
+    lengths = [rows.lengths[session.task._batches.indices(step)].sum() for step in range(6)]
+    assert ticks[-1].record.tokens == sum(lengths)
+    matrices = sum(
+        p.numel()
+        for n, p in plain.named_parameters()
+        if p.dim() == 2 and "wpe" not in n and (kind == "GPT2" or "embed" not in n)
+    )
+    # forward and the gradient of activations; and of weights, where there are any to train
+    assert session.task.flops(1.0) == (4 if lora else 6) * matrices
+    state = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1]).weights
+    wanted = {f"model.{n}": p for n, p in plain.named_parameters() if p.requires_grad}
+    assert state.keys() == wanted.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, wanted[name].detach(), rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("stored", ["fp32", "fp16"])
+def test_fp16_mixed_clips_what_the_scale_is_taken_from(stored, bases, data, tmp_path):
+    """Accumulation and clipping of unscaled gradients: the norm is the fp32 loop's."""
+    config = config_of(
+        bases("GPT2", stored), data, "fp16-mixed", data__packing=False, run__grad_accum=3,
+        optimizer__eps=0.1, optimizer__max_norm=0.2, optimizer__learning_rate=0.1,
+        schedule__min_ratio=1.0, run__max_steps=6,
+    )  # fmt: skip
+    session, folder = start(config, tmp_path / "r")
+    expected = plain_trajectory(plain_model(bases("GPT2", stored), session), session, 6, 3)
+    ticks = finish(session, folder)
+    assert all(t.record.loss_scale >= 2**15 for t in ticks)
+    # fp16 operands: 2^-11 of each product; activations of an fp16 base are rounded as well.
+    assert [t.record.loss for t in ticks] == pytest.approx([x for x, _ in expected], rel=2e-3)
+    assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=2e-2)
+
+
+def test_an_fp16_base_trains_and_stays_bit_for_bit(bases, data, tmp_path):
+    base = bases("Llama", "fp16")
+    config = config_of(base, data, "fp16-mixed", run__max_steps=12, run__eval_every=6)
+    session, ticks = run(config, tmp_path / "r")
+    assert ticks[-1].record.loss < ticks[0].record.loss - 0.05
+    assert ticks[-1].evaluation.loss < ticks[5].evaluation.loss
+    stored = load_file(base / "model.safetensors")
+    frozen = {
+        n.removeprefix("model.base_model.model.").replace(".base_layer.", "."): p
+        for n, p in session.task.model.named_parameters()
+        if not p.requires_grad
+    }
+    assert set(frozen) <= set(stored)
+    for name, parameter in frozen.items():
+        assert parameter.dtype == torch.float16
+        assert torch.equal(parameter, stored[name]), name
+    trained = {n: p for n, p in session.task.model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    saved = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1])
+    assert saved.weights.keys() == trained.keys()  # adapters only
+    assert {n.rpartition("/")[0] for n in saved.optimizer} == trained.keys()
+    assert all(".lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("stored", ["fp16", "bf16"])
+def test_all_weights_of_a_16_bit_model_train_in_fp32(stored, bases, data, tmp_path):
+    config = config_of(bases("Llama", stored), data, "bf16-mixed", model__lora_r=0)
+    session, _ = run(config, tmp_path / "r")
+    assert {p.dtype for p in session.task.model.parameters()} == {torch.float32}
+    written = load_file(tmp_path / "r" / "model" / "model.safetensors")
+    assert {t.dtype for t in written.values()} == {torch.float32}
+    assert json.loads((tmp_path / "r" / "model" / "config.json").read_text())["dtype"] == "float32"
+    weights = best(session, tmp_path / "r").weights
+    assert all(torch.equal(t, weights[f"model.{n}"]) for n, t in written.items())
+
+
+HELD = {  # (policy, stored): the frozen base's dtype
+    ("fp32", "fp32"): "fp32", ("fp32", "fp16"): "fp32", ("fp32", "bf16"): "fp32",
+    ("bf16-mixed", "fp32"): "fp32", ("bf16-mixed", "fp16"): "fp32", ("bf16-mixed", "bf16"): "bf16",
+    ("fp16-mixed", "fp32"): "fp32", ("fp16-mixed", "fp16"): "fp16", ("fp16-mixed", "bf16"): "fp32",
+    ("bf16-master", "bf16"): "bf16", ("fp16-master", "fp16"): "fp16", ("bf16-sr", "bf16"): "bf16",
+    ("fp16-mixed,rules=*norm*:fp32", "fp16"): "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "stored"), HELD)
+def test_where_a_frozen_base_is_held(policy, stored, bases):
+    chosen = parse_policy(policy)
+    model = add_lora(open_causal_lm(bases("Llama", stored)))
+    note = hold_weights_(model, chosen)
+    held = HELD[policy, stored]
+    dtypes = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert dtypes == {DTYPES[held]}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert bool(note) == (held != stored)
+    if note:
+        assert f"the frozen base is stored in {stored} and held in fp32, as precision" in note
+
+
+def test_a_base_held_in_fp32_is_told_and_exact(bases, data, tmp_path):
+    base = bases("GPT2", "fp16")
+    session, ticks = run(config_of(base, data, "bf16-mixed"), tmp_path / "r")
+    assert "MB more; fp16-mixed keeps it as it is" in session.task.notes[-1]
+    assert math.isfinite(ticks[-1].record.loss)
+    stored = load_file(base / "model.safetensors")
+    for name, parameter in session.task.model.core.named_parameters():
+        key = name.replace(".base_layer.", ".")
+        if not parameter.requires_grad and key in stored:
+            assert torch.equal(parameter, stored[key].float())
+
+
+@pytest.mark.parametrize("lora", [8, 0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_runs_or_is_refused_by_name(policy, lora, bases, data, tmp_path):
+    chosen = parse_policy(policy)
+    low = chosen.param_dtype != torch.float32
+    stored = next(k for k, v in DTYPES.items() if v == chosen.param_dtype) if lora else "fp32"
+    config = config_of(bases("Llama", stored), data, policy, model__lora_r=lora)
+    if policy in ("tf32", "bf16-module"):
+        with pytest.raises(PrecisionError, match=policy):
+            start(config, tmp_path / "r")
+        return
+    session, ticks = run(config, tmp_path / "r")
+    assert ticks[-1].record.loss < ticks[0].record.loss
+    assert all(t.record.applied for t in ticks)
+    trained = session.precision.named_parameters()
+    assert len(trained) == (8 if lora else len(list(session.task.model.parameters())))
+    if lora and low:
+        other = config_of(bases("Llama", "fp32"), data, policy)
+        form = policy[:4]
+        with pytest.raises(
+            PrecisionError,
+            match=f"precision {policy} keeps all weights in {form}, and would round the frozen "
+            f"base, which is stored in fp32; use {form}-mixed, or --lora-r 0",
+        ):
+            start(other, tmp_path / "other")
+
+
+ALPACA_INPUT = (  # Source: PROMPT_DICT of tatsu-lab/stanford_alpaca, typed once more
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+
+
+def answers(base, records, bos=()):
+    """(ids, number of the prompt's) of every record, by the tokenizer itself."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    for record in records:
+        words = (ALPACA_INPUT if "input" in record else ALPACA).format(**record)
+        prompt, answer = (
+            tokenizer.encode(t, add_special_tokens=False) for t in (words, record["output"])
+        )
+        prompt = [*bos, *prompt]
+        yield [*prompt, *answer, lm_folders.EOS], len(prompt)
+
+
+def nll_of_answers(model, base, records, bos=()):
+    """Summed over all answers, one record at a time; and their tokens."""
+    total = count = 0
+    with torch.no_grad():
+        for ids, prompt in answers(base, records, bos):
+            x = torch.tensor([ids])
+            logits = model.eval()(x).logits[:, prompt - 1 : -1].float()
+            total += nll(logits, x[:, prompt:]).item()
+            count += len(ids) - prompt
+    return total, count
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("kind", "bos"), [("Llama", True), ("GPT2", False), ("Qwen2", False)])
+def test_perplexity_is_that_of_the_answers_alone(kind, bos, packing, bases, data, tmp_path):
+    """The folder left behind, measured by transformers on prompts written by hand."""
+    base = bases(kind, bos=bos)
+    config = config_of(
+        base, data, model__lora_r=0, data__packing=packing, run__max_steps=5, run__eval_every=1
+    )
+    session, ticks = run(config, tmp_path / "r")
+    assert (len(session.task.data.dev_rows) < 11) == packing
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "model")
+    before = [lm_folders.BOS] if bos else []
+    total, count = nll_of_answers(model, base, alpaca(11, seed=1), before)
+    found = ticks[session.best.step - 1].evaluation
+    assert found.targets == count
+    # fp32 sums over other shapes
+    assert found.loss == pytest.approx(total / count, rel=1e-5)
+    assert f"perplexity {math.exp(found.loss):.3f} " in found.text
+    assert found.text.endswith(f"on {count:,} tokens in fp32")
+
+
+def test_prompts_are_not_learned(bases, data, tmp_path):
+    base = bases()
+    session, folder = start(config_of(base, data), tmp_path / "r")
+    folder.close()
+    wanted = sorted(tuple(ids[n:]) for ids, n in answers(base, alpaca(48)))
+    found, rows = [], session.task.data.train_rows
+    for b in range(len(rows)):
+        here = slice(rows.starts[b], rows.starts[b + 1])
+        run_ = []
+        for target in rows.targets[here].tolist():
+            if target != -100:
+                run_.append(target)
+                if target == lm_folders.EOS:
+                    found.append(tuple(run_))
+                    run_ = []
+        assert not run_
+    assert sorted(found) == wanted
+    other, folder = start(config_of(base, data, data__mask_prompt=False), tmp_path / "other")
+    folder.close()
+    every = sum(len(ids) - 1 for ids, _ in answers(base, alpaca(48)))
+    assert other.task.data.learned_tokens == every > session.task.data.learned_tokens
+
+
+def test_what_stands_in_a_prompt_moves_no_weight(bases, data, tmp_path):
+    """The gradient of a batch is that of its answers: the prompts' own losses have no share."""
+    session, folder = start(config_of(bases(), data, model__lora_r=0), tmp_path / "r")
+    folder.close()
+    model, batch = session.task.model, session.task.batch(0, range(2))
+    loss, _ = model.loss_sum(batch)
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    logits = model.logits(batch[0], batch[2])
+    picked = logits.log_softmax(-1).gather(2, batch[1].clamp(min=0)[..., None])[..., 0]
+    (-picked[batch[1] != -100]).sum().backward()
+    for name, parameter in model.named_parameters():
+        # sums over tokens in another order
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_have_the_losses_of_padded_ones(kind, bases, data, tmp_path):
+    sums = {}
+    for packing in (True, False):
+        config = config_of(bases(kind), data, data__packing=packing)
+        session, folder = start(config, tmp_path / str(packing))
+        folder.close()
+        rows = session.task.data.train_rows
+        assert (len(rows) < 48) == packing
+        with torch.no_grad():
+            parts = [
+                session.task.model.loss_sum(session.task.batch(step, range(99)))
+                for step in range(-(-len(rows) // 6))
+            ]
+        sums[packing] = [sum(float(x) for x in column) for column in zip(*parts, strict=True)]
+    assert sums[True][1] == sums[False][1]
+    assert sums[True][0] == pytest.approx(sums[False][0], rel=1e-5)  # fp32 sums, other shapes
+
+
+def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
+    # steps so large that it gets worse again
+    config = config_of(
+        bases(), data, optimizer__learning_rate=1.0, schedule__min_ratio=1.0, run__max_steps=8,
+        run__eval_every=1, run__keep=1,
+    )  # fmt: skip
+    session, ticks = run(config, tmp_path / "r")
+    losses = [t.evaluation.loss for t in ticks]
+    step = losses.index(min(losses)) + 1
+    assert 1 < step < 8
+    assert session.best.step == step
+    adapter = load_file(tmp_path / "r" / "model" / "adapter_model.safetensors")
+    weights = {
+        n.removeprefix("model.").replace(".default", ""): t
+        for n, t in best(session, tmp_path / "r").weights.items()
+    }
+    assert adapter.keys() == weights.keys()
+    assert all(torch.equal(adapter[n], weights[n]) for n in adapter)
+    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    with quiet():
+        base = transformers.AutoModelForCausalLM.from_pretrained(bases())
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "r" / "model")
+    total, count = nll_of_answers(theirs, bases(), alpaca(11, seed=1))
+    assert total / count == pytest.approx(min(losses), rel=1e-5)  # fp32 sums, other shapes
+    assert not tuned.model.training
+
+
+RESUMED = {
+    "LoRA, fp16 base": ("Llama", "fp16", "fp16-mixed", {"model__lora_dropout": 0.2}),
+    "LoRA, GPT-2, accumulated": ("GPT2", "fp32", "bf16-mixed",
+                                 {"run__grad_accum": 2, "model__dropout": 0.1}),
+    "all weights": ("GPT2", "bf16", "bf16-split", {"model__lora_r": 0, "model__dropout": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
+    kind, stored, policy, changes = RESUMED[name]
+    if policy == "fp16-mixed":  # a scale that overflows at first and grows soon
+        policy = "params=fp32,compute=fp16,scale=dynamic,init_scale=16777216,growth_interval=3"
+    config = config_of(
+        bases(kind, stored), data, policy, run__max_steps=8, run__save_every=3, run__keep=9,
+        run__eval_every=4, **changes,
+    )  # fmt: skip
+    run(config, tmp_path / "whole")
+    session, folder = start(config, tmp_path / "cut")
+    for tick in train(session, folder.path):
+        if tick.record.step == 5:
+            break
+    folder.close()
+    del session
+    session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress, resuming=True)
+    folder = reopen_run(tmp_path / "cut")
+    assert resume(session, folder.path / "checkpoints").name in ("step-00000004", "step-00000003")
+    finish(session, folder)
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    a, b = (load_checkpoint(list_checkpoints(tmp_path / n / "checkpoints")[-1])
+            for n in ("whole", "cut"))  # fmt: skip
+    for mine, theirs in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+    for file in sorted((tmp_path / "whole" / "model").iterdir()):
+        assert file.read_bytes() == (tmp_path / "cut" / "model" / file.name).read_bytes()
+
+
+def test_dropout_is_drawn_and_can_be_chosen(bases, data, tmp_path):
+    def first(path, **changes):
+        config = config_of(bases("GPT2", dropout=0.2), data, run__max_steps=1, **changes)
+        return run(config, tmp_path / path)[1][0].record.loss
+
+    own, none = first("own"), first("none", model__dropout=0.0)
+    assert own != none
+    assert (
+        none
+        == run(config_of(bases("GPT2"), data, run__max_steps=1), tmp_path / "b")[1][0].record.loss
+    )
+    with pytest.raises(ConfigError, match=r"model.dropout=1.0; allowed: below 1"):
+        config_of(bases("GPT2"), data, model__dropout=1.0)
+
+
+def test_gradient_checkpointing_changes_no_number(bases, data, tmp_path):
+    losses = []
+    for on in (False, True):
+        config = config_of(bases("GPT2"), data, model__gradient_checkpointing=on)
+        session, ticks = run(config, tmp_path / str(on))
+        losses.append([t.record.loss for t in ticks])
+        layers = [getattr(m, "gradient_checkpointing", False) for m in session.task.model.modules()]
+        assert any(layers) == on
+    assert losses[0] == losses[1]
+
+
+def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
+    chat = {"data__train": [str(data / "chat.jsonl")], "data__dev": []}
+    base = bases("Qwen2", chat=True)
+    config = config_of(base, data, **chat)
+    session, _ = run(config, tmp_path / "r")
+    about = json.loads((tmp_path / "r" / "prompt.json").read_text())
+    assert (about["format"], about["template"]) == ("chat", "tokenizer")
+    # What is learned: every answer, and the end of its turn.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    learned = []
+    for rows in (session.task.data.train_rows, session.task.data.dev_rows):
+        text = tokenizer.decode([t for t in rows.targets.tolist() if t != -100])
+        learned += text.split("<|im_end|>")[:-1]
+    wanted = [m["content"] for r in chats(24) for m in r["messages"] if m["role"] == "assistant"]
+    assert sorted(learned) == sorted(wanted)
+    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    assert tuned.tokenizer.end_of_turn() == [lm_folders.END]
+    with silence():
+        text = tuned.answer("turn round: red blue", max_new_tokens=5, temperature=0)
+    assert isinstance(text, str)
+    without, folder = start(config_of(bases("Qwen2"), data, **chat), tmp_path / "without")
+    folder.close()
+    assert without.task.data.template == "vicuna"
+
+
+def test_answers_come_through_the_template(bases, data, tmp_path):
+    """Greedy, by hand: the training's prompt, then the likeliest id until the end of text."""
+    base = bases("GPT2")
+    # so long that it knows how to answer, and to stop
+    config = config_of(base, data, model__lora_r=0, run__max_steps=60, run__eval_every=60)
+    run(config, tmp_path / "r")
+    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "model")
+    question = "turn round: red stone"
+    prompt = tokenizer.encode(ALPACA.format(instruction=question), add_special_tokens=False)
+    ids, ended = list(prompt), False
+    for _ in range(30):
+        with torch.no_grad():
+            likeliest = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        if likeliest == lm_folders.EOS:
+            ended = True
+            break
+        ids.append(likeliest)
+    assert ended
+    assert len(ids) > len(prompt)
+    with silence():
+        found = tuned.answer(question, max_new_tokens=30, temperature=0)
+    assert found == tokenizer.decode(ids[len(prompt) :]).strip()
+    raw = tuned.answer(ALPACA.format(instruction=question), raw=True, max_new_tokens=30,
+                       temperature=0)  # fmt: skip
+    assert raw == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("stored", "policy", "held"),
+    [("fp16", "fp16-mixed", "fp16"), ("bf16", "bf16-pure", "bf16"), ("fp16", "bf16-mixed", "fp32")],
+)
+def test_a_tuned_model_is_used_as_it_was_trained(stored, policy, held, bases, data, tmp_path):
+    """The same dtypes, and the same logits to the bit."""
+    config = config_of(bases("Llama", stored), data, policy)
+    session, _ = run(config, tmp_path / "r")
+    tuned = open_tuned_lm(tmp_path / "r", session.config, CPU)
+    frozen = {p.dtype for n, p in tuned.model.named_parameters() if ".lora_" not in n}
+    assert frozen == {DTYPES[held]}
+    assert {p.dtype for n, p in tuned.model.named_parameters() if ".lora_" in n} == {
+        parse_policy(policy).param_dtype
+    }
+    assert session.best.step == 4  # what is in memory is what was left
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), tuned.around():
+        assert torch.equal(tuned.model.logits(ids), session.task.model.eval().logits(ids))
+
+
+def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
+    """The prompt's ids, the ends, and all options."""
+    given = []
+    monkeypatch.setattr(
+        "halfstep.trainer.tasks.tuned_lm.generate_ids",
+        lambda model, ids, **options: given.append((ids, options)) or [],
+    )
+    base = bases("Llama", bos=True, chat=True)
+    run(config_of(base, data, run__max_steps=1), tmp_path / "r")
+    tuned = open_tuned_lm(tmp_path / "r", config_of(base, data), CPU)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tuned.answer("x y", top_k=3, max_new_tokens=7)
+    tuned.answer("x y", raw=True)
+    tuned.answer("", raw=True)
+    ids, options = given[0]
+    assert ids == tokenizer.encode(ALPACA.format(instruction="x y"))  # bos first
+    assert ids[0] == lm_folders.BOS
+    assert options == {
+        "ends": [[lm_folders.EOS], [lm_folders.END]], "top_k": 3, "max_new_tokens": 7,
+    }  # fmt: skip
+    assert given[1][0] == tokenizer.encode("x y")
+    assert given[2][0] == [lm_folders.BOS]
+    tuned.tokenizer.bos_id = None
+    tuned.answer("", raw=True)
+    assert given[3][0] == [lm_folders.EOS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_validation_row_counts_once_over_the_ranks(ranks, bases, data, tmp_path):
+    session, folder = start(config_of(bases(), data, data__packing=False), tmp_path / "r")
+    folder.close()
+    rows = session.task.data.dev_rows
+    assert len(rows) == 11
+    shares = [list(validation_batches(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1  # sharded ranks run as often
+    counts = [int((t_BT != -100).sum()) for share in shares for _, t_BT, _ in share]
+    assert sum(counts) == rows.learned_tokens
+    assert len(counts) == ranks * math.ceil(6 / ranks)
+    assert len(list(validation_batches(rows, 2, 0, 3))) == 3
+
+
+def test_architectures_that_let_documents_see_each_other_are_padded(data, tmp_path):
+    base = save_base(tmp_path / "bloom", "Bloom")
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM lets documents .* pad instead"):
+        start(config_of(base, data), tmp_path / "r")
+    _, ticks = run(config_of(base, data, data__packing=False), tmp_path / "padded")
+    assert ticks[-1].record.loss < ticks[0].record.loss
+
+
+def test_transformers_has_nothing_to_say(bases, data, tmp_path, monkeypatch):
+    """Its logger writes to a stream of its own, so it is caught by the hand."""
+    said = []
+    logger = transformers.modeling_utils.logger
+    monkeypatch.setattr(logger, "warning_once", lambda text, *_: said.append(text))
+    with silence():
+        run(config_of(bases("GPT2"), data, data__packing=False), tmp_path / "r")
+    assert said == []
+
+
+def test_adapters_follow_the_seed(bases, data, tmp_path):
+    first = []
+    for seed in (1, 1, 2):
+        config = config_of(bases(), data, run__seed=seed)
+        session = open_session(config, no_progress)
+        first.append(next(p for p in session.task.model.parameters() if p.requires_grad))
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
+
+
+def test_a_changed_base_is_noticed(data, tmp_path):
+    base = save_base(tmp_path / "base")
+    config = config_of(base, data, run__save_every=2)
+    session, _ = run(config, tmp_path / "r")
+    save_base(base, seed=5)
+    with pytest.raises(ConfigError, match=r"the base model .*base has changed since the run"):
+        open_tuned_lm(tmp_path / "r", config, CPU)
+    session = open_session(with_run_folder(config, tmp_path / "r"), no_progress, resuming=True)
+    with pytest.raises(CheckpointError, match="made with another base model"):
+        resume(session, tmp_path / "r" / "checkpoints")
+
+
+BAD = {
+    "no model": ({"model__source": ""}, ConfigError, "name a model to tune by --model"),
+    "positions": ({"data__max_length": 161}, ConfigError,
+                  r"data.max_length=161 is over the 160 positions .*lower --max-length"),
+    "nothing to learn": ({"data__max_length": 20}, DataError, "no document of 48 is left"),
+    "measure": ({"run__best_by": "accuracy"}, ConfigError, "best_by=accuracy is for classifiers"),
+    "target": ({"model__lora_targets": ["nose"]}, ConfigError, "no layer has the LoRA target"),
+    "rank": ({"model__lora_r": -1}, ConfigError, "model.lora_r=-1; allowed"),
+    "no folder": ({"model__source": "./nowhere"}, ConfigError, "nowhere"),
+    "tensor": ({"run__batch_size": 999, "run__grad_accum": 333}, ConfigError, "too small for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_run_is_refused_before_a_folder_exists(name, bases, data, tmp_path):
+    changes, kind, words = BAD[name]
+    with pytest.raises(kind, match=words):
+        start(config_of(bases(), data, **changes), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_folders_that_cannot_be_tuned(data, tmp_path):
+    base = save_base(tmp_path / "base", eos=False)
+    with pytest.raises(ConfigError, match="has no end-of-text token"):
+        start(config_of(base, data), tmp_path / "r")
+    save_tokenizer(base)
+    run(config_of(base, data, run__max_steps=1), tmp_path / "r")
+    with pytest.raises(ConfigError, match="holds an adapter, not a model"):
+        start(config_of(tmp_path / "r" / "model", data), tmp_path / "again")
+    edit_json(base / "config.json", auto_map={"AutoModelForCausalLM": "code.Model"})
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        start(config_of(base, data), tmp_path / "again")
+    # a run's own word for it is not believed when it is used
+    trusting = config_of(base, data, model__trust_remote_code=True)
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        open_tuned_lm(tmp_path / "r", trusting, CPU)
+
+
+def test_control_tokens_in_the_data_are_refused(bases, data, tmp_path):
+    write(tmp_path / "x.jsonl", [*alpaca(3), {"instruction": "a", "output": "b</s>c"}])
+    config = config_of(bases(), data, data__train=[str(tmp_path / "x.jsonl")])
+    with pytest.raises(DataError, match=r"x.jsonl:4: a text holds '</s>'"):
+        start(config, tmp_path / "r")
+
+
+def test_a_tokenizer_of_another_model_is_refused(data, tmp_path):
+    base = save_base(tmp_path / "base", vocab=100)
+    with pytest.raises(ConfigError, match="tokenizer and weights are of different models"):
+        start(config_of(base, data), tmp_path / "r")
+
+
+def test_an_adapter_merges_into_the_same_function(bases, data, tmp_path):
+    run(config_of(bases("GPT2"), data), tmp_path / "r")
+    model = open_adapted_lm(tmp_path / "r" / "model").eval()
+    model.save_(tmp_path / "merged", {}, merge=True)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        # W x + s B A x against (W + s B A) x in fp32
+        torch.testing.assert_close(merged(ids).logits, model.logits(ids), rtol=1e-4, atol=1e-4)
+        moved = open_causal_lm(bases("GPT2")).eval().logits(ids) - model.logits(ids)
+    assert moved.abs().max() > 1e-2
