@@ -1,15 +1,21 @@
 """The command line as a user meets it: exit codes, one-line errors, files, --help at once."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from halfstep.cli import train
 from halfstep.cli.grammar import split_overrides
 from halfstep.cli.main import main
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
@@ -22,7 +28,38 @@ SMALL = [
 ]  # fmt: skip
 
 
-def halfstep(*arguments, timeout=120, cwd=None, **environment):
+@dataclass
+class Done:
+    """How a command ended that ran in this process."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def halfstep(*arguments, **environment):
+    """Run a command in this process, one thread, without the benchmark of products."""
+    out, err = io.StringIO(), io.StringIO()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(train, "keep_freed_memory", lambda: None)
+        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # as Python does for users
+                code = main([*map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+        finally:
+            torch.set_num_threads(threads)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def in_process_of_its_own(*arguments, timeout=120, cwd=None, **environment):
+    """Run a command as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "halfstep", *map(str, arguments)],
         capture_output=True,
@@ -38,9 +75,9 @@ def halfstep(*arguments, timeout=120, cwd=None, **environment):
 def finished_run(corpus, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "r"
     cache = tmp_path_factory.getbasetemp() / "cache"
-    done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6,
-                    "--save-every", 6, "--output-dir", path, "--report-to", "tensorboard",
-                    HALFSTEP_CACHE=str(cache))  # fmt: skip
+    words = ["--eval-every", 6, "--save-every", 6, "--report-to", "tensorboard"]
+    done = in_process_of_its_own("train", *SMALL, "--data", corpus, "--max-steps", 12, *words,
+                                 "--output-dir", path, HALFSTEP_CACHE=str(cache))  # fmt: skip
     assert done.returncode == 0, done.stderr
     return path, done
 
@@ -245,7 +282,7 @@ def test_a_model_that_returns_nan_ends_with_code_3_and_the_last_checkpoint(
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    done = halfstep("train", "--precision", "bf61", cwd=tmp_path, HALFSTEP_DEBUG="1")
+    done = in_process_of_its_own("train", "--precision", "bf61", cwd=tmp_path, HALFSTEP_DEBUG="1")
     assert "Traceback" in done.stderr
 
 
@@ -360,7 +397,7 @@ def test_demo_prints_a_sample_and_a_table(tmp_path, corpus):
         f'[data]\ntrain = ["{corpus}"]\ntokenizer = "bytes"\n[run]\nbatch_size = 4\n'
         f'device = "cpu"\neval_batches = 2\n'
     )
-    done = halfstep("demo", "--config", config, "--max-steps", 3, cwd=tmp_path)
+    done = in_process_of_its_own("demo", "--config", config, "--max-steps", 3, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     header, fp32, bf16 = done.stdout.split("precision", 1)[1].splitlines()[:3]
     assert header.split() == ["val", "loss", "tokens/s", "peak", "memory", "loss", "scale",

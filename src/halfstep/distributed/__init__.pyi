@@ -1,7 +1,7 @@
 """The public names of halfstep.distributed; each is loaded on first use."""
 
-from .consistency import check_agreement as check_agreement
 from .comm_hook import sum_hook as sum_hook
+from .consistency import check_agreement as check_agreement
 from .data.reducer import GradientReducer as GradientReducer, broadcast_ as broadcast_
 from .layout import Layout as Layout
 from .plan import ParallelPlan as ParallelPlan, plan_of as plan_of
