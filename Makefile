@@ -1,5 +1,7 @@
 # make demo        train a GPT in fp32 and bf16-mixed on real text and compare (about 5 minutes)
-# make test        install what tests need and run them
+# make test        install what tests need and run what must hold
+# make test-unit   the quick tier of it: arithmetic, policies, optimizers, meters, data, checkpoints
+# make test-all    every test but the strangers', slow ones included
 # make check       lint, format, types, then the tests: what .ci/run does, but for the wheel
 # make test-slow   the tests marked slow
 # make test-without-bf16   the tests as a CPU without bf16 instructions runs them
@@ -12,10 +14,14 @@ BIN = $(VENV)/bin
 WORKERS ?= 2
 STRANGERS_VENV ?= .venv-strangers
 
-# The tests' tensors are small: threads that wait for each other cost more than they give.
-test test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
+UNIT = tests/architecture tests/diagnostics tests/golden tests/optim tests/precision tests/properties tests/reference \
+       tests/trainer/checkpoint tests/trainer/data tests/test_errors.py tests/test_format_bits.py tests/test_formats.py \
+       tests/test_readme.py tests/test_torch_version.py
 
-.PHONY: demo test test-slow test-strangers test-without-bf16 test-distributed lint check wheel benchmark clean
+# The tests' tensors are small: threads that wait for each other cost more than they give.
+test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh
@@ -24,6 +30,14 @@ demo:
 test:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python -m pytest -q -m "not slow and not strangers" -n $(WORKERS)
+
+test-unit:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) $(UNIT)
+
+test-all:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python -m pytest -q -m "not strangers" -n $(WORKERS) --timeout 1800
 
 test-slow:
 	@VENV=$(VENV) scripts/setup-venv.sh test
