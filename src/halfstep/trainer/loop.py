@@ -7,7 +7,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
-from halfstep.distributed.world import SAVING_SECONDS, World
+from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
@@ -70,119 +70,168 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
-    config, settings, world = session.config, session.config.run, session.world
-    folder = path / CHECKPOINTS
-    pace = Pace(session)
-    max_norm = config.optimizer.max_norm or None
+    settings, pace = session.config.run, Pace(session)
     session.check_agreement("before the first step")
-    saver = Saver(
-        folder,
-        settings.keep,
-        world.rank,
-        world.size,
-        token=world.share(secrets.token_hex(8)),
-        background=settings.background_save,
-        timeout=SAVING_SECONDS / 2,
-        meet=world.wait_for_save,
-    )
-    metrics: MetricsFile | NoMetrics = NoMetrics()
-    if world.is_main:
-        metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
     started = time.perf_counter()
+    with (
+        _Books(session, path) as books,
+        Interrupt() as interrupt,
+        closing(_Losses(session)) as losses,
+    ):
+        while session.step < settings.max_steps and not _patience_is_over(session):
+            taken = _take_step(session, books)
+            stopped_by = _agreed_stop(session, interrupt, started)
+            finished = session.step == settings.max_steps
+            last = finished or bool(stopped_by)
+            evaluation, better = None, False
+            due = _due(session.step, settings.eval_every)
+            if due or finished or stopped_by == "max_seconds":
+                evaluation, better = _evaluate(session, pace)
+                if _patience_is_over(session) and not last:
+                    stopped_by, last = "patience", True
+            lost = losses.measured() if taken.result.applied else ()
+            record = _record(session, taken, pace, evaluation, lost)
+            books.write(record)  # before the checkpoint, so that no resume misses the line
+            checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
+            pace.stepped(taken.seconds)
+            if better and session.task.keeps_best:
+                session.world.main_only(lambda: report_best(session, path))
+            left, verdicts = pace.seconds_left(), losses.verdicts(lost)
+            yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
+            if last:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step that was taken: what it did, its learning rate, seconds, and tokens of all ranks."""
+
+    result: StepResult
+    learning_rate: float
+    seconds: float
+    tokens: int
+
+
+def _take_step(session: Session, books: _Books) -> _Taken:
+    config, begin = session.config, time.perf_counter()
+    lr = learning_rate(
+        config.optimizer.learning_rate,
+        config.schedule,
+        session.step,
+        session.applied,
+        config.run.max_steps,
+    )
+    batches, seeds = session.micro_batches()
     try:
-        with _settled(saver, world), Interrupt() as interrupt, closing(_Losses(session)) as losses:
-            while session.step < settings.max_steps and not _patience_is_over(session):
-                begin = time.perf_counter()
-                lr = learning_rate(
-                    config.optimizer.learning_rate,
-                    config.schedule,
-                    session.step,
-                    session.applied,
-                    settings.max_steps,
-                )
-                batches, seeds = session.micro_batches()
+        result = train_step(
+            session.loss_sum,
+            session.precision,
+            session.strategy,
+            batches,
+            learning_rate=lr,
+            max_norm=config.optimizer.max_norm or None,
+            targets=session.task.targets,
+            seeds=seeds,
+        )
+    except NonFiniteError as error:
+        raise books.last_words(error) from error
+    tokens = session.task.tokens(session.step)
+    session.step += 1
+    session.tokens += tokens
+    return _Taken(result, lr, time.perf_counter() - begin, tokens)
+
+
+def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
+    """Why all ranks stop now, or nothing."""
+    limit = session.config.run.max_seconds
+    late = limit and time.perf_counter() - started > limit
+    reason = interrupt.requested or ("max_seconds" if late else "")
+    return STOPS[session.world.largest(STOPS.index(reason))]
+
+
+def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
+    """The validation result, and whether it is the best so far."""
+    begin = time.perf_counter()
+    evaluation = session.evaluate()
+    pace.evaluated(time.perf_counter() - begin)
+    return evaluation, session.note(evaluation)
+
+
+class _Books:
+    """What a run writes while it goes on: metrics, and checkpoints beside training."""
+
+    def __init__(self, session: Session, path: Path) -> None:
+        settings, world = session.config.run, session.world
+        self._session = session
+        self._folder = path / CHECKPOINTS
+        self._saver = Saver(
+            self._folder,
+            settings.keep,
+            world.rank,
+            world.size,
+            token=world.share(secrets.token_hex(8)),
+            background=settings.background_save,
+            timeout=SAVING_SECONDS / 2,
+            meet=world.wait_for_save,
+        )
+        self._metrics: MetricsFile | NoMetrics = NoMetrics()
+        if world.is_main:
+            self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+        self.write = self._metrics.write
+
+    def __enter__(self) -> _Books:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for a save, but not for the receipts of ranks that are gone."""
+        try:
+            if error is None:
+                self._saver.close()
+            elif self._session.world.size == 1 or not lost_contact(error):
                 try:
-                    result = train_step(
-                        session.loss_sum,
-                        session.precision,
-                        session.strategy,
-                        batches,
-                        learning_rate=lr,
-                        max_norm=max_norm,
-                        targets=session.task.targets,
-                        seeds=seeds,
-                    )
-                except NonFiniteError as error:
-                    last_words = Record(
-                        step=session.step + 1, applied=False, skip_reason=error.cause
-                    )
-                    also = ""
-                    # what is being saved may be the last checkpoint, which the message names
-                    for work in (partial(metrics.write, last_words), saver.wait):
-                        try:
-                            work()
-                        except HalfstepError as failed:  # the first cause is the one to tell
-                            also += f"; {failed}"
-                    world.wait_for_save()
-                    raise _stopped(error, session.step + 1, folder, world, also) from error
-                tokens = session.task.tokens(session.step)
-                session.step += 1
-                session.tokens += tokens
-                seconds = time.perf_counter() - begin
+                    self._saver.close()
+                except HalfstepError as failed:
+                    raise error from failed
+        finally:
+            self._metrics.close()
 
-                late = settings.max_seconds and time.perf_counter() - started > settings.max_seconds
-                reason = interrupt.requested or ("max_seconds" if late else "")
-                stopped_by = STOPS[world.largest(STOPS.index(reason))]
-                finished = session.step == settings.max_steps
-                last = finished or bool(stopped_by)
-                evaluation, better = None, False
-                if (
-                    _due(session.step, settings.eval_every)
-                    or finished
-                    or stopped_by == "max_seconds"
-                ):
-                    begin = time.perf_counter()
-                    evaluation = session.evaluate()
-                    pace.evaluated(time.perf_counter() - begin)
-                    better = session.note(evaluation)
-                    if _patience_is_over(session) and not last:
-                        stopped_by, last = "patience", True
-                lost = losses.measured() if result.applied else ()
-                record = _record(session, result, lr, seconds, tokens, pace, evaluation, lost)
-                metrics.write(record)  # before the checkpoint, so that no resume misses the line
-                judged = evaluation is not None and session.task.keeps_best
-                saving = _due(session.step, settings.save_every) or last or judged
-                if saving or _due(session.step, settings.agree_every):
-                    session.check_agreement()
-                if saving:
-                    saver.save(session.step, session.checkpoint(), spared=_spared(session))
-                checkpoint = saver.wait() if last else saver.finished()
-                if saving:
-                    world.wait_for_save()
-                pace.stepped(seconds)
-                if better and session.task.keeps_best:
-                    world.main_only(lambda: report_best(session, path))
-                left, verdicts = pace.seconds_left(), losses.verdicts(lost)
-                yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
-                if last:
-                    break
-    finally:
-        metrics.close()
+    def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
+        """Save a checkpoint if it is time; return the one that was completed meanwhile."""
+        session = self._session
+        run, world = session.config.run, session.world
+        saving = _due(session.step, run.save_every) or last
+        saving |= evaluated and session.task.keeps_best
+        if saving or _due(session.step, run.agree_every):
+            session.check_agreement()
+        if saving:
+            self._saver.save(session.step, session.checkpoint(), spared=_spared(session))
+        checkpoint = self._saver.wait() if last else self._saver.finished()
+        if saving:
+            world.wait_for_save()
+        return checkpoint
 
-
-@contextmanager
-def _settled(saver: Saver, world: World) -> Iterator[None]:
-    """Wait for a save when the block ends, but not for the receipts of ranks that are gone."""
-    try:
-        yield
-    except BaseException as error:
-        if world.size == 1 or not lost_contact(error):
+    def last_words(self, error: NonFiniteError) -> NonFiniteError:
+        """Write why the run stops; the error, which then names the last checkpoint."""
+        step, world, also = self._session.step + 1, self._session.world, ""
+        record = Record(step=step, applied=False, skip_reason=error.cause)
+        # what is being saved may be the last checkpoint, which the message names
+        for work in (partial(self.write, record), self._saver.wait):
             try:
-                saver.close()
-            except HalfstepError as failed:
-                raise error from failed
-        raise
-    saver.close()
+                work()
+            except HalfstepError as failed:  # the first cause is the one to tell
+                also += f"; {failed}"
+        world.wait_for_save()
+        kept = list_checkpoints(self._folder)
+        last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
+        last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
+        return NonFiniteError(
+            f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
+        )
 
 
 class _Losses:
@@ -228,14 +277,12 @@ def _spared(session: Session) -> int | None:
 
 def _record(
     session: Session,
-    result: StepResult,
-    lr: float,
-    seconds: float,
-    tokens: int,
+    taken: _Taken,
     pace: Pace,
     evaluation: Evaluation | None,
     lost: Sequence[GroupReport],
 ) -> Record:
+    result, seconds, tokens = taken.result, taken.seconds, taken.tokens
     run = session.config.run
     rate = session.task.flops(tokens) / seconds
     sent, fp32 = session.strategy.traffic(run.grad_accum)
@@ -246,7 +293,7 @@ def _record(
         val_loss=evaluation.loss if evaluation else None,
         val_accuracy=evaluation.accuracy if evaluation else None,
         val_macro_f1=evaluation.macro_f1 if evaluation else None,
-        learning_rate=lr,
+        learning_rate=taken.learning_rate,
         grad_norm=result.grad_norm,
         loss_scale=result.loss_scale,
         skip_reason=result.reason,
@@ -263,17 +310,6 @@ def _record(
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
         peak_memory_bytes=peak_memory_bytes(session.device),
-    )
-
-
-def _stopped(
-    error: NonFiniteError, step: int, folder: Path, world: World, also: str
-) -> NonFiniteError:
-    kept = list_checkpoints(folder)
-    last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
-    last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-    return NonFiniteError(
-        f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
     )
 
 
