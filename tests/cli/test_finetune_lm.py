@@ -306,7 +306,11 @@ def test_raw_is_for_tuned_models(halfstep, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("model", "lora", "precision"),
-    [("llama", 8, "fp16-mixed"), ("gpt2", 8, "bf16-mixed"), ("gpt2", 0, "fp32")],
+    [
+        ("llama", 8, "fp16-mixed"),
+        pytest.param("gpt2", 8, "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param("gpt2", 0, "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_are_two_micro_batches(model, lora, precision, place, halfstep, tmp_path):
     """Nine validation records in uneven batches: every one counts once.

@@ -298,6 +298,7 @@ def test_two_ranks_print_and_write_once(two, files, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow  # tests/cli/test_train_ranks.py has the same of a GPT
 def test_torchrun_is_the_same(two, files, tmp_path):
     path, _ = two
     code, out, err = ranks([*words_of(files, tmp_path / "r"), "--quiet"], command=TORCHRUN)

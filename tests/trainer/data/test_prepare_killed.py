@@ -18,7 +18,7 @@ TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "i
 # itself at moment N by SIGKILL, before that call takes place.
 KILLED = """
 import builtins, os, pathlib, signal, sys
-from halfstep.trainer.data import encode
+from halfstep.trainer.data.corpus import encode
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus.prepare import prepare
 

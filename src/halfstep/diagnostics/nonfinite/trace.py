@@ -53,9 +53,7 @@ from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.scaling import calibrate, gradients
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = tuple(
-    str(Path(__file__).with_name(n)) for n in ("first_cause.py", "operations.py", "module_calls.py")
-)
+_OURS = tuple(str(Path(__file__).with_name(n)) for n in ("trace.py", "operations.py"))
 _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
 # Here overflow is tried on purpose, or looked for: it is no cause.
 _TRIALS = (calibrate.__file__, gradients.__file__)
