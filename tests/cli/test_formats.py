@@ -204,7 +204,7 @@ def test_what_is_no_number_is_refused_in_one_line(text, capsys):
     assert len(error.splitlines()) == 1
     assert error.startswith("halfstep: error: ")
     if text != "--1":
-        assert f"VALUE {text!r} is no number; allowed: decimal (0.1, -1e-8)" in error
+        assert f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8)" in error
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1e-400", "-0.001e-330", "0x1p1024",

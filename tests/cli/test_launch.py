@@ -69,7 +69,7 @@ def test_ranks_get_the_command_without_nproc(monkeypatch, tmp_path):
         (["--nproc", "2", "--", "--no-such"], "unrecognized arguments: --no-such"),
         (["--nproc", "2", "--", "--max-restarts"], "invalid int value: '<nothing>'"),
         (["--nproc", "2", "--", "--seed", "3"], "those of train stand before --"),
-        (["--nproc", "2", "--", "seed"], "'seed' is no option of torchrun"),
+        (["--nproc", "2", "--", "seed"], "'seed' is not an option of torchrun"),
         (["--nproc", "2", "--", "--nproc-per-node", "3"], "say it as --nproc N"),
         (["--nproc", "2", "--", "-m"], "--module; ranks run halfstep train"),
         (["--nproc", "2", "--", "--max-restarts", "-1"], "max_restarts must be >= 0"),

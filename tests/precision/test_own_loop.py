@@ -292,7 +292,7 @@ def test_a_rank_that_cannot_take_a_parameter_in_tells_the_others():
         loss = model(X).square().mean()
     precision.backward(loss)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(PrecisionError, match="no parameter of the model"):
+    with pytest.raises(PrecisionError, match="not a parameter of the model"):
         precision.step()
     assert ranks.told == 1
 

@@ -111,14 +111,14 @@ class Loopback(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else would notice."""
+        """Ignored: no other agent would notice."""
 
     def num_nodes_waiting(self) -> int:
         """No other machine can come."""
         return 0
 
     def get_run_id(self) -> str:
-        """One store, one run."""
+        """A fixed name: each store serves a single run."""
         return "halfstep"
 
     def shutdown(self) -> bool:

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         export_lm(arguments, config)
         return 0
     if arguments.adapter:
-        raise ConfigError(f"--adapter: {path} is no run of finetune lm; leave it out")
+        raise ConfigError(f"--adapter: {path} is not a run of finetune lm; leave it out")
     if isinstance(config, ClassifyConfig):
         if arguments.dtype not in (None, "fp32"):
             raise ConfigError(f"--dtype {arguments.dtype}: a classifier is written in fp32")

@@ -11,7 +11,7 @@ LORA, FULL = "lm-lora", "lm-full"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train as ``halfstep train`` does; default settings are of what is tuned.
+    """Train as ``halfstep train`` does, with default settings for the kind of model that is tuned.
 
     A classifier that is loaded takes smaller steps than one from scratch, and all weights of a
     language model smaller ones than its adapters.

@@ -44,8 +44,8 @@ def read_value(text: str) -> float:
         value = math.inf
     except ValueError:
         raise ConfigError(
-            f"VALUE {text!r} is no number; allowed: decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), "
-            "inf, nan"
+            f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8), hexadecimal "
+            "(0x1.8p-3), inf, nan"
         ) from None
     digits = text.lower().replace("0x", "").partition("p" if hexadecimal else "e")[0]
     zeroed = value == 0.0 and bool(digits.strip("+-0._ \t\n"))

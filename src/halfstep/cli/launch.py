@@ -133,7 +133,7 @@ def _torchrun_options(words: list[str]) -> argparse.Namespace:
         raise ConfigError(f"after --: {reason}; {_HINT}") from None
     if options.training_script != _SCRIPT or options.training_script_args:
         raise ConfigError(
-            f"after --: {options.training_script!r} is no option of torchrun; {_HINT}"
+            f"after --: {options.training_script!r} is not an option of torchrun; {_HINT}"
         )
     if options.nproc_per_node:
         raise ConfigError("after --: --nproc-per-node; say it as --nproc N before --")

@@ -89,7 +89,7 @@ def _train(
                 world.main_only(lambda: write_config(path, session.config))
                 display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
                 for other in passed_over(path / CHECKPOINTS):
-                    display.say(f"note: {other} has no manifest: it is no checkpoint, remove it")
+                    display.say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
                 if before != config.precision:
                     display.say(f"the precision changes from {before} to {config.precision}")
             if world.is_main:

@@ -164,7 +164,7 @@ class NumericsCallback(TrainerCallback):
         return step
 
     def with_numbers(self, log: Callable[..., None]) -> Callable[..., None]:
-        """The Trainer's ``log``, with our numbers in what is logged of training."""
+        """The Trainer's ``log``, which now also logs :meth:`numbers` during training."""
 
         def log_numbers(logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs or "train_loss" in logs:

@@ -88,7 +88,7 @@ def incurable(
     if loss_scale.at_floor:
         return NonFiniteError(
             f"{where} at the smallest loss scale {loss_scale.value:g}: no smaller scale can help, "
-            f"so this is no overflow by scaling but a bug or values beyond the format; {same}",
+            f"so this is not an overflow by scaling but a bug or values beyond the format; {same}",
             cause="loss_scale_floor",
             parameters=found.names,
         )

@@ -276,7 +276,7 @@ HOSTILE = {
     "piece a number": (lambda m, p: m["weights"]["w"].update(pieces=[1]), "int"),
     "entry a list": (lambda m, p: m["weights"].update(w=[]), "'w'.*list"),
     "no weights": (lambda m, p: m.pop("weights"), "weights"),
-    "weights a list": (lambda m, p: m.update(weights=[]), "no table"),
+    "weights a list": (lambda m, p: m.update(weights=[]), "not a table"),
     "no files": (lambda m, p: m.pop("files"), "files"),
     "no state": (lambda m, p: m["files"].pop("state.json"), "state.json"),
     "no sha": (lambda m, p: m["files"]["state.json"].pop("sha256"), "sha256"),

@@ -66,7 +66,7 @@ def test_the_byte_tokenizer_is_utf8():
 
 @pytest.mark.parametrize("bad", [256, -1])
 def test_the_byte_tokenizer_names_an_id_that_is_no_byte(bad):
-    with pytest.raises(DataError, match=f"id {bad} is no byte"):
+    with pytest.raises(DataError, match=f"id {bad} is not a byte"):
         ByteTokenizer().decode([65, bad])
 
 

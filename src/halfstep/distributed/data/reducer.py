@@ -326,9 +326,10 @@ def neighbours(ranks: Sequence[int], rank: int, per_machine: int) -> list[list[i
         per_machine: Ranks of the run on every machine, numbered machine by machine.
 
     Returns:
-        The group's ranks on its machine, and those with its place on every machine. All ranks
-        where these are no two levels: a machine has one or all of them, or not as many as others,
-        or the group has an order of its own.
+        Two lists: the group's ranks on this rank's machine, and one rank of each machine, the one
+        at the same position there. A single list of all ranks where two levels would not help: one
+        machine has them all, each machine has one, machines have different numbers of ranks, or the
+        group is not in the order of ranks.
     """
     machines = [[*own] for _, own in groupby(ranks, lambda other: other // per_machine)]
     count = len(machines[0])

@@ -166,8 +166,9 @@ class MasterWeights:
         strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
         if strangers:
             raise PrecisionError(
-                f"the optimizer was given a tensor of shape {tuple(strangers[0].shape)} that is no "
-                "parameter of the model; add it to the model first, or give it to another optimizer"
+                f"the optimizer was given a tensor of shape {tuple(strangers[0].shape)} that is "
+                "not a parameter of the model; add it to the model first, or give it to another "
+                "optimizer"
             )
 
     @torch.no_grad()

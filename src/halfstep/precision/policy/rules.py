@@ -122,7 +122,7 @@ def root_is_fp32(policy: PrecisionPolicy, model: nn.Module) -> bool:
 
 
 def needs_region(placement: Placement) -> bool:
-    """Whether the module's forward must be told its format; else what is around it has told it."""
+    """Whether the module must set its format itself, because the one around it has another."""
     if not has_forward(placement.module):
         return False
     if not placement.fp32:

@@ -249,11 +249,13 @@ class DynamicLossScale:
         _check_keys(state, {"value", "good_steps", "tracker"}, "dynamic loss scale")
         value, good, tracker = state["value"], state["good_steps"], state["tracker"]
         if not (_is_number(value, float) and _is_number(good, int) and _is_number(tracker, int)):
-            raise PrecisionError(f"saved loss-scale state {state!r} holds what is no number")
+            raise PrecisionError(
+                f"saved loss-scale state {state!r} holds something that is not a number"
+            )
         low, high = self.config.min_scale, self.config.max_scale
         if not (_is_power_of_two(value) and low <= value <= high):
             raise PrecisionError(
-                f"saved loss scale {value!r} is no power of two between {low:g} and {high:g}"
+                f"saved loss scale {value!r} is not a power of two between {low:g} and {high:g}"
             )
         if not 0 <= good < self.config.growth_interval or tracker > self.config.hysteresis:
             raise PrecisionError(

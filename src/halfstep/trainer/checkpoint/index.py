@@ -183,7 +183,7 @@ def check_index(raw: dict[str, Any], where: Path) -> Index:
     for section in SECTIONS:
         entries = raw[section]
         if not isinstance(entries, dict):
-            raise CheckpointError(f"{where}: {section!r} is no table; {_advice(where)}")
+            raise CheckpointError(f"{where}: {section!r} is not a table; {_advice(where)}")
         tensors[section] = {
             name: _entry(entry, section, files, f"{where}: tensor {name!r} of {section}")
             for name, entry in entries.items()

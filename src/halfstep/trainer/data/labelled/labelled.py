@@ -121,7 +121,7 @@ def _dropped(role: str, named: NamedTexts) -> str:
 def _odd(
     names: tuple[str, ...], train: LabelledTexts, dev: LabelledTexts, *, split: bool
 ) -> list[str]:
-    """Words what is no error but may surprise."""
+    """Notes on labels that are allowed but may surprise."""
     notes = [
         f"classes {shown(group)} differ only in case or blanks, and count as different"
         for group in look_alikes(names)

@@ -192,7 +192,7 @@ def _sample(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _most_frequent(texts: Sequence[str], normalizer: Any, limit: int) -> list[str]:
-    """The most frequent characters of what the texts become, of equals the lower code points."""
+    """The most frequent characters of normalized texts; equal counts by code point."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(text))

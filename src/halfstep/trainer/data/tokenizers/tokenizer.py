@@ -104,7 +104,9 @@ class ByteTokenizer:
             return bytes(ids).decode("utf-8", errors="replace")
         except ValueError:
             bad = next(index for index in ids if not 0 <= index < self.vocab_size)
-            raise DataError(f"id {bad} is no byte; the byte tokenizer has ids 0 to 255") from None
+            raise DataError(
+                f"id {bad} is not a byte; the byte tokenizer has ids 0 to 255"
+            ) from None
 
     def save(self, folder: Path) -> None:
         """Writes a byte-level BPE without merges, whose ids are the bytes, marked as ours."""

@@ -120,7 +120,7 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
                 pass
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({_line(error)})"
         raise ConfigError(
-            f"model {name!r} is no folder here, is not in the download cache, and {why}. Where "
+            f"model {name!r} is not a folder here, is not in the download cache, and {why}. Where "
             f"there is a network, run `hf download {name} --local-dir DIR`, bring DIR here and "
             "give it as the model"
         ) from error

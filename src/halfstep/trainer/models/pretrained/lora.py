@@ -286,7 +286,9 @@ class LoraLM(PretrainedLM):
         own = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
         unknown = sorted(set(weights) - set(own))
         if unknown:
-            raise CheckpointError(f"weights has {unknown[0]!r}, which is no parameter of the model")
+            raise CheckpointError(
+                f"weights has {unknown[0]!r}, which is not a parameter of the model"
+            )
         if merge:
             self._save_merged(Path(folder), {**own, **weights}, dtype)
             return

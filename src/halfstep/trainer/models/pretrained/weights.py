@@ -281,7 +281,7 @@ def named_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
     names = {id(p): f"model.{n}" for n, p in model.named_parameters()}
     unknown = sorted(set(weights) - set(names.values()))
     if unknown:
-        raise CheckpointError(f"weights has {unknown[0]!r}, which is no parameter of the model")
+        raise CheckpointError(f"weights has {unknown[0]!r}, which is not a parameter of the model")
     return {
         key: weights.get(names.get(id(tensor), ""), tensor)
         for key, tensor in model.state_dict(keep_vars=True).items()
