@@ -84,14 +84,7 @@ def _train(
         sink: MetricsSink = NoSink()
         try:
             if resuming:
-                before = run_config(path).precision
-                origin = resume(session, path / CHECKPOINTS)
-                world.main_only(lambda: write_config(path, session.config))
-                display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
-                for other in passed_over(path / CHECKPOINTS):
-                    display.say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
-                if before != config.precision:
-                    display.say(f"the precision changes from {before} to {config.precision}")
+                _go_on(session, path, display)
             if world.is_main:
                 sink = open_sink(config.run.report_to, path, session.step + 1)
             for tick in train(session, path):
@@ -117,6 +110,18 @@ def _train(
         if left:
             write_out(left)
     return INTERRUPTED if interrupted else 0
+
+
+def _go_on(session: Session, path: Path, display: RunDisplay) -> None:
+    """Bring a new session to where its run was left, and say so."""
+    before, now = run_config(path).precision, session.config.precision
+    origin = resume(session, path / CHECKPOINTS)
+    session.world.main_only(lambda: write_config(path, session.config))
+    display.say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+    for other in passed_over(path / CHECKPOINTS):
+        display.say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
+    if before != now:
+        display.say(f"the precision changes from {before} to {now}")
 
 
 def _warmup_note(arguments: argparse.Namespace, config: BaseConfig, resuming: bool) -> list[str]:

@@ -69,8 +69,29 @@ def check_parameters(
                 "fp32 masters; keep that one, or make the model anew"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    owned = [p for group in groups for p in group["params"]]
+    _check_owned(
+        [p for o in optimizers for group in o.param_groups for p in group["params"]], names
+    )
+    check_buffers(model)
+    for parameter, name in names.items():
+        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
+            raise _other_numbers(policy, name, parameter)
+    kept = kept_parameters(policy, model)
+    if policy.param_dtype == torch.float32:
+        _check_fp32_weights(policy, names, optimizers, kept, upcast=upcast)
+    else:
+        if any(optimizer.state for optimizer in optimizers):
+            raise PrecisionError(
+                f"the optimizer has stepped already; make Precision({str(policy)!r}, ...) before "
+                "its first step, or load its state afterwards"
+            )
+        check_cast(policy, model, kept)
+    if policy.is_pure:
+        _check_eps(policy, names, optimizers, kept)
+
+
+def _check_owned(owned: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters of two optimizers, and tensors that are not the model's."""
     if len(set(owned)) < len(owned):
         raise PrecisionError("a parameter stands in two optimizers; give each to one")
     strangers = [i for i, p in enumerate(owned) if p not in names]
@@ -80,59 +101,65 @@ def check_parameters(
             f"(first: number {strangers[0]}); make it from this model's parameters, after the "
             "model is on its device"
         )
-    check_buffers(model)
-    for parameter, name in names.items():
-        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
-            raise _other_numbers(policy, name, parameter)
-    kept = kept_parameters(policy, model)
-    if policy.param_dtype != torch.float32 and any(o.state for o in optimizers):
+
+
+def _check_fp32_weights(
+    policy: PrecisionPolicy,
+    names: Mapping[nn.Parameter, str],
+    optimizers: Sequence[Optimizer],
+    kept: Collection[str],
+    *,
+    upcast: bool,
+) -> None:
+    """Refuse 16-bit weights where the policy trains fp32 ones, but for what can be upcast."""
+    low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
+    if low and upcast:
+        sharded = tuple(name for parameter, name in low.items() if is_sharded(parameter))
+        if sharded:
+            raise PrecisionError(
+                f"{some(sharded)} {'is' if len(sharded) == 1 else 'are'} sharded in 16 bits "
+                "already, in memory that the sharding holds: convert the model with "
+                "model.float() before it is sharded"
+            )
+        if any(optimizer.state for optimizer in optimizers):
+            raise PrecisionError(
+                "the optimizer has stepped already; upcast_trainable=True before its first step"
+            )
+    elif low:
+        found = sorted({dtype_name(p.dtype) for p in low})
         raise PrecisionError(
-            f"the optimizer has stepped already; make Precision({str(policy)!r}, ...) before its "
-            "first step, or load its state afterwards"
+            f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
+            f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
+            f"convert them with model.float(), or by upcast_trainable=True the trainable ones "
+            f"alone ({_upcast_bytes(low)} bytes more), or use a *-master policy"
         )
-    if policy.param_dtype == torch.float32:
-        low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
-        if low and upcast:
-            sharded = tuple(name for parameter, name in low.items() if is_sharded(parameter))
-            if sharded:
-                raise PrecisionError(
-                    f"{some(sharded)} {'is' if len(sharded) == 1 else 'are'} sharded in 16 bits "
-                    "already, in memory that the sharding holds: convert the model with "
-                    "model.float() before it is sharded"
-                )
-            if any(optimizer.state for optimizer in optimizers):
-                raise PrecisionError(
-                    "the optimizer has stepped already; upcast_trainable=True before its first step"
-                )
-        elif low:
-            found = sorted({dtype_name(p.dtype) for p in low})
+    frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
+    if frozen:
+        raise PrecisionError(
+            f"rules of policy {policy} keep {some(frozen)} in fp32, which 16 bits hold now; "
+            "convert their modules with .float() first"
+        )
+
+
+def _check_eps(
+    policy: PrecisionPolicy,
+    names: Mapping[nn.Parameter, str],
+    optimizers: Sequence[Optimizer],
+    kept: Collection[str],
+) -> None:
+    """Refuse an ``eps`` that 16-bit moments would round to 0."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        eps = group.get("eps")
+        if not isinstance(eps, int | float) or all(names[p] in kept for p in group["params"]):
+            continue
+        if eps and not torch.tensor(eps, dtype=policy.master_dtype).item():
+            form = dtype_name(policy.master_dtype)
             raise PrecisionError(
-                f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
-                f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
-                f"convert them with model.float(), or by upcast_trainable=True the trainable ones "
-                f"alone ({_upcast_bytes(low)} bytes more), or use a *-master policy"
+                f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
+                f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, as "
+                f"halfstep.lift_eps_(optimizer, {policy.master_dtype}) sets it, or policy "
+                f"{form}-master"
             )
-        frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
-        if frozen:
-            raise PrecisionError(
-                f"rules of policy {policy} keep {some(frozen)} in fp32, which 16 bits hold now; "
-                "convert their modules with .float() first"
-            )
-    else:
-        check_cast(policy, model, kept)
-    if policy.is_pure:
-        for group in groups:
-            eps = group.get("eps")
-            if not isinstance(eps, int | float) or all(names[p] in kept for p in group["params"]):
-                continue
-            if eps and not torch.tensor(eps, dtype=policy.master_dtype).item():
-                form = dtype_name(policy.master_dtype)
-                raise PrecisionError(
-                    f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
-                    f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, as "
-                    f"halfstep.lift_eps_(optimizer, {policy.master_dtype}) sets it, or policy "
-                    f"{form}-master"
-                )
 
 
 def _other_numbers(policy: PrecisionPolicy, name: str, parameter: Tensor) -> PrecisionError:

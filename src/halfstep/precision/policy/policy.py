@@ -89,24 +89,7 @@ class PrecisionPolicy:
 
     def __post_init__(self) -> None:
         """Raise PrecisionError for a combination that no code path can honour."""
-        for name in ("param", "compute", "output", "grad", "reduce", "master"):
-            dtype = getattr(self, f"{name}_dtype")
-            if dtype not in DTYPES.values():
-                if isinstance(dtype, str):
-                    raise PrecisionError(
-                        f"{name}={dtype!r}; allowed: a torch.dtype; by name write a field string, "
-                        "such as halfstep.parse_policy('params=bf16')"
-                    )
-                raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
-        if not isinstance(self.loss_scale, LossScaleConfig):
-            raise PrecisionError(
-                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
-                "LossScaleConfig(kind='dynamic')"
-            )
-        ways = (("update", Update), ("moments", Moments), ("casts", Casts))
-        for key, allowed in ((key, get_args(kind)) for key, kind in ways):
-            if getattr(self, key) not in allowed:
-                raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
+        self._check_values()
         p, c, m = self.param_dtype, self.compute_dtype, self.master_dtype
         low = p != torch.float32
         if low and c != p:
@@ -152,6 +135,27 @@ class PrecisionPolicy:
             )
         object.__setattr__(self, "rules", tuple((str(p), str(f)) for p, f in self.rules))
         _check_rules(self.rules, self.tf32, dtype_name(c))
+
+    def _check_values(self) -> None:
+        """Refuse values that no field of this kind may have, whatever the others are."""
+        for name in ("param", "compute", "output", "grad", "reduce", "master"):
+            dtype = getattr(self, f"{name}_dtype")
+            if dtype not in DTYPES.values():
+                if isinstance(dtype, str):
+                    raise PrecisionError(
+                        f"{name}={dtype!r}; allowed: a torch.dtype; by name write a field string, "
+                        "such as halfstep.parse_policy('params=bf16')"
+                    )
+                raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+        if not isinstance(self.loss_scale, LossScaleConfig):
+            raise PrecisionError(
+                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
+                "LossScaleConfig(kind='dynamic')"
+            )
+        ways = (("update", Update), ("moments", Moments), ("casts", Casts))
+        for key, allowed in ((key, get_args(kind)) for key, kind in ways):
+            if getattr(self, key) not in allowed:
+                raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
 
     @property
     def name(self) -> str:

@@ -134,23 +134,10 @@ def save_part(
         if team.rank == 0:
             _remove_leftovers(folder, team)
         temporary.mkdir(exist_ok=team.size > 1)
-        report: dict[str, Any] = {"nonfinite": broken} if broken else {}
-        failure: Exception | None = None
-        if not broken:
-            try:
-                report = write_part(part, temporary, team.rank, team.size)
-            except (OSError, SafetensorError) as error:
-                report, failure = {"error": str(error)}, error
-        if failure is not None and team.size == 1:
-            raise failure
+        report, failure = _written(part, temporary, team, broken)
         if team.rank:
-            if failure is None:
-                _write_receipt(temporary, team.rank, report)
-                if broken:
-                    raise _nonfinite([broken])
-                return final
-            _tell(temporary, team.rank, report)
-            raise failure
+            _hand_in(temporary, team.rank, report, failure, broken)
+            return final
         try:
             reports = [report, *_receipts(temporary, final, team)]
         except CheckpointError as error:
@@ -167,6 +154,32 @@ def save_part(
         raise
     _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
     return final
+
+
+def _written(
+    part: Part, temporary: Path, team: Team, broken: str
+) -> tuple[dict[str, Any], Exception | None]:
+    """A rank's report of the files that it has written, and why it could not, if others wait."""
+    if broken:
+        return {"nonfinite": broken}, None
+    try:
+        return write_part(part, temporary, team.rank, team.size), None
+    except (OSError, SafetensorError) as error:
+        if team.size == 1:
+            raise
+        return {"error": str(error)}, error
+
+
+def _hand_in(
+    temporary: Path, rank: int, report: dict[str, Any], failure: Exception | None, broken: str
+) -> None:
+    """Give rank 0 a receipt, and raise what this rank has to complain of."""
+    if failure is not None:
+        _tell(temporary, rank, report)
+        raise failure
+    _write_receipt(temporary, rank, report)
+    if broken:
+        raise _nonfinite([broken])
 
 
 def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None:

@@ -74,26 +74,30 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if not isinstance(items, Sequence):
             raise ConfigError(f"key {path}: {shown(value)}; allowed: a list of strings")
         return tuple(_convert(item, get_args(hint)[0], path) for item in items)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is str and isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"key {path}: {shown(value)} holds a NUL character")
     try:
-        if hint is bool and isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if hint is int and (isinstance(value, str) or (number and float(value).is_integer())):
-            return int(value)
-        if hint is float and (isinstance(value, str) or number):
-            converted = float(value)
-            if converted != converted or abs(converted) == float("inf"):
-                raise ValueError
-            return converted
-        if hint is str and isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"key {path}: {shown(value)} holds a NUL character")
-        if hint in (bool, str) and type(value) is hint:
-            return value
-    except ConfigError:
-        raise
+        return _scalar(value, hint)
     except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"key {path}: {shown(value)}; allowed: {_ALLOWED.get(hint, hint)}")
+        allowed = _ALLOWED.get(hint, hint)
+        raise ConfigError(f"key {path}: {shown(value)}; allowed: {allowed}") from None
+
+
+def _scalar(value: Any, hint: Any) -> Any:
+    """The value in the field's type; ValueError or OverflowError if it has none there."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if hint is int and (isinstance(value, str) or (number and float(value).is_integer())):
+        return int(value)
+    if hint is float and (isinstance(value, str) or number):
+        converted = float(value)
+        if converted != converted or abs(converted) == float("inf"):
+            raise ValueError
+        return converted
+    if hint in (bool, str) and type(value) is hint:
+        return value
+    raise ValueError
 
 
 _ALLOWED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}

@@ -64,15 +64,7 @@ def open_tokenizer(
                 f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
                 "tokenizer.json, or the vocabulary files that its model_type has"
             ) from error
-    # Without its files, transformers makes an empty tokenizer of the model's kind.
-    parts = dict(getattr(tokenizer, "vocab_files_names", {}))
-    whole = parts.pop("tokenizer_file", "tokenizer.json")
-    if not (folder / whole).exists():
-        lost = [name for name in parts.values() if not (folder / name).exists()]
-        if lost or not parts:
-            raise CheckpointError(
-                f"{folder} has no tokenizer: neither {whole} nor {', '.join(lost) or 'another'}"
-            )
+    _require_its_files(folder, tokenizer)
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
     own = tokenizer.model_max_length
@@ -103,6 +95,19 @@ def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
             "for one more"
         )
     return PretrainedTokenizer(tokenizer, max_length)
+
+
+def _require_its_files(folder: Path, tokenizer: Any) -> None:
+    """Refuse a folder without them: transformers then makes an empty tokenizer of the kind."""
+    parts = dict(getattr(tokenizer, "vocab_files_names", {}))
+    whole = parts.pop("tokenizer_file", "tokenizer.json")
+    if (folder / whole).exists():
+        return
+    lost = [name for name in parts.values() if not (folder / name).exists()]
+    if lost or not parts:
+        raise CheckpointError(
+            f"{folder} has no tokenizer: neither {whole} nor {', '.join(lost) or 'another'}"
+        )
 
 
 class PretrainedTokenizer:
