@@ -90,7 +90,7 @@ def check_parameters(
         _check_eps(policy, names, optimizers, kept)
 
 
-def _check_owned(owned: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
+def _check_owned(owned: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
     """Refuse parameters of two optimizers, and tensors that are not the model's."""
     if len(set(owned)) < len(owned):
         raise PrecisionError("a parameter stands in two optimizers; give each to one")
