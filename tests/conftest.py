@@ -38,3 +38,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """Prepared tokens go to a folder of this test session."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("HALFSTEP_CACHE", str(base))
+
+
+@pytest.fixture(autouse=True)
+def own_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning leaves the address of its ranks in the environment; its port may be taken now."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
