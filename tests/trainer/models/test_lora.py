@@ -218,7 +218,7 @@ def test_the_weights_given_are_the_weights_saved(tmp_path):
     assert all(bool((t == 0.5).all()) for t in saved.values())
     with pytest.raises(CheckpointError, match="not an empty folder"):
         lora.save_(tmp_path / "a", weights)
-    with pytest.raises(CheckpointError, match=r"'none', which is no parameter"):
+    with pytest.raises(CheckpointError, match=r"'none', which is not a parameter"):
         lora.save_(tmp_path / "b", {"none": torch.zeros(1)})
     name = next(iter(weights))
     weights[name] = torch.full_like(weights[name], torch.nan)

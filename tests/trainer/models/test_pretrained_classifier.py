@@ -82,7 +82,7 @@ def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
     assert all(bool((tensor == 0.5).all()) for tensor in saved.values())
     with pytest.raises(CheckpointError, match="not an empty folder"):
         model.save_(tmp_path / "out", weights)
-    with pytest.raises(CheckpointError, match=r"'model\.none', which is no parameter"):
+    with pytest.raises(CheckpointError, match=r"'model\.none', which is not a parameter"):
         model.save_(tmp_path / "other", {"model.none": torch.zeros(1)})
     weights["model.classifier.bias"] = torch.tensor([0.0, torch.nan, 0.0])
     with pytest.raises(CheckpointError, match=r"'classifier\.bias' holds NaN"):
