@@ -258,7 +258,10 @@ def test_export_of_a_classifier_copies_it(place, halfstep, tmp_path):
     assert (code, out, err) == (0, f"{tmp_path / 'out'}: classifier in fp32\n", "")
     for file in (path / "model").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
-    for option, complaint in (("--adapter", "not a run of finetune lm"), ("--dtype=bf16", "--dtype")):
+    for option, complaint in (
+        ("--adapter", "not a run of finetune lm"),
+        ("--dtype=bf16", "--dtype"),
+    ):
         code, _, err = halfstep(*export, tmp_path / "c", option)
         assert code == 2
         assert_one_line(err, complaint)
