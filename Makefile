@@ -24,7 +24,7 @@ test test-unit test-all test-slow test-strangers test-without-bf16 test-distribu
 .PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel benchmark clean
 
 demo:
-	@VENV=$(VENV) scripts/setup-venv.sh
+	@VENV=$(VENV) scripts/setup-venv.sh train
 	@$(BIN)/halfstep demo
 
 test:

@@ -8,7 +8,7 @@ run is ``halfstep finetune classify`` in a process of its own:
 
     pretrained          the folder as it is, with a new head
     same, from scratch  the same architecture and tokenizer with random weights
-    scratch:small       halfstep's own small encoder, tokenizer trained on the training texts
+    scratch:small       a small BERT from random weights, tokenizer trained on the training texts
 
 All see the same examples in the same number of steps; accuracy is that after the last step. Each
 has a learning rate of its own (not searched): what is right for pretrained weights leaves random

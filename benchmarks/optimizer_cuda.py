@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common import save, summary
-from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
@@ -238,10 +238,10 @@ def main() -> None:
         sys.exit("optimizer_cuda: torch sees no CUDA device")
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name(device)}; kernel: {kernel_name(device)}")
+    print(f"{torch.cuda.get_device_name(device)}; kernel: {kernel_for(device.type).name}")
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s read and written")
-    results = {"copy_bytes_per_second": bandwidth, "kernel": kernel_name(device)}
+    results = {"copy_bytes_per_second": bandwidth, "kernel": kernel_for(device.type).name}
     for config in arguments.configs:
         results[config] = tail(config, arguments.rounds, bandwidth)
         torch.cuda.empty_cache()

@@ -16,7 +16,8 @@ import torch
 
 from halfstep.precision.masters.rounding import (
     join,
-    kahan_add,
+    kahan_join,
+    kahan_split,
     random_bits,
     round_stochastic,
     split,
@@ -59,7 +60,7 @@ def run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         exact = exact + update
         nearest = (nearest.float() + update).bfloat16()
         weight, remainder = split(join(weight, remainder) + update)
-        kahan, residual = kahan_add(kahan, residual, update)
+        kahan, residual = kahan_split(kahan_join(kahan, residual) + update)
         bits = torch.cat([random_bits(seed, step, 1) for seed in range(SEEDS)])
         stochastic = round_stochastic(stochastic.float() + update, bits)
     return {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 # Child processes (the command line under test) must not touch the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,3 +47,49 @@ def own_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning leaves the address of its ranks in the environment; its port may be taken now."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+class Rooms(LoadScopeScheduling):
+    """Keeps a file's tests in one process, and all tests of ranks in another.
+
+    Their pools take seconds to start, and two of them side by side would share the same cores.
+    (pytest 9.2 does not hand on the marks of `--dist loadgroup`.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "ranks" if path.startswith("tests/distributed/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
+    """Hand tests out by :class:`Rooms`."""
+    return Rooms(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of products, leave the short half in the quick tier."""
+    _thin_out(items)
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Of tests marked ``covering``, leave each value of each parameter once to the quick tier.
+
+    A product of layouts, optimizers and formats asks one question many times over: the tests that
+    see no new value are marked slow, and `make test-all` runs them.
+    """
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in products.values():
+        values = {
+            case: {(name, repr(v)) for name, v in case.callspec.params.items()}  # type: ignore[attr-defined]
+            for case in cases
+            if hasattr(case, "callspec")
+        }
+        left = set().union(*values.values())
+        while left:
+            best = max(values, key=lambda case: len(values[case] & left))
+            left -= values.pop(best)
+        for case in values:  # those that are left
+            case.add_marker(pytest.mark.slow)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
-from halfstep.precision.casting.autocast import float32_matmul
+from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -72,7 +73,8 @@ def test_fp32_is_ieee_and_tf32_is_not():
     exact = a.double() @ b.double()
     errors = {}
     for tf32 in (False, True):
-        with float32_matmul(tf32, CUDA):
+        context = Autocast(parse_policy("tf32" if tf32 else "fp32"), None, CUDA)
+        with context.pins() or nullcontext():
             errors[tf32] = float((a @ b - exact).norm() / exact.norm())
     assert errors[False] < 1e-6  # 2^-24 per product, averaged
     assert 5e-5 < errors[True] < 1e-3  # 2^-11 per operand

@@ -29,9 +29,9 @@ OTHERS = {
     "sys._getframe": "Python",
     "os._exit": "Python",
     "?._cdata": "a tensor's address, in torch's own tests of identity",
-    "?._replace": "named tuples",
-    "call._replace": "named tuples",
-    "turn._asdict": "named tuples",
+    "?._model_mapping": "transformers",
+    "?._option_string_actions": "argparse",
+    "parser._option_string_actions": "argparse",
     "accelerator._models": "accelerate",
     "accelerator._optimizers": "accelerate",
     "trainer.accelerator._optimizers": "accelerate",
@@ -115,9 +115,9 @@ def uses(own: set[str]) -> dict[str, str]:
 
 def listed(name: str) -> bool:
     """Whether a name of the source, or what it is an attribute of, is in the table."""
-    if name in OTHERS:
-        return True
     last = name.rpartition(".")[2]
+    if name in OTHERS or last in ("_asdict", "_fields", "_replace"):  # of Python's named tuples
+        return True
     if not name.startswith("torch."):
         return OBJECTS.get(last) in LISTED or f"GradScaler.{last}" in LISTED
     return any(name == known or name.startswith(f"{known}.") for known in LISTED)

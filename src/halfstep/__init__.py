@@ -10,16 +10,22 @@ from typing import Any
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _attach: tuple[Any, Any, Any] = lazy_loader.attach_stub(__name__, __file__)
 _load, __dir__, __all__ = _attach
+_TRAINER = ("Trainer", "TrainResult")
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name, and see that this torch is one that it can work with."""
     try:
         return _load(name)
+    except ModuleNotFoundError as error:
+        if name not in _TRAINER or str(error.name).startswith(("halfstep", "torch")):
+            raise
+        hint = f"halfstep.{name} needs {error.name}: pip install 'halfstep[train]'"
+        raise ModuleNotFoundError(hint, name=error.name) from error
     finally:  # before the name is used, or the ImportError told: the cause is torch's
         if name in __all__:
             _require_torch(name)

@@ -25,8 +25,6 @@ from .integrations.grad_scaler.scaler import GradScaler as GradScaler
 from .precision.after_step import EMA as EMA
 from .precision.agreement import (
     ManyRanks as ManyRanks,
-    OneRank as OneRank,
-    Ranks as Ranks,
     check_replicas as check_replicas,
 )
 from .precision.casting.autocast import support as support
@@ -46,7 +44,9 @@ from .precision.explain import explain as explain, explain_model as explain_mode
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.policy.spelling import parse_policy as parse_policy
 from .precision.result import StepResult as StepResult
+from .precision.scaling.gradients import OneRank as OneRank, Ranks as Ranks
 from .precision.scaling.loss_scale import LossScaleConfig as LossScaleConfig
 from .precision.step import Precision as Precision
+from .trainer.trainer import Trainer as Trainer, TrainResult as TrainResult
 
 __version__: str

@@ -170,4 +170,4 @@ def assert_one_line(err, *words):
     assert err.startswith("halfstep: error: "), err
     assert len(err.splitlines()) == 1, err
     for word in words:
-        assert word in err
+        assert str(word) in err, err

@@ -38,10 +38,7 @@ def refused(capsys, tmp_path, monkeypatch):
     def run(*arguments, words=""):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HALFSTEP_CACHE", str(tmp_path.parent / "cache"))
-            try:
-                code = main([str(argument) for argument in arguments])
-            except SystemExit as left:
-                code = left.code
+            code = main([str(argument) for argument in arguments])
         found = capsys.readouterr()
         lines = [line for line in found.err.splitlines() if "error:" in line]
         assert code == 2, found.err
@@ -56,6 +53,33 @@ def refused(capsys, tmp_path, monkeypatch):
         return lines[0]
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "COMMAND"),
+        (["trian"], "did you mean 'train'"),
+        (["train", "--max-stepz", "3"], "did you mean '--max-steps'"),
+        (["train", "--optimizer.learning_rat", "3"], "mean '--optimizer.learning-rate'"),
+        (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
+        (["train", "--precision", "bf61"], "did you mean 'bf16'"),
+        (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
+        (["train", "--device", "tpu"], "auto, cpu, cuda"),
+        (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
+        (["train", "--block-size", "5000"], "model.block_size"),
+        (["train", "--max-steps", "3", "--warmup-steps", "4"], "warmup_steps=4 is longer"),
+        (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),
+        (["train", "--resume"], "--output-dir"),
+        (["train", "--parallel", "pipe=2"], "'pipe=2'; allowed axes: data, shard, tensor"),
+        (["train", "--on-nonfinite", "skip"], "allowed: stop, skip:K, rollback:N"),
+        (["generate", "--run", "/tmp"], "holds no run"),
+        (["env", "--run.seed", "3"], "unknown option --run.seed; see halfstep env --help"),
+        (["evaluate", "--model", "HF"], "HF"),
+    ],
+)
+def test_a_mistake_is_one_line(refused, words, message):
+    refused(*words, words=message)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,16 @@
 """The command line as a user meets it: exit codes, one-line errors, files, --help at once."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
-from halfstep.cli import train
-from halfstep.cli.grammar import split_overrides
+from halfstep.cli.commands import COMMANDS
 from halfstep.cli.main import main
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.models.gpt.gpt import GPT
@@ -26,36 +20,6 @@ SMALL = [
     "--model.n_layer", "1", "--model.n_embd=32", "--model.n_head", "2", "--model.block_size=32",
     "--batch-size", "4", "--schedule.warmup_steps", "2", "--run.eval_batches", "2",
 ]  # fmt: skip
-
-
-@dataclass
-class Done:
-    """How a command ended that ran in this process."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def halfstep(*arguments, **environment):
-    """Run a command in this process, one thread, without the benchmark of products."""
-    out, err = io.StringIO(), io.StringIO()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(train, "keep_freed_memory", lambda: None)
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # as Python does for users
-                code = main([*map(str, arguments)])
-        except SystemExit as end:
-            code = end.code
-        finally:
-            torch.set_num_threads(threads)
-    return Done(code, out.getvalue(), err.getvalue())
 
 
 def in_process_of_its_own(*arguments, timeout=120, cwd=None, **environment):
@@ -85,26 +49,16 @@ def finished_run(corpus, tmp_path_factory):
 def test_help_does_not_import_torch_and_every_command_has_one():
     program = (
         "import sys; from halfstep.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+        "from halfstep.cli.commands import COMMANDS\n"
+        "for name in ['', *COMMANDS]: assert main([*name.split(), '--help']) == 0\n"
+        "bad = {'torch', 'numpy', 'transformers', 'tokenizers', 'rich'} & set(sys.modules)\n"
+        "assert not bad, bad"
     )
-    commands = ["train", "generate", "evaluate", "explain", "env", "configs", "export", "demo"]
-    for arguments in [["--help"], *([command, "--help"] for command in commands)]:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "usage: halfstep" in done.stdout
-    assert all(command in done.stdout for command in ["demo"])
-
-
-def test_overrides_are_split_from_options():
-    rest, pairs = split_overrides(
-        ["train", "--a.b", "1", "--data", "x.y", "--c.d-e=f=g", "--prompt", "--h.i"]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert rest == ["train", "--data", "x.y", "--prompt", "--h.i"]
-    assert pairs == [("a.b", "1"), ("c.d_e", "f=g")]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: halfstep") == len(COMMANDS) + 1
 
 
 def test_a_run_writes_what_it_promises(finished_run):
@@ -121,7 +75,9 @@ def test_a_run_writes_what_it_promises(finished_run):
     ]  # fmt: skip
 
 
-def test_a_simulated_run_says_that_compile_changes_nothing(corpus, tmp_path):
+# of torch's own, on the way to its compiler; Python does not show it to users
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_simulated_run_says_that_compile_changes_nothing(corpus, tmp_path, halfstep):
     losses = {}
     for name, more in (("plain", []), ("compiled", ["--compile"])):
         done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 6, "--precision",
@@ -133,7 +89,7 @@ def test_a_simulated_run_says_that_compile_changes_nothing(corpus, tmp_path):
     assert losses["compiled"] == losses["plain"]
 
 
-def test_generate_evaluate_export_and_back(finished_run, tmp_path):
+def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     path, _ = finished_run
     first = halfstep("generate", "--run", path, "--prompt", "the quick", "--max-new-tokens", 20)
     again = halfstep("generate", "--run", path, "--prompt", "the quick", "--max-new-tokens", 20)
@@ -160,11 +116,14 @@ def test_generate_evaluate_export_and_back(finished_run, tmp_path):
     same = halfstep("generate", "--model", target, "--prompt", "the quick",
                     "--max-new-tokens", 20, "--precision", "bf16-mixed")  # fmt: skip
     assert same.stdout == first.stdout, same.stderr
+    cold = halfstep("generate", "--run", path, "--temperature", "-1")
+    assert cold.returncode == 2
+    assert "temperature" in cold.stderr
     twice = halfstep("export", "--run", path, "--to", "hf", "--output", target)
     assert twice.returncode == 2
 
 
-def test_explain_env_and_configs(tmp_path):
+def test_explain_env_and_configs(tmp_path, halfstep):
     text = halfstep("explain", "fp16-mixed", "params=bf16,master=bf16", "--device", "cpu").stdout
     assert "simulated" in text
     assert "bf16-pure" in text
@@ -182,82 +141,25 @@ def test_explain_env_and_configs(tmp_path):
     assert halfstep("configs", "cp", "gpt-tiny", tmp_path / "mine.toml").returncode == 2
 
 
-BAD = {
-    "no command": ([], "COMMAND"),
-    "unknown option": (["train", "--stepz", "3"], "--stepz"),
-    "unknown key": (["train", "--optimizer.learning_rat", "3"], "did you mean 'learning_rate'"),
-    "wrong type": (["train", "--max-steps", "soon"], "an integer"),
-    "unknown policy": (["train", "--precision", "bf61"], "did you mean 'bf16'"),
-    "refused policy": (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
-    "no such device": (["train", "--device", "tpu"], "auto, cpu, cuda"),
-    "no such config": (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
-    "block over model": (["train", "--block-size", "5000"], "model.block_size"),
-    "warm-up over run": (
-        ["train", "--max-steps", "3", "--schedule.warmup_steps", "4"],
-        "warmup_steps=4 is longer",
-    ),
-    "missing data": (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),
-    "resume without folder": (["train", "--resume"], "--output-dir"),
-    "no run": (["generate", "--run", "/tmp"], "holds no run"),
-    "bad temperature": (["generate", "--run", "RUN", "--temperature", "-1"], "temperature"),
-    "dotted key elsewhere": (["env", "--run.seed", "3"], "option of train"),
-    "evaluate model without data": (["evaluate", "--model", "HF"], "HF"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_mistake_is_one_line_and_exit_code_2(name, finished_run, tmp_path, monkeypatch, capsys):
-    arguments, word = BAD[name]
-    arguments = [str(finished_run[0]) if a == "RUN" else a for a in arguments]
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    stderr = capsys.readouterr().err
-    complaint = [line for line in stderr.splitlines() if line.startswith("halfstep: error: ")]
-    assert len(complaint) == 1
-    assert word in complaint[0]
-    assert "Traceback" not in stderr
-    assert not list(tmp_path.iterdir()), "a refused command left something behind"
-
-
 @pytest.mark.parametrize(
-    ("content", "word"),
+    ("name", "content", "words"),
     [
-        (b"", "empty"),
-        (b"abc\xff\xfe", "UTF-8"),
-        (b"short", "block_size"),
+        ("data.txt", b"", ["data.txt", "empty"]),
+        ("data.txt", b"abc\xff\xfe", ["data.txt", "UTF-8"]),
+        ("data.txt", b"short", ["data", "block_size"]),
+        ("d/picture.png", b"\x89PNG", ["/d"]),
+        ("train.bin", b"\x01\x00" * 500 + b"\x00\x40", ["train.bin", "16384", "256"]),
     ],
 )
-def test_bad_data_leaves_no_run_folder(tmp_path, content, word, capsys):
-    data = tmp_path / "data.txt"
-    data.write_bytes(content)
-    code = main(["train", *SMALL, "--data", str(data), "--output-dir", str(tmp_path / "r")])
-    stderr = capsys.readouterr().err
-    assert code == 2
-    assert word in stderr
-    assert "data" in stderr
+def test_bad_data_leaves_no_run_folder(tmp_path, name, content, words, halfstep):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    data = file.parent if "/" in name else file
+    done = halfstep("train", *SMALL, "--data", data, "--output-dir", tmp_path / "r")
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / "r").exists()
-
-
-def test_a_bin_with_ids_beyond_the_vocabulary_is_refused_by_name(tmp_path, capsys):
-    data = tmp_path / "train.bin"
-    data.write_bytes(b"".join((i % 256).to_bytes(2, "little") for i in range(500)) + b"\x00\x40")
-    code = main(["train", *SMALL, "--data", str(data), "--output-dir", str(tmp_path / "r")])
-    stderr = capsys.readouterr().err
-    assert code == 2
-    assert all(word in stderr for word in ("train.bin", "16384", "256"))
-    assert not (tmp_path / "r").exists()
-
-
-def test_a_folder_without_text_is_refused(tmp_path, capsys):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "picture.png").write_bytes(b"\x89PNG")
-    code = main(["train", *SMALL, "--data", str(tmp_path / "d"), "--output-dir", "r"])
-    assert code == 2
-    assert str(tmp_path / "d") in capsys.readouterr().err
 
 
 def test_a_model_that_returns_nan_ends_with_code_3_and_the_last_checkpoint(
@@ -297,7 +199,7 @@ def wait_for_step(path: Path, step: int, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_leaves_with_4(corpus, tmp_path, number):
+def test_a_signal_finishes_the_step_saves_and_leaves_with_4(corpus, tmp_path, number, halfstep):
     path = tmp_path / "r"
     command = [sys.executable, "-m", "halfstep", "train", *SMALL, "--data", str(corpus),
                "--max-steps", "1000000", "--eval-every", "0", "--save-every", "0",
@@ -317,7 +219,9 @@ def test_a_signal_finishes_the_step_saves_and_leaves_with_4(corpus, tmp_path, nu
     assert f"max_steps = {saved + 3}" in (path / "config.toml").read_text()
 
 
-def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(corpus, tmp_path):
+def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(
+    corpus, tmp_path, halfstep
+):
     def command(path, *more):
         return ["train", *SMALL, "--data", str(corpus), "--max-steps", "60", "--save-every", "20",
                 "--eval-every", "20", "--output-dir", str(path), *more]  # fmt: skip
@@ -346,14 +250,14 @@ def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(corpus
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_changed_resume_is_refused_by_name(finished_run):
+def test_a_changed_resume_is_refused_by_name(finished_run, halfstep):
     path, _ = finished_run
     done = halfstep("train", "--resume", "--output-dir", path, "--seed", "7")
     assert done.returncode == 2
     assert "cannot change seed=7 (the run has 1337)" in done.stderr
 
 
-def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path):
+def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path, halfstep):
     path = tmp_path / "r"
     done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 3, "--output-dir", path)
     assert done.returncode == 0, done.stderr
@@ -366,7 +270,7 @@ def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path):
     assert "weights.safetensors: contents do not match the manifest" in done.stderr
 
 
-def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, tmp_path):
+def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, tmp_path, halfstep):
     path = tmp_path / "r"
     program = (
         "import resource, signal, sys\n"

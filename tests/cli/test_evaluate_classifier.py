@@ -6,10 +6,12 @@ import json
 import math
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.cli.ranks import assert_one_line
 from tests.trainer.classifiers import (
     classify_config,
     rows,
@@ -19,48 +21,32 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from halfstep.cli.main import main
 from halfstep.trainer.tasks.predict import Predictor
 
 
 @pytest.fixture(scope="module", params=["scratch", "bert"])
 def finished(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    patch = pytest.MonkeyPatch()
-    patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
-    patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     bert = request.param == "bert"
     source = str(write_bert(folder / "encoder")) if bert else "scratch:tiny"
     config = classify_config(
         write_files(folder / "data"), model__source=source, optimizer__learning_rate=3e-3
     )
-    whole_run(config, folder / "run")
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
+        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+        whole_run(config, folder / "run")
     return folder / "run"
 
 
 @pytest.fixture
-def halfstep(capsys):
-    """Runs ``halfstep evaluate`` in this process: exit code, stdout, stderr."""
-
-    def call(*words):
-        code = main(["evaluate", *map(str, words)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-def assert_one_line(err, *words):
-    assert err.startswith("halfstep: error: "), err
-    assert len(err.splitlines()) == 1, err
-    for word in words:
-        assert str(word) in err, err
+def evaluate(halfstep):
+    return partial(halfstep, "evaluate")
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 100])
-def test_the_validation_texts_give_the_report_of_the_run(finished, halfstep, batch_size):
-    code, out, _ = halfstep("--run", finished, "--json", "--batch-size", batch_size)
+def test_the_validation_texts_give_the_report_of_the_run(finished, evaluate, batch_size):
+    code, out, _ = evaluate("--run", finished, "--json", "--batch-size", batch_size)
     assert code == 0
     found = json.loads(out)
     report = json.loads((finished / "report.json").read_text())
@@ -71,7 +57,7 @@ def test_the_validation_texts_give_the_report_of_the_run(finished, halfstep, bat
     assert found["precision"] == report["precision"]
 
 
-def test_other_texts_are_counted_as_by_hand(finished, tmp_path, halfstep):
+def test_other_texts_are_counted_as_by_hand(finished, tmp_path, evaluate):
     texts = rows(45, seed=11)
     write_csv(tmp_path / "test.csv", texts)
     predictor = Predictor(finished / "model", "fp32", torch.device("cpu"))
@@ -82,7 +68,7 @@ def test_other_texts_are_counted_as_by_hand(finished, tmp_path, halfstep):
         true = predictor.labels.index(label)
         confusion[true][int(row.argmax())] += 1
         loss -= math.log(row[true]) / len(texts)
-    code, out, _ = halfstep("--run", finished, "--data", tmp_path / "test.csv", "--json")
+    code, out, _ = evaluate("--run", finished, "--data", tmp_path / "test.csv", "--json")
     assert code == 0
     found = json.loads(out)
     assert found["confusion"] == confusion
@@ -92,8 +78,8 @@ def test_other_texts_are_counted_as_by_hand(finished, tmp_path, halfstep):
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_text_holds_the_table_and_the_precision(finished, halfstep):
-    code, out, _ = halfstep("--run", finished, "--precision", "bf16-mixed")
+def test_the_text_holds_the_table_and_the_precision(finished, evaluate):
+    code, out, _ = evaluate("--run", finished, "--precision", "bf16-mixed")
     assert code == 0
     first, *table = out.rstrip("\n").split("\n")
     assert first.startswith("loss ")
@@ -104,69 +90,69 @@ def test_the_text_holds_the_table_and_the_precision(finished, halfstep):
     assert table[1:3] == report[1:3]
 
 
-def test_some_batches_only(finished, tmp_path, halfstep):
+def test_some_batches_only(finished, tmp_path, evaluate):
     write_csv(tmp_path / "test.csv", rows(45, seed=11))
     words = ["--run", finished, "--data", tmp_path / "test.csv", "--batch-size", 5, "--json"]
-    code, out, _ = halfstep(*words, "--max-batches", 2)
+    code, out, _ = evaluate(*words, "--max-batches", 2)
     assert code == 0
     assert json.loads(out)["examples"] == 10
 
 
-def test_labels_that_the_classifier_does_not_know(finished, tmp_path, halfstep):
+def test_labels_that_the_classifier_does_not_know(finished, tmp_path, evaluate):
     write_csv(tmp_path / "test.csv", [*rows(5, seed=11), ("glad sun", "boredom")])
-    code, out, err = halfstep("--run", finished, "--data", tmp_path / "test.csv")
+    code, out, err = evaluate("--run", finished, "--data", tmp_path / "test.csv")
     assert (code, out) == (2, "")
     assert_one_line(err, "test.csv", "unknown label 'boredom'", "the classifier has no such class")
 
 
-def test_data_that_is_not_there(finished, tmp_path, halfstep):
-    code, out, err = halfstep("--run", finished, "--data", tmp_path / "no.csv")
+def test_data_that_is_not_there(finished, tmp_path, evaluate):
+    code, out, err = evaluate("--run", finished, "--data", tmp_path / "no.csv")
     assert (code, out) == (2, "")
     assert_one_line(err, "no.csv")
 
 
-def test_outputs_beyond_the_format_are_no_score(finished, tmp_path, halfstep):
+def test_outputs_beyond_the_format_are_no_score(finished, tmp_path, evaluate):
     shutil.copytree(finished, tmp_path / "r")
     file = tmp_path / "r" / "model" / "model.safetensors"
     weights = {name: torch.full_like(tensor, 1e38) for name, tensor in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
     for precision, remedy in (("fp32", "earlier state"), ("bf16-mixed", "take --precision fp32")):
-        code, out, err = halfstep("--run", tmp_path / "r", "--precision", precision)
+        code, out, err = evaluate("--run", tmp_path / "r", "--precision", precision)
         assert code == 3, err
         assert out == ""
         assert f"not finite in {precision}: " in err
         assert remedy in err
 
 
-def test_a_run_that_has_not_ended(finished, tmp_path, halfstep):
+def test_a_run_that_has_not_ended(finished, tmp_path, evaluate):
     shutil.copytree(finished, tmp_path / "r")
     shutil.rmtree(tmp_path / "r" / "model")
-    code, _, err = halfstep("--run", tmp_path / "r")
+    code, _, err = evaluate("--run", tmp_path / "r")
     assert code == 2
     assert_one_line(err, "has no model yet", "--resume")
 
 
-def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, halfstep):
+def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, evaluate):
     test = tmp_path / "test.csv"
     pairs = rows(9, seed=11)
     write_csv(test, [*pairs, (" ", pairs[0][1])])
     words = ["--run", finished, "--data", test]
-    code, _, err = halfstep(*words)
+    code, _, err = evaluate(*words)
     assert code == 2
     assert_one_line(err, "test.csv:11", "--drop-empty")
-    code, out, err = halfstep(*words, "--drop-empty", "--json")
+    code, out, err = evaluate(*words, "--drop-empty", "--json")
     assert code == 0
     assert json.loads(out)["examples"] == 9
     assert "note: test: 1 empty texts left out" in err
     test.write_text(test.read_text(encoding="utf-8").replace("text,label", "a,b"), encoding="utf-8")
-    assert halfstep(*words, "--drop-empty")[0] == 2
-    named = halfstep(*words, "--drop-empty", "--text-column", "a", "--label-column", "b", "--json")
+    assert evaluate(*words, "--drop-empty")[0] == 2
+    named = evaluate(*words, "--drop-empty", "--text-column", "a", "--label-column", "b", "--json")
     assert json.loads(named[1]) == json.loads(out)
 
 
-def test_texts_that_are_cut_are_counted(finished, tmp_path, halfstep):
+def test_texts_that_are_cut_are_counted(finished, tmp_path, evaluate):
     write_csv(tmp_path / "test.csv", [("glad sun " * 500, "joy"), ("glad sun", "joy")])
-    code, _, err = halfstep("--run", finished, "--data", tmp_path / "test.csv")
+    code, _, err = evaluate("--run", finished, "--data", tmp_path / "test.csv")
     assert code == 0
     assert "note: 1 texts were cut at " in err
 
@@ -182,32 +168,32 @@ def quick(monkeypatch):
     monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
 
 
-def test_validation_texts_keep_the_classes_of_the_run(quick, tmp_path, halfstep):
+def test_validation_texts_keep_the_classes_of_the_run(quick, tmp_path, evaluate):
     files = write_files(tmp_path / "data")
     run = tiny_run(tmp_path / "run", files)
-    before = json.loads(halfstep("--run", run, "--json")[1])
+    before = json.loads(evaluate("--run", run, "--json")[1])
     files[0].unlink()  # what it learned from is not needed
-    assert json.loads(halfstep("--run", run, "--json")[1]) == before
+    assert json.loads(evaluate("--run", run, "--json")[1]) == before
     text = files[1].read_text(encoding="utf-8")
     files[1].write_text(text.replace(",joy", ",zjoy"), encoding="utf-8")
-    code, out, err = halfstep("--run", run)
+    code, out, err = evaluate("--run", run)
     assert (code, out) == (2, "")
     assert_one_line(err, "dev.csv", "unknown label 'zjoy'")
 
 
-def test_validation_texts_that_were_split_off_must_be_the_same(quick, tmp_path, halfstep):
+def test_validation_texts_that_were_split_off_must_be_the_same(quick, tmp_path, evaluate):
     files = write_files(tmp_path / "data")
     run = tiny_run(tmp_path / "run", files, data__dev=None)
-    found = json.loads(halfstep("--run", run, "--json")[1])
+    found = json.loads(evaluate("--run", run, "--json")[1])
     report = json.loads((run / "report.json").read_text())
     assert found["confusion"] == report["confusion"]
     with files[0].open("a", encoding="utf-8") as file:
         file.write("glad sun,joy\n")
-    code, out, err = halfstep("--run", run)
+    code, out, err = evaluate("--run", run)
     assert (code, out) == (2, "")
     assert_one_line(err, "train.csv has changed since the run", "--data")
-    assert halfstep("--run", run, "--data", files[0])[0] == 0
+    assert evaluate("--run", run, "--data", files[0])[0] == 0
     (run / "report.json").unlink()
-    code, _, err = halfstep("--run", run)
+    code, _, err = evaluate("--run", run)
     assert code == 2
     assert_one_line(err, "report.json is missing or damaged")

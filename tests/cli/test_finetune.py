@@ -6,14 +6,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.cli.ranks import Run
+from tests.cli.ranks import assert_one_line
 from tests.trainer.classifiers import (
     TELLING,
     checkpoint_of,
@@ -43,25 +41,9 @@ def bert(tmp_path_factory):
     return write_bert(tmp_path_factory.mktemp("bert") / "b")
 
 
-@pytest.fixture
-def halfstep(capsys, monkeypatch):
-    """Runs a command in this process: exit code, stdout, stderr."""
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def call(*words):
-        try:
-            code = main(list(map(str, words)))
-        except SystemExit as end:
-            code = end.code
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    yield call
-    torch.set_num_threads(threads)
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # they take half of the time
 
 
 def words_of(files, path, *more, steps=6):
@@ -73,44 +55,6 @@ def words_of(files, path, *more, steps=6):
 
 def classify(halfstep, *words):
     return halfstep("finetune", "classify", *words)
-
-
-def assert_one_line(err, *words):
-    assert err.startswith("halfstep: error: "), err
-    assert len(err.splitlines()) == 1, err
-    for word in words:
-        assert str(word) in err, err
-
-
-# --- help ---
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["finetune", "--help"], ["finetune", "classify", "--help"],
-     ["finetune", "lm", "--help"], ["predict", "--help"]],
-)  # fmt: skip
-def test_help_does_not_import_torch(words):
-    program = (
-        "import sys; from halfstep.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "bad = {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)\n"
-        "assert not bad, bad"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: halfstep" in done.stdout
-    if words == ["--help"]:
-        assert "finetune" in done.stdout
-        assert "predict" in done.stdout
-    if words[-2:] == ["classify", "--help"]:
-        for option in ("--train", "--dev", "--model", "--precision", "--epochs", "--max-steps",
-                       "--batch-size", "--learning-rate", "--seed", "--output-dir", "--best-by",
-                       "--patience", "--class-weights", "--resume", "--nproc"):  # fmt: skip
-            assert option in done.stdout, option
 
 
 # --- a whole run ---
@@ -155,34 +99,6 @@ def test_a_pretrained_model_has_its_own_defaults(files, bert, tmp_path, halfstep
     # its own model goes on from there, head and all
     words = words_of(files, tmp_path / "s", "--quiet", "--model", path / "model", steps=1)
     assert classify(halfstep, *words)[0] == 0
-
-
-def test_every_format_gives_the_same_run(files, tmp_path, halfstep):
-    pairs = rows(200, seed=1)
-    (tmp_path / "train.jsonl").write_text(
-        "".join(json.dumps({"text": t, "label": n}) + "\n" for t, n in pairs), "utf-8"
-    )
-    (tmp_path / "train.json").write_text(json.dumps([[t, n] for t, n in pairs]), "utf-8")
-    (tmp_path / "train.tsv").write_text(
-        "text\tlabel\n" + "".join(f"{t}\t{n}\n" for t, n in pairs), "utf-8"
-    )
-    expected = None
-    for name in ("train.jsonl", "train.json", "train.tsv"):
-        path = tmp_path / name.replace(".", "-")
-        words = words_of((tmp_path / name, files[1]), path, "--quiet", steps=2)
-        assert classify(halfstep, *words)[0] == 0
-        assert expected in (None, metrics(path))
-        expected = metrics(path)
-
-
-def test_a_split_is_taken_where_no_dev_file_is(files, tmp_path, halfstep):
-    words = words_of(files, tmp_path / "r", steps=1)
-    at = words.index("--dev")
-    code, _, err = classify(halfstep, *words[:at], *words[at + 2 :])
-    assert code == 0, err
-    found = re.search(r"(\d+) training and (\d+) validation", err)
-    assert sum(map(int, found.groups())) == 200
-    assert 18 <= int(found[2]) <= 22
 
 
 def test_notes_are_printed(tmp_path, halfstep):
@@ -242,15 +158,14 @@ def test_patience_says_so(files, tmp_path, halfstep):
 def finished(files, tmp_path_factory):
     """A finished run of 8 steps with an evaluation every 2; tests copy it."""
     path = tmp_path_factory.mktemp("finished") / "r"
-    patch = pytest.MonkeyPatch()
-    patch.setattr(train, "keep_freed_memory", lambda: None)
-    patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     words = words_of(files, path, "--quiet", "--eval-every", 2, "--keep", 9, "--save-every", 1)
-    assert main(["finetune", "classify", *map(str, [*words, "--max-steps", 8])]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "keep_freed_memory", lambda: None)
+        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+        assert main(["finetune", "classify", *map(str, [*words, "--max-steps", 8])]) == 0
     torch.set_num_threads(threads)
-    patch.undo()
     return path
 
 
@@ -366,7 +281,7 @@ def test_tasks_do_not_mix(finished, corpus, tmp_path, halfstep):
     assert_one_line(err, "is a run of the task pretrain", "halfstep train --resume")
     code, _, err = halfstep("generate", "--run", finished, "--prompt", "x")
     assert code == 2
-    assert_one_line(err, "finetune classify", finished / "model")
+    assert_one_line(err, "a run of finetune classify, for which there is no generate")
 
 
 def test_configurations_of_other_tasks_are_refused(tmp_path, halfstep):
@@ -383,38 +298,6 @@ def test_configurations_of_other_tasks_are_refused(tmp_path, halfstep):
     assert code == 2
     assert_one_line(err, "is of the task classify: use halfstep finetune classify")
     assert not (tmp_path / "r").exists()
-
-
-def test_sigterm_saves_and_the_resumed_run_is_the_same(files, finished, tmp_path, halfstep):
-    path = tmp_path / "r"
-    words = words_of(files, path, "--eval-every", 2, "--keep", 9, "--save-every", 1, "--quiet")
-    run = Run([*words, "--max-steps", 100_000, "--run.warmup_ratio", 0], command=FINETUNE)
-    run.await_step(path, 3)
-    os.kill(run.process.pid, signal.SIGTERM)
-    code, out, err = run.end()
-    assert (code, err) == (4, "")
-    (summary,) = out.splitlines()
-    assert summary.endswith("stopped by SIGTERM")
-    assert not (path / "model").exists()
-    done = metrics(path)[-1]["step"]
-    assert checkpoint_steps(path)[-1] == done
-    code, _, err = halfstep("predict", "--run", path, "--input", files[1])
-    assert code == 2
-    assert_one_line(err, "has no model yet")
-
-    more = ["--max-steps", done + 4]
-    code, out, err = classify(halfstep, "--resume", "--output-dir", path, *more)
-    assert code == 0, err
-    assert f"resumed from {path / 'checkpoints' / f'step-{done:08d}'}" in err
-    assert f"step {done + 4}; " in out
-    best = checkpoint_of(path).state["best"]["step"]
-    scores = {line["step"]: line["val_accuracy"] for line in metrics(path) if "val_loss" in line}
-    assert scores[best] == max(scores.values())
-    assert best == min(step for step, score in scores.items() if score == scores[best])
-    weights = checkpoint_of(path, best).weights
-    saved = load_file(path / "model" / "model.safetensors")
-    assert saved.keys() == weights.keys()
-    assert all(torch.equal(saved[name], weights[name]) for name in saved)
 
 
 # --- bad input ---
@@ -458,7 +341,7 @@ def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
         (["--precision", "tf32"], "tf32"),
         (["--device", "cuda:99"], "cuda"),
         (["--max-length", 2], "model.max_length=2; allowed: integers >= 3"),
-        (["--model.dropot", 0.1], "unknown key model.dropot, did you mean 'dropout'?"),
+        (["--model.dropot", 0.1], "unknown option --model.dropot, did you mean '--model.dropout'?"),
         (["--schedule.warmup_steps", 50], "schedule.warmup_steps=50 is longer than the run"),
         (["--resume"], "holds no run"),
         (["--parallel", "data=2"], "parallel=data=2 needs 2 ranks, the run has 1"),
@@ -484,14 +367,18 @@ def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
         assert_one_line(err)
     code, _, err = halfstep("finetune")
     assert code == 2
-    assert_one_line(err, "TASK")
+    assert_one_line(err, "finetune what? One of: classify, lm")
 
 
-def test_a_classifier_from_scratch_is_no_pretrained_model(files, finished, tmp_path, halfstep):
-    words = words_of(files, tmp_path / "r", "--model", finished / "model", "--quiet")
+def test_a_classifier_from_scratch_is_trained_on(files, finished, tmp_path, halfstep):
+    words = words_of(files, tmp_path / "r", "--model", finished / "model", "--quiet", steps=1)
     code, _, err = classify(halfstep, *words)
+    assert code == 0, err
+    edit_json(shutil.copytree(finished / "model", tmp_path / "old") / "config.json",
+              model_type="halfstep-encoder")  # fmt: skip
+    code, _, err = classify(halfstep, *words_of(files, tmp_path / "s", "--model", tmp_path / "old"))
     assert code == 2
-    assert_one_line(err, finished / "model", "from scratch")
+    assert_one_line(err, tmp_path / "old", "earlier halfstep made from scratch")
 
 
 @pytest.mark.parametrize(

@@ -33,20 +33,6 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def halfstep(monkeypatch, capsys):
-    """Runs a command in this process; gives exit code, stdout and stderr."""
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
-
-    def call(*words):
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 def words(place, path, model="llama", **changes):
     options = {
         "--train": place / "x.jsonl", "--dev": place / "dev.jsonl", "--model": place / model,
@@ -310,7 +296,7 @@ def test_raw_is_for_tuned_models(halfstep, tmp_path):
 @pytest.mark.parametrize(
     ("model", "lora", "precision"),
     [
-        ("llama", 8, "fp16-mixed"),
+        pytest.param("llama", 8, "fp16-mixed", marks=pytest.mark.slow),
         pytest.param("gpt2", 8, "bf16-mixed", marks=pytest.mark.slow),
         pytest.param("gpt2", 0, "fp32", marks=pytest.mark.slow),
     ],

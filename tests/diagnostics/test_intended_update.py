@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.lost_updates.replay import half_gap, intended_updates, plain
+from halfstep.diagnostics.lost_updates.replay import intended_updates, plain
 from halfstep.diagnostics.lost_updates.sampling import Chooser, after_step, before_step
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.optim.optimizers import SGD, AdamW, Lion
+from halfstep.precision.masters.rounding import half_gap
 
 STOCK = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop",
          "Rprop", "SGD"]  # fmt: skip

@@ -134,15 +134,15 @@ def metrics_without_layout(path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},  # with dropout, which follows keys
+        {},
         {"run__batch_size": 5, "model__class_weights": "balanced", "model__label_smoothing": 0.1},
-        {"model__source": "bert", "model__dropout": 0.0},
+        {"model__source": "bert"},
     ],
 )
 def test_two_ranks_equal_one_process(pool2, files, bert, tmp_path, layout, overrides):
     if overrides.get("model__source") == "bert":
         overrides = {**overrides, "model__source": bert}
-    overrides = {**overrides, "optimizer__eps": EPS}
+    overrides = {**overrides, "model__dropout": 0.0, "optimizer__eps": EPS}
     found = pool2.run(
         run_here,
         files=files,
@@ -206,7 +206,7 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
 
 
 def test_four_ranks_in_two_groups(pool4, files, tmp_path):
-    overrides = {"run__max_steps": 4, "optimizer__eps": EPS}
+    overrides = {"run__max_steps": 4, "model__dropout": 0.0, "optimizer__eps": EPS}
     found = pool4.run(
         run_here, files=files, path=tmp_path / "four",
         overrides={**overrides, "run.parallel": "data=2,shard=2"},
@@ -313,12 +313,14 @@ def test_torchrun_is_the_same(two, files, tmp_path):
 def test_three_ranks_with_uneven_ends(files, tmp_path):
     path = tmp_path / "three"
     more = ["--batch-size", 7, "--class-weights", "balanced", "--optimizer.eps", EPS]
+    more += ["--model.dropout", 0.0]
     words = words_of(files, path, *more, "--quiet")
     code, _, err = ranks(["--nproc", 3, *words], command=LAUNCH)
     assert (code, err) == (0, "")
     alone(
         files, tmp_path / "one", run__batch_size=7, run__max_steps=6, run__eval_every=3,
-        model__class_weights="balanced", schedule__warmup_steps=0, optimizer__eps=EPS,
+        model__class_weights="balanced", model__dropout=0.0, schedule__warmup_steps=0,
+        optimizer__eps=EPS,
     )  # fmt: skip
     assert_near_runs(path, tmp_path / "one")
 

@@ -14,7 +14,7 @@ from distributed.test_gradient_reducer import definition, same_on_all
 from halfstep.distributed.comm_hook import sum_hook
 from halfstep.errors import PrecisionError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 
 def loss_of(model, rank, count):

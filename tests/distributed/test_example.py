@@ -22,11 +22,9 @@ def test_alone_it_learns(capsys):
     assert "on data=1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("policy", "layout"),
-    [pytest.param("fp32", "data=2", marks=pytest.mark.slow), ("bf16-split", "shard=2")],
-)
+@pytest.mark.parametrize(("policy", "layout"), [("fp32", "data=2"), ("bf16-split", "shard=2")])
 def test_on_two_ranks_it_is_the_same_run(policy, layout):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLE), policy, layout]

@@ -14,7 +14,7 @@ from distributed import parity
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
 from halfstep.precision.masters.local_part import reshard_
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 # torch 2.13 calls the second of each; before, the first.
 GATHERS = [n for n in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, n)]

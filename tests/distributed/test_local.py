@@ -18,6 +18,7 @@ from halfstep.precision.masters.local_part import (
     place_like,
 )
 from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
 distributed = pytest.mark.distributed
@@ -108,7 +109,7 @@ def installed(rank):
     moment = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
     optimizer.state[model.split] = {"exp_avg": moment, "step": torch.tensor(3.0), "note": "kept"}
     optimizer.state[model.plain] = {"exp_avg": torch.ones(2)}
-    masters = MasterWeights(parse_policy("fp32"), model, [optimizer])
+    masters = MasterWeights(place(parse_policy("fp32"), model), [optimizer])
     held = masters.named_parameters()
     assert set(held) == {"split", "plain"}
     groups = optimizer.param_groups

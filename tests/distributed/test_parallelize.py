@@ -20,12 +20,12 @@ from halfstep.distributed.tensor.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
 from halfstep.precision.casting.simulate import simulated_fp16
-from halfstep.precision.policy.rules import parameter_dtypes
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.models.gpt.generate import generate
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 19}
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -542,10 +542,10 @@ def under_rules(rank, text, pair, sequence=False):
     """Gradients and the dtype of every module's output, with modules that rules keep in fp32."""
     policy = parse_policy(text)
     model = make()
-    cast_parameters_(model, parameter_dtypes(policy, model))
+    cast_parameters_(model, place(policy, model).dtypes())
     if rank is not None:
         split(model, sequence)
-    add_regions_(model, policy)
+    add_regions_(place(policy, model))
     dtypes = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, args, out, n=name: dtypes.update({n: out.dtype}))

@@ -16,7 +16,7 @@ from tests.reference.adam import U32, assert_near
 from distributed import parity
 from halfstep.precision.policy.spelling import parse_policy
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
             "bf16-split24", "bf16-kahan", "bf16-sr", "bf16-pure", "fp16-pure")  # fmt: skip
@@ -35,6 +35,14 @@ ADAM_APART = 2 * STEPS * RATE * 1.01
 def cases(every, short):
     """All of them, and those outside of the short set of tests marked slow."""
     return [pytest.param(*c, marks=() if short(*c) else pytest.mark.slow) for c in every]
+
+
+# One policy a mechanism: casts with and without a scale, masters, remainders, none of them.
+SHORT = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split", "bf16-pure")
+
+
+def policies(names):
+    return cases([(name,) for name in names], lambda name: name in SHORT)
 
 
 @functools.cache
@@ -90,7 +98,7 @@ def apart(many, one):
     return loss, max(float((weights[n] - w).abs().max()) for n, w in one["weights"].items())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policies(POLICIES))
 def test_two_data_ranks_are_one_device_bit_for_bit(pool2, policy):
     many = pool2.run(parity.run, layout="data=2", policy=policy)
     ranks_agree(many)
@@ -105,7 +113,7 @@ def test_two_shards_are_one_device_bit_for_bit(pool2, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", ["bf16-master", "fp16-master", "bf16-split", "bf16-kahan", "bf16-sr"]
+    "policy", policies(["bf16-master", "fp16-master", "bf16-split", "bf16-kahan", "bf16-sr"])
 )
 def test_sharded_sums_are_those_of_one_device_rounded_once_more(pool2, policy):
     """FSDP2 adds in fp32 and rounds to the weights' format: that bit for bit, and no more."""
@@ -126,7 +134,7 @@ def test_sharded_sums_are_those_of_one_device_rounded_once_more(pool2, policy):
 
 @pytest.mark.parametrize(
     "policy",
-    ["bf16-master", "fp16-master", "bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"],
+    policies(["bf16-master", "fp16-master", "bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"]),
 )
 def test_sharded_16_bit_weights_follow_one_device(pool2, policy):
     many = pool2.run(parity.run, layout="shard=2", policy=policy)
@@ -225,7 +233,7 @@ def test_four_ranks_train_as_one_device(pool4, layout, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data=2,tensor=2", "data=2,shard=2", "tensor=4"])
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("fp32", "bf16-mixed")])
+@pytest.mark.parametrize("policy", policies(POLICIES[2:]))
 def test_four_ranks_train_with_every_policy(pool4, layout, policy):
     many = pool4.run(parity.run, layout=layout, policy=policy)
     ranks_agree(many)

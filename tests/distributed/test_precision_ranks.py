@@ -22,7 +22,7 @@ from halfstep.precision.agreement import MARK
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.step import Precision
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 SCALE = 256.0
 GROWS = f"init_scale={SCALE:g},growth_interval=1"

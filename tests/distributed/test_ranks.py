@@ -16,12 +16,11 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.agreement import (
     MARK,
     ManyRanks,
-    OneRank,
     check_replicas,
     ranks_of_this_process,
 )
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.scaling.gradients import NonFinite, exact_global_norm, global_norm
+from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.distributed

@@ -23,10 +23,10 @@ from distributed.loops import mse, net, wrap
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.precision.agreement import OneRank
 from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.scaling.gradients import OneRank
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 LAYOUTS = [
     pytest.param(name, marks=pytest.mark.slow) if name == "ddp tied" else name

@@ -13,10 +13,10 @@ from halfstep.distributed.tensor.styles import ShardedVocabulary
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.simulate import simulated_fp16
 from halfstep.trainer.models.losses.cross_entropy import Fp16Scales, linear_cross_entropy_sum
-from halfstep.trainer.models.losses.vocabulary import Vocabulary, WholeVocabulary
+from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
 from trainer.models.test_cross_entropy import bounds, oracle, problem
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -171,7 +171,7 @@ def test_fp16_scales_are_those_of_the_whole_table(pool):
     x, w, _ = problem(40, 8, 30, torch.float16, seed=4)
     x, w = x.detach(), w.detach()
     w[29] = 1000  # on the last rank only
-    whole = Fp16Scales(x, w, WholeVocabulary())
+    whole = Fp16Scales(x, w, WHOLE)
     whole.choose(torch.full((40, 1), -1.0))
     ones = torch.ones(1, 1)
     wanted = whole.error(ones.clone()).item(), whole.unscale_weight(ones.clone()).item()
@@ -208,10 +208,9 @@ def test_parts_are_those_of_chunk_and_none_is_empty(pool4):
             assert f"leaves {left} of 4 tensor-parallel ranks without any" in message
 
 
-def test_it_has_the_methods_of_the_protocol():
+def test_it_has_the_methods_of_the_whole_one():
     names = [name for name in vars(Vocabulary) if not name.startswith("_")]
     assert len(names) == 7
     for name in names:
         wanted = list(inspect.signature(getattr(Vocabulary, name)).parameters)
-        for kind in (ShardedVocabulary, WholeVocabulary):
-            assert list(inspect.signature(getattr(kind, name)).parameters) == wanted
+        assert list(inspect.signature(getattr(ShardedVocabulary, name)).parameters) == wanted

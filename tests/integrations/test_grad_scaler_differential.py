@@ -20,7 +20,10 @@ PROGRAMS = 480
 TORCH = torch.amp.GradScaler
 
 
-@pytest.mark.parametrize("start", range(0, PROGRAMS, 60))
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(n, marks=() if n < 120 else pytest.mark.slow) for n in range(0, PROGRAMS, 60)],
+)
 def test_random_programs_give_what_torch_gives(start):
     for seed in range(start, start + 60):
         assert first_difference(TORCH, GradScaler, seed) is None

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from halfstep.optim.kernels import dispatch
-from halfstep.optim.kernels.reference import Task
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.storage import fallback
 from halfstep.optim.storage.moments import decode, encode
-from halfstep.optim.storage.state import FELL_BACK, stored_moment
+from halfstep.optim.storage.state import FELL_BACK, Task, stored_moment
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.session import (
     convert_optimizer_tensors,
@@ -25,12 +24,6 @@ from halfstep.trainer.session import (
 
 N = 512
 TINY = np.arange(N) % 8 == 0  # in every block of 128 one element in eight has tiny gradients
-
-
-@pytest.fixture(params=["the kernel of this machine", "torch operations"])
-def _each_kernel(request, monkeypatch):
-    if request.param == "torch operations":
-        monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
 
 
 def gradient(step: int, spread: float, n: int = N) -> torch.Tensor:
@@ -58,7 +51,7 @@ def through_a_file(value):
 # --- what it is for -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("spread", [1e6, 1e8, 1e12])
 def test_coordinates_with_tiny_gradients_travel_as_with_fp32_moments(spread):
     """Without the fall-back they travel 12 to 100 times less within these steps."""
@@ -72,7 +65,7 @@ def test_coordinates_with_tiny_gradients_travel_as_with_fp32_moments(spread):
     assert abs(travelled[~TINY].sum() / wanted[~TINY].sum() - 1) < 0.02
 
 
-@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
 def test_ordinary_gradients_stay_in_8_bits(betas):
     n = 70_000

@@ -15,12 +15,13 @@ import torch
 
 from halfstep.optim.kernels import cpu as native, dispatch
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
-from halfstep.optim.kernels.dispatch import kernel_name
-from halfstep.optim.kernels.reference import Plan, Task, run_torch
+from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.weights import REMAINDER_DTYPES
+from halfstep.optim.storage.state import Task
+from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
 OPTIONS = {
@@ -28,7 +29,7 @@ OPTIONS = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False},
     "lion": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1},
 }
-BF16_WAYS = [(torch.bfloat16, way) for way in REMAINDER_DTYPES]
+BF16_WAYS = [(torch.bfloat16, way) for way in ROUNDING]
 WAYS = [(torch.float32, "nearest"), *BF16_WAYS]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 MOMENTS = ["fp32", "bf16", "8bit"]
@@ -37,14 +38,6 @@ SIZES = [1, 127, 128, 129, 8191, 8192, 8193, 32767, 32768, 32769]
 
 # Where gradients are not finite: (start, stride).
 SPECIAL = {"nan": (5, 97), "inf": (6, 101), "-inf": (7, 103)}
-
-
-@pytest.fixture(scope="module")
-def kernel() -> NativeKernel:
-    found = native_kernel()
-    if isinstance(found, str):
-        pytest.skip(f"no compiled kernel here: {found}")
-    return found
 
 
 @pytest.fixture
@@ -70,7 +63,7 @@ def tasks_for(
         weight = (torch.randn(size, generator=generator) * spread).to(dtype)
         if size > 4:
             weight[:4] = torch.tensor([0.0, -0.0, 1e-39, 3e38]).to(dtype)
-        kept = REMAINDER_DTYPES[update] if dtype == torch.bfloat16 else None
+        kept = ROUNDING[update].remainder_dtype if dtype == torch.bfloat16 else None
         pairs = [zeros(weight, moments) for _ in algorithm.moments]
         made.append(
             Task(
@@ -293,7 +286,7 @@ def script(path: Path, text: str) -> Path:
 
 def test_it_is_built_once_and_found_again(kernel, fresh_build, monkeypatch):
     wanted = step_once()
-    assert kernel_name(torch.device("cpu")) == "a kernel compiled for this CPU"
+    assert kernel_for("cpu").name == "a kernel compiled for this CPU"
     (library,) = (fresh_build / "cache" / "halfstep" / "kernels").iterdir()
     assert library.name.startswith("step-")
     assert library.suffix == ".so"
@@ -310,7 +303,7 @@ def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(
     native_kernel.cache_clear()
     monkeypatch.setenv("PATH", str(fresh_build))
     assert isinstance(native_kernel(), str)
-    name = kernel_name(torch.device("cpu"))
+    name = kernel_for("cpu").name
     assert name == "torch operations (no C++ compiler (g++, c++ or clang++) on the PATH)"
     assert torch.equal(step_once(), compiled)
 
@@ -337,7 +330,7 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     assert "broken-cxx failed: " in reason
     assert told in reason
     assert "\n" not in reason
-    assert kernel_name(torch.device("cpu")) == f"torch operations ({reason})"
+    assert kernel_for("cpu").name == f"torch operations ({reason})"
     step_once()
     folder = fresh_build / "cache" / "halfstep" / "kernels"
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
@@ -394,7 +387,7 @@ def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
     native_kernel.cache_clear()
     monkeypatch.setenv("HALFSTEP_KERNEL", "torch")
     assert native_kernel() == "HALFSTEP_KERNEL=torch"
-    assert kernel_name(torch.device("cpu")) == "torch operations (HALFSTEP_KERNEL=torch)"
+    assert kernel_for("cpu").name == "torch operations (HALFSTEP_KERNEL=torch)"
     calls = []
     monkeypatch.setattr(dispatch, "run_torch", lambda *a: (calls.append(1), run_torch(*a)))
     assert torch.equal(step_once(), compiled)

@@ -15,14 +15,13 @@ import pytest
 
 pytest.importorskip("triton", reason="NO TRITON: nothing of the CUDA kernels was tested")
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import halfstep.optim.kernels.triton_decide as kernels
 from halfstep.optim.kernels import cuda
-from halfstep.optim.kernels.dispatch import kernel_name
+from halfstep.optim.kernels.dispatch import kernel_for
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
 NAMES = (
@@ -150,13 +149,13 @@ def test_the_decision_compiles(rule):
 def test_the_kernel_in_use_is_named(monkeypatch):
     monkeypatch.delenv("HALFSTEP_KERNEL", raising=False)
     cuda.triton_kernels.cache_clear()
-    assert kernel_name(torch.device("cuda")) == "Triton kernels"
+    assert kernel_for("cuda").name == "Triton kernels"
     monkeypatch.setenv("HALFSTEP_KERNEL", "torch")
     cuda.triton_kernels.cache_clear()
-    assert kernel_name(torch.device("cuda")) == "torch operations (HALFSTEP_KERNEL=torch)"
+    assert kernel_for("cuda").name == "torch operations (HALFSTEP_KERNEL=torch)"
     monkeypatch.setenv("HALFSTEP_KERNEL", "")
     monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_decide", None)
     cuda.triton_kernels.cache_clear()
-    assert "triton cannot be imported" in kernel_name(torch.device("cuda"))
+    assert "triton cannot be imported" in kernel_for("cuda").name
     cuda.triton_kernels.cache_clear()
-    assert kernel_name(torch.device("meta")).startswith("torch operations")
+    assert kernel_for("meta").name.startswith("torch operations")

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from halfstep.optim.kernels import cuda
-from halfstep.optim.kernels.dispatch import kernel_name
-from halfstep.optim.kernels.reference import Plan, Task, run_torch
+from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.weights import REMAINDER_DTYPES
+from halfstep.optim.storage.state import Task
+from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 pytestmark = [
@@ -55,7 +56,7 @@ def make_tasks(rule, gradient, moments, update, sizes):
         weight = torch.randn(n + skip, generator=generator, device=DEVICE)[skip:]
         if update != "fp32":
             weight = weight.bfloat16()
-        dtype = None if update == "fp32" else REMAINDER_DTYPES[update]
+        dtype = None if update == "fp32" else ROUNDING[update].remainder_dtype
         remainder = None if dtype is None else torch.zeros(n, dtype=dtype, device=DEVICE)
         held = [zeros(weight, moments) for _ in rule.moments]
         gradients = torch.empty(n + skip, dtype=gradient, device=DEVICE)[skip:]
@@ -111,7 +112,7 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
 
 
 def test_the_optimizer_uses_one_launch_and_does_not_wait():
-    assert kernel_name(DEVICE) == "Triton kernels"
+    assert kernel_for(DEVICE.type).name == "Triton kernels"
     parameters = [torch.nn.Parameter(torch.randn(300 + i, device=DEVICE)) for i in range(20)]
     optimizer = AdamW(parameters, lr=1e-2, moments="8bit")
     for p in parameters:

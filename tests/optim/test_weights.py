@@ -10,20 +10,13 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.optim.storage import weights
-from halfstep.precision.masters.rounding import random_bits, round_stochastic, split24
+from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24
 from reference import floats
 
 N = 3000  # several chunks of the size that the tests set
-MODES = ["split", "split24", "kahan", "stochastic", "nearest"]
-
-
-@pytest.fixture(params=["the kernel of this machine", "torch operations"])
-def _each_kernel(request, monkeypatch):
-    if request.param == "torch operations":
-        monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+MODES = [*ROUNDING]
 
 
 @pytest.fixture
@@ -214,7 +207,7 @@ def test_an_unknown_rounding_mode_is_refused_where_weights_are_read_and_written(
     assert torch.equal(weight, torch.zeros(2, dtype=torch.bfloat16))
 
 
-@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.usefixtures("each_kernel")
 def test_steps_are_counted_beyond_what_fp32_holds():
     p = nn.Parameter(torch.full((400,), 1.0, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=1e-3, update="stochastic")
@@ -234,7 +227,7 @@ def test_steps_are_counted_beyond_what_fp32_holds():
     assert not torch.equal(drawn[1], drawn[2])
 
 
-@pytest.mark.usefixtures("_each_kernel")
+@pytest.mark.usefixtures("each_kernel")
 def test_a_huge_gradient_has_a_finite_second_moment_as_in_torch():
     ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     optimizers = AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from halfstep.optim.kernels import cuda
-from halfstep.optim.kernels.reference import Plan, Task, run_torch
+from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.weights import REMAINDER_DTYPES
+from halfstep.optim.storage.state import Task
+from halfstep.precision.masters.rounding import ROUNDING
 
 OPTIONS = {
     "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},
@@ -23,14 +24,14 @@ OPTIONS = {
 RULES = (ADAMW, SGD_RULE, LION)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = ("fp32", "bf16", "8bit")
-UPDATES = ("fp32", "nearest", "split", "split24", "stochastic", "kahan")
+UPDATES = ("fp32", *ROUNDING)
 
 
 def make_tasks(rule, gradient, moments, update, sizes, generator):
     tasks = []
     for i, n in enumerate(sizes):
         weight = torch.randn(n, generator=generator)
-        remainder = None if update == "fp32" else REMAINDER_DTYPES[update]
+        remainder = None if update == "fp32" else ROUNDING[update].remainder_dtype
         held = [zeros(weight, moments) for _ in rule.moments]
         tasks.append(
             Task(

@@ -143,7 +143,7 @@ def device_constants():
             group = optimizer.param_groups[0]
             betas = group.get("betas", (0.0,)) if kind is AdamW else (0.0,)
             for i, wanted in enumerate(optimizer.algorithm.constants(group, step)):
-                # triton_scaling.py: n beta^n / (1 - beta^n) 2^-51 < 2^-51 / (1 - beta), and a few
+                # triton_decide.py: n beta^n / (1 - beta^n) 2^-51 < 2^-51 / (1 - beta), and a few
                 # roundings of 2^-53
                 bound = 2.0**-51 / (1 - max(betas)) + 2.0**-50
                 assert math.isclose(row[i], wanted, rel_tol=bound), (kind, options, step, i)
@@ -206,7 +206,7 @@ def kinds_and_stops():
     assert results[2] == "loss_scale_floor"
     assert results[3].applied
     state = scaler.state_dict()
-    assert state["loss_scale"] == {"value": 1.0, "good_steps": 1, "tracker": -1}
+    assert state["loss_scale"] == {"value": 1.0, "good_steps": 1, "hysteresis_left": -1}
 
     # growth refills the hysteresis, up to the ceiling
     config = LossScaleConfig(
@@ -224,7 +224,10 @@ def kinds_and_stops():
     other = DeviceScaler(config, scaler.optimizer)
     other.load_state_dict(state)
     assert other.state_dict() == state
-    for broken in ({}, {**state, "loss_scale": {"value": 3.0, "good_steps": 0, "tracker": 1}}):
+    for broken in (
+        {},
+        {**state, "loss_scale": {"value": 3.0, "good_steps": 0, "hysteresis_left": 1}},
+    ):
         assert refused(lambda broken=broken: other.load_state_dict(broken))
         assert other.state_dict() == state
 

@@ -19,13 +19,12 @@ from halfstep.precision.casting.autocast import (
     Autocast,
     Support,
     active_autocast,
-    arithmetic,
     cpu_has_bf16,
-    float32_matmul,
     require_support,
 )
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.fp32_pins import Pins
+from halfstep.precision.policy.rules import place
 from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
 from reference.witness import Witness
 
@@ -182,15 +181,15 @@ def test_other_devices_are_refused_and_what_is_offered_can_be_honoured(name, dev
 # --- the context ----------------------------------------------------------------------------------
 
 
-def context_of(name: str, model: nn.Module | None = None) -> Autocast:
-    return Autocast(POLICIES[name], model, CPU)
+def context_of(name: str, model: nn.Module | None = None, device=CPU) -> Autocast:
+    return Autocast(POLICIES[name], model, device)
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_global_state_is_as_before_on_exit_and_on_exception(name, fails):
     torch.set_float32_matmul_precision("medium")
-    for context in (context_of(name), arithmetic(POLICIES[name], CPU)):
+    for context in (context_of(name), context_of(name).arithmetic()):
         before = switches()
         caught = pytest.raises(KeyError) if fails else contextlib.nullcontext()
         with caught, context:
@@ -228,7 +227,7 @@ def test_where_the_switches_are_right_nothing_is_touched(name, monkeypatch):
     touched = []
     monkeypatch.setattr("halfstep.precision.casting.fp32_pins._set", lambda *a: touched.append(a))
     x = torch.randn(4, 4, requires_grad=True)
-    with context_of(name), arithmetic(POLICIES[name], CPU):
+    with context_of(name), context_of(name).arithmetic():
         (x @ x).float().sum().backward()
     assert touched == []
 
@@ -280,7 +279,7 @@ def test_a_backward_is_pinned_as_a_whole_within_the_context_too():
         Square.apply(x).sum().backward()
         torch.autograd.grad(Square.apply(x).sum(), x)
         torch.autograd.backward(Square.apply(x).sum())
-    with arithmetic(POLICIES["fp32"], CPU):
+    with context_of("fp32").arithmetic():
         Square.apply(x).sum().backward()
     assert seen == ["ieee"] * 4
     assert settings(["matmul"]) == before != ["ieee"]
@@ -291,7 +290,8 @@ def test_on_cuda_the_cuda_switches_are_pinned(monkeypatch):
     before = switches()
     backends = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
     for tf32, means in ((True, {"tf32"}), (False, {"ieee", "none"})):
-        with float32_matmul(tf32, CUDA):
+        context = context_of("tf32" if tf32 else "fp32", device=CUDA)
+        with context.pins() or contextlib.nullcontext():
             assert {backend.fp32_precision for backend in backends} <= means
             for name in BACKENDS:  # a CPU's own switches are none of a GPU's business
                 backend = getattr(torch.backends.mkldnn, name)
@@ -320,7 +320,7 @@ def test_a_setting_is_restored_as_it_was_set_inherited_ones_too(generic, above, 
             put(*level, value)
         before = probe()
         for _ in range(2):
-            with float32_matmul(False, CPU):
+            with context_of("fp32").pins() or contextlib.nullcontext():
                 assert get(*tree[2]) in ("ieee", "none")
         assert probe() == before
         put(*tree[1], "ieee")
@@ -508,7 +508,7 @@ def test_what_a_context_alone_cannot_honour_is_refused(policy):
     ):
         autocast(policy, "cpu", model)
     if "keep" in policy:
-        add_regions_(model, parse_policy(policy))
+        add_regions_(place(parse_policy(policy), model))
     else:
         cast_parameters_(model, low)
     with autocast(policy, "cpu", model):

@@ -13,6 +13,7 @@ from torch import nn
 from halfstep import POLICIES, Precision
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.cast import cast_at_border, cast_floating, cast_parameters_
+from halfstep.precision.policy.rules import place
 from reference.training import MASTERS, OPTIMIZERS, PURE, STORED, mlp, scaled
 
 BF16 = torch.bfloat16
@@ -148,7 +149,7 @@ def test_the_border_casts_inputs_and_outputs_and_can_be_removed(name):
             return {"y": x * scale["s"], "ids": ids}
 
     module = Spy()
-    handles = cast_at_border(module, POLICIES[name])
+    handles = cast_at_border(place(POLICIES[name], module))
     x, ids, scale = torch.ones(2), torch.tensor([1, 2]), {"s": torch.tensor(2.0)}
     output = module(x, ids, scale=scale, flag=False)
     low = STORED[name]
@@ -167,7 +168,7 @@ def test_inputs_of_fp32_weights_arrive_as_they_were_given(name):
             return x.dtype, y.dtype
 
     module = Spy()
-    cast_at_border(module, POLICIES[name])
+    cast_at_border(place(POLICIES[name], module))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x = torch.ones(2, dtype=dtype)
         assert module(x, y=x) == (dtype, dtype)

@@ -10,7 +10,7 @@ from halfstep import POLICIES, Precision, explain, parse_policy
 from halfstep.formats import FORMATS
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.explain import bytes_per_parameter, explain_policy
-from precision.test_policy import WAYS
+from precision.test_policy import TABLE
 from reference.training import CPU_POLICIES, OPTIMIZERS, batches, mlp, mse
 
 # The design, section 2, last column, split by hand: weights, masters, remainder, gradients (of one
@@ -113,7 +113,7 @@ def test_the_rows_name_every_part_with_its_format(name):
     assert rows["grad"][0] == names[policy.grad_dtype]
     assert rows["reduce"][0] == names[policy.reduce_dtype]
     assert rows["master"][0] == names[policy.master_dtype]
-    assert rows["moments"][0] == WAYS.get(name, ("", "fp32"))[1]
+    assert rows["moments"][0] == TABLE[name][-2]
     assert rows["scale"][0] == policy.loss_scale.kind
     assert rows["bytes"][0] == str(sum(BYTES[name]))
     for part, size in zip(COMPONENTS, BYTES[name], strict=True):

@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import Precision
 from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from reference import floats
 from reference.training import CPU_POLICIES, MASTERS, OPTIMIZERS, STORED, batches, mlp, mse, scaled
@@ -101,7 +102,7 @@ def test_push_rounds_to_nearest_even_bit_for_bit(dtype):
     model.weight = nn.Parameter(torch.zeros(len(values)))
     name = "bf16-master" if dtype == torch.bfloat16 else "fp16-master"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights(parse_policy(name), model, [optimizer])
+    masters = MasterWeights(place(parse_policy(name), model), [optimizer])
     (master,) = masters.named_parameters().values()
     masters.load_({"weight": values})
     expected = floats.nearest(values.double().numpy(), table, math.inf)
@@ -232,7 +233,7 @@ def test_the_null_object_holds_the_model_s_own_parameters():
     model = mlp()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights(parse_policy("fp32"), model, [optimizer])
+    masters = MasterWeights(place(parse_policy("fp32"), model), [optimizer])
     held = masters.named_parameters()
     assert list(held) == ["0.bias", "2.weight", "2.bias"]
     assert all(held[n] is p for n, p in model.named_parameters() if n in held)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import POLICIES, Precision, autocast
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
-from halfstep.precision.casting.autocast import arithmetic
+from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import cast_at_border, cast_parameters_
 from halfstep.precision.casting.op_casts import LEAVES, AutocastCasts, StoredCasts, body_of
 from halfstep.precision.casting.op_table import (
@@ -29,6 +29,7 @@ from halfstep.precision.casting.op_table import (
     PRODUCTS,
     spellings,
 )
+from halfstep.precision.policy.rules import place
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -218,7 +219,7 @@ def test_checkpointing_repeats_the_same_casts(policy, reentrant, inside):
             if inside:
                 loss.backward()
         if not inside:
-            with arithmetic(POLICIES[policy], CPU):
+            with Autocast(POLICIES[policy], None, CPU).arithmetic():
                 loss.backward()
         gradients.append([leaf.grad, *(p.grad.clone() for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -415,7 +416,7 @@ def test_a_model_is_freed_without_the_garbage_collector(policy):
     gc.collect()
     gc.disable()
     try:
-        cast_at_border(model, POLICIES[policy])
+        cast_at_border(place(POLICIES[policy], model))
         with autocast("bf16-mixed", "cpu"):
             model(torch.randn(2, 4).to(next(model.parameters()).dtype))
         gone = weakref.ref(model)

@@ -1,13 +1,15 @@
 """Reading policies: names with typing errors, field strings, and TOML files."""
 
 import doctest
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 import halfstep.precision.policy.spelling
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
+from halfstep.precision.explain import explain_policy
+from halfstep.precision.policy.policy import _spell
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -253,3 +255,33 @@ def test_doctests():
     result = doctest.testmod(halfstep.precision.policy.spelling)
     assert result.attempted >= 3
     assert result.failed == 0
+
+
+# For each field two policies that agree in what is spelled before it and differ there.
+DIFFER = {
+    "param_dtype": ("bf16-mixed", "bf16-master"),
+    "compute_dtype": ("fp32", "bf16-mixed"),
+    "output_dtype": None,  # fp32 alone is allowed
+    "grad_dtype": ("bf16-master", "bf16-pure"),
+    "reduce_dtype": ("bf16-mixed", "bf16-mixed,reduce=bf16"),
+    "master_dtype": ("bf16-split", "bf16-kahan"),
+    "update": ("bf16-split", "bf16-split24"),
+    "moments": ("bf16-split", "bf16-split,moments=8bit"),
+    "casts": ("bf16-mixed", "bf16-module"),
+    "tf32": ("fp32", "tf32"),
+    "loss_scale": ("fp16-mixed", "fp16-mixed,init_scale=1024.0,hysteresis=2"),
+    "rules": ("bf16-mixed", "bf16-mixed,keep_fp32=*.norm"),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(PrecisionPolicy)])
+def test_no_field_is_lost_in_a_spelling_or_left_out_of_an_explanation(name):
+    if DIFFER[name] is None:
+        return
+    one, other = map(parse_policy, DIFFER[name])
+    assert getattr(one, name) != getattr(other, name)
+    assert explain_policy(one) != explain_policy(other)
+    for policy in (one, other):
+        spelled = _spell(policy)
+        assert parse_policy(spelled) == parse_policy(str(policy)) == policy
+        assert (getattr(policy, name) == getattr(one, name)) == (spelled == _spell(one))

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from halfstep.precision.casting.cast import (
     cast_to_policy_,
     remove_regions_,
 )
-from halfstep.precision.policy.rules import parameter_dtypes, place
+from halfstep.precision.policy.rules import place
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 from reference.training import batches, differences, mlp, mse, scaled
 
@@ -76,7 +77,7 @@ def prepared(name, model, *rules):
 
 
 def fp32_names(policy, model) -> set[str]:
-    return {placement.name for placement in place(policy, model) if placement.fp32}
+    return {placement.name for placement in place(policy, model).modules if placement.fp32}
 
 
 # --- which module is in which format -------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
     for parameter, tensor in model.named_parameters():
         kept = parameter.startswith(("blocks.0.", "head."))
         assert tensor.dtype == (F32 if kept else low_dtype(name)), parameter
-    assert parameter_dtypes(precision.policy, model) == {
+    assert place(precision.policy, model).dtypes() == {
         n: p.dtype for n, p in model.named_parameters()
     }
 
@@ -517,7 +518,7 @@ def test_gradients_flow_through_the_casts(name):
     inner = nn.Linear(8, 8)
     witness = copy.deepcopy(inner)
     model = nn.Sequential(nn.Identity(), inner)
-    add_regions_(model, with_rules(name, ("1", "fp32")))
+    add_regions_(place(with_rules(name, ("1", "fp32")), model))
     x = torch.randn(3, 8).to(low)
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     with torch.autocast("cpu", dtype=low):
@@ -548,10 +549,10 @@ def test_all_kinds_of_arguments_and_results():
             return {"y": (x * self.weight, [extra["a"][0]]), "ids": ids, "none": None, "s": name}
 
     model = Rich()
-    add_regions_(model, with_rules("bf16-master", ("type:Rich", "fp32")))
+    add_regions_(place(with_rules("bf16-master", ("type:Rich", "fp32")), model))
     remove_regions_(model)
     holder = nn.Sequential(model)
-    add_regions_(holder, with_rules("bf16-master", ("0", "fp32")))
+    add_regions_(place(with_rules("bf16-master", ("0", "fp32")), holder))
     x, ids = torch.ones(2, dtype=B16), torch.tensor([1, 2])
     output = model(x, ids, True, extra={"a": [x]}, name="m")
     assert output["y"][0].dtype == output["y"][1][0].dtype == B16
@@ -570,7 +571,7 @@ def test_an_exception_leaves_autocast_as_it_was(error):
 
     model = nn.Sequential(Breaks(2, 2), nn.Sequential(Breaks(2, 2)))
     policy = with_rules("bf16-mixed", ("0", "fp32"), ("1", "fp32"), ("1.0", "bf16"))
-    add_regions_(model, policy)
+    add_regions_(place(policy, model))
     with torch.autocast("cpu", dtype=B16):
         for module in (model[0], model[1]):
             with pytest.raises(error):
@@ -602,7 +603,7 @@ def test_a_module_that_is_called_several_times_and_calls_itself():
             return super().forward(x) if depth == 0 else self(x, depth - 1) * 2
 
     model = nn.Sequential(Deep(2, 2))
-    add_regions_(model, with_rules("bf16-mixed", ("0", "fp32")))
+    add_regions_(place(with_rules("bf16-mixed", ("0", "fp32")), model))
     x = torch.ones(2)
     with torch.autocast("cpu", dtype=B16):
         once = model[0](x)
@@ -822,7 +823,7 @@ def test_a_forward_that_somebody_else_replaced_is_kept():
         return x * 3
 
     model[0].forward = mine
-    add_regions_(model, with_rules("bf16-master", ("0", "fp32")))
+    add_regions_(place(with_rules("bf16-master", ("0", "fp32")), model))
     assert torch.equal(model(torch.ones(2, dtype=B16)), torch.full((2,), 3.0, dtype=B16))
     remove_regions_(model)
     assert model[0].forward is mine
@@ -905,3 +906,19 @@ def test_explain_model_of_other_policies():
     assert text.splitlines()[-1].split() == ["total", str(20 * (4 + 4 + 2 * 4))]
     with pytest.raises(PrecisionError, match="matches no module"):
         explain_model("bf16-mixed,keep_fp32=x", Tied())
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master"])
+def test_rules_are_applied_to_the_modules_once(name):
+    model, calls = mlp(), 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and frame.f_code is place.__code__
+
+    sys.setprofile(count)
+    try:
+        prepared(name, model, ("0", "fp32"))
+    finally:
+        sys.setprofile(None)
+    assert calls == 1

@@ -117,7 +117,7 @@ def test_the_state_holds_all_that_changes(name):
     assert state["policy"] == str(precision.policy)
     assert state["loss_scale"] == (
         # two clean steps: 512; then two overflows, the first tolerated: 256
-        {"value": 256.0, "good_steps": 0, "tracker": 0} if dynamic else {}
+        {"value": 256.0, "good_steps": 0, "hysteresis_left": 0} if dynamic else {}
     )
     assert (state["skipped_total"], state["skipped_in_a_row"]) == ((2, 2) if dynamic else (0, 0))
     assert state["applied_total"] == (2 if dynamic else 4)

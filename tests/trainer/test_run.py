@@ -25,11 +25,14 @@ from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import save_gpt2
-from halfstep.trainer.run.folder import create_run, load_trained, reopen_run, require_fresh
+from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh
 from halfstep.trainer.run.resume import require_resumable, resume, with_run_folder
 from halfstep.trainer.session import open_session
+from halfstep.trainer.tasks.text_model import load_trained
 
 ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
+# One a mechanism: casts with and without a scale, masters, remainders, random bits, none of them.
+SHORT = ("fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "bf16-split", "bf16-sr", "bf16-pure")
 
 
 def small_config(corpus, policy="bf16-mixed", **overrides):
@@ -83,7 +86,9 @@ def assert_same_tensors(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("policy", ON_CPU)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=() if p in SHORT else pytest.mark.slow) for p in ON_CPU]
+)
 def test_resume_is_bit_for_bit(corpus, tmp_path, policy):
     # A scale that overflows at first and grows soon: its counters must survive as well.
     if POLICIES[policy].loss_scale.kind == "dynamic":
@@ -241,7 +246,12 @@ def test_nan_gradients_under_a_finite_loss_stop_and_name_parameters(corpus, tmp_
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in shipped_configs() if load_config(n).TASK == "pretrain"]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("gpt2-") else ())
+        for name in shipped_configs()
+        if load_config(name).TASK == "pretrain"
+    ],
 )
 def test_every_shipped_configuration_trains_a_few_steps(corpus, tmp_path, name):
     """With its own settings, but for what decides size and where the data comes from."""

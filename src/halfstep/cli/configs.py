@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from halfstep.cli.console import write_out
+from halfstep.cli.commands import CopyConfig, ListConfigs, ShowConfig
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: ListConfigs | ShowConfig | CopyConfig) -> int:
     """List, show or copy shipped configurations."""
-    if arguments.action == "ls":
-        for name, text in shipped_configs().items():
-            write_out(f"{name:<14} {text.splitlines()[0].lstrip('# ')}")
-        return 0
-    config = load_config(arguments.name)
-    if arguments.action == "show":
-        write_out(config_to_toml(config).rstrip())
-        return 0
-    target = Path(arguments.path)
+    match arguments:
+        case ListConfigs():
+            for name, text in shipped_configs().items():
+                print(f"{name:<14} {text.splitlines()[0].lstrip('# ')}")
+        case ShowConfig(name=name):
+            print(config_to_toml(load_config(name)).rstrip())
+        case CopyConfig(name=name, path=path):
+            print(_copy(name, Path(path)))
+    return 0
+
+
+def _copy(name: str, target: Path) -> Path:
+    text = config_to_toml(load_config(name))
+    text = shipped_configs().get(name, text)  # with its comments
     if target.is_dir():
-        target = target / f"{Path(arguments.name).stem}.toml"
-    shipped = shipped_configs()
-    text = shipped[arguments.name] if arguments.name in shipped else config_to_toml(config)
+        target = target / f"{Path(name).stem}.toml"
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -32,5 +34,4 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{target} exists already; choose another path") from None
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error}") from error
-    write_out(str(target))
-    return 0
+    return target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 
@@ -110,8 +109,3 @@ class RunDisplay:
         if now - self._last_line >= _LINE_EVERY:
             self._last_line = now
             self.say(text)
-
-
-def write_out(text: str) -> None:
-    """Print a result on stdout."""
-    sys.stdout.write(text + "\n")

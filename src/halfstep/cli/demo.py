@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -12,19 +11,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from halfstep.cli.console import megabytes, write_out
-from halfstep.cli.generate import continue_text
-from halfstep.cli.source import Source
+from halfstep.cli.commands import Demo
+from halfstep.cli.console import megabytes
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.use import Generating
 from halfstep.trainer.environment import choose_device
-from halfstep.trainer.run.folder import load_trained
+from halfstep.trainer.tasks.trained import open_trained
 
 _COLUMNS = (
     "precision",
@@ -38,7 +35,7 @@ _COLUMNS = (
 )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Demo) -> int:
     """Train in each precision in a process of its own, then print a sample and a table."""
     steps = arguments.max_steps
     if steps < 1:
@@ -64,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
             return code
         rows.append(_row(root / precision, precision, time.perf_counter() - begin))
     sample = _sample(root / policies[-1])
-    write_out(f"\nA sample of the {policies[-1]} model after {steps} steps:\n\n{sample}\n")
-    write_out(_table(rows))
+    print(f"\nA sample of the {policies[-1]} model after {steps} steps:\n\n{sample}\n")
+    print(_table(rows))
     if len(rows) > 1:
-        write_out(_savings(rows[0], rows[-1]))
-    write_out(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
+        print(_savings(rows[0], rows[-1]))
+    print(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
               f" --max-steps {steps * 10}")  # fmt: skip
     return 0
 
@@ -139,7 +136,8 @@ def _savings(first: dict[str, Any], last: dict[str, Any]) -> str:
 
 
 def _sample(folder: Path) -> str:
-    model, tokenizer, config = load_trained(folder)
-    policy = parse_policy("fp32")
-    source = Source(model.eval(), tokenizer, config, policy, torch.device("cpu"))
-    return continue_text(source, "def ", max_new_tokens=120, temperature=0.7, top_k=50)
+    use = Generating(
+        run=str(folder), device="cpu", precision="fp32", prompt="def ", max_new_tokens=120,
+        temperature=0.7, top_k=50,
+    )  # fmt: skip
+    return open_trained(use).generate(use)

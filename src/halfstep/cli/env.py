@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
-from halfstep.cli.console import write_out
+from halfstep.cli.commands import Env
 from halfstep.trainer.environment import choose_device, environment, gemm_table
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Env) -> int:
     """Print a report to paste into an issue: versions, machine, precisions and GEMM rates."""
     device = choose_device(arguments.device)
     report = environment(device)
     report["gemm"] = gemm_table(device)
     if arguments.json:
-        write_out(json.dumps(report, indent=1))
+        print(json.dumps(report, indent=1))
         return 0
     cpu = report["cpu"]
     lines = [
@@ -42,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
         ("device", report["device"]),
         ("kernel", f"halfstep.optim runs by {report['optimizer_kernel']}"),
     ]
-    write_out("\n".join(f"{key:<9} {value}" for key, value in lines))
-    write_out(f"\n{'precision':<12} {'here':<10} reason")
+    print("\n".join(f"{key:<9} {value}" for key, value in lines))
+    print(f"\n{'precision':<12} {'here':<10} reason")
     for name, row in report["precisions"].items():
-        write_out(f"{name:<12} {row['status']:<10} {row['reason']}")
-    write_out(f"\n{'format':<7} {'here':<10} measured matrix products (GFLOP/s)")
+        print(f"{name:<12} {row['status']:<10} {row['reason']}")
+    print(f"\n{'format':<7} {'here':<10} measured matrix products (GFLOP/s)")
     for row in report["gemm"]:
         rate = row.get("gemm_flops_per_second")
         text = "-" if rate is None else f"{rate / 1e9:,.0f}"
-        write_out(f"{row['format']:<7} {row['status']:<10} {text}")
+        print(f"{row['format']:<7} {row['status']:<10} {text}")
     return 0

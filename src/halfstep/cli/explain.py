@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-
-from halfstep.cli.console import write_out
+from halfstep.cli.commands import Explain
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
 from halfstep.precision.policy.policy import ALIASES, POLICIES
@@ -12,21 +10,21 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import choose_device
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Explain) -> int:
     """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)
     if arguments.policies:
         policies = [parse_policy(text) for text in arguments.policies]
-        write_out("\n\n".join(explain(policy, device) for policy in policies))
+        print("\n\n".join(explain(policy, device) for policy in policies))
         return 0
-    write_out(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
+    print(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
     for name, policy in POLICIES.items():
         found = support(policy, device)
         aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         total = sum(bytes_per_parameter(policy).values())
-        write_out(
+        print(
             f"{name:<12} {aliases:<36} {total:>11g}  {policy.loss_scale.kind:<8} "
             f"{found.status}: {found.reason}"
         )
-    write_out("\nhalfstep explain POLICY shows one in full. Bytes are with AdamW.")
+    print("\nhalfstep explain POLICY shows one in full. Bytes are with AdamW.")
     return 0

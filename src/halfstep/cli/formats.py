@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -11,23 +10,23 @@ from typing import Any
 
 import torch
 
-from halfstep.cli.console import write_out
+from halfstep.cli.commands import Formats
 from halfstep.errors import ConfigError
 from halfstep.formats import FORMATS, FloatFormat
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Formats) -> int:
     """Print every format's range and precision, or what each format makes of one number."""
     if arguments.value is None:
         rows = {name: _describe(form) for name, form in FORMATS.items()}
-        write_out(_json(rows) if arguments.json else _ranges())
+        print(_json(rows) if arguments.json else _ranges())
         return 0
     value = read_value(arguments.value)
     rounded = {name: round_value(form, value) for name, form in FORMATS.items()}
     if arguments.json:
-        write_out(_json({"value": value, "hex": value.hex(), "formats": rounded}))
+        print(_json({"value": value, "hex": value.hex(), "formats": rounded}))
     else:
-        write_out(_roundings(arguments.value, value, rounded))
+        print(_roundings(arguments.value, value, rounded))
     return 0
 
 

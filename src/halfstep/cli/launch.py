@@ -1,8 +1,8 @@
-"""``halfstep train --nproc N``: start N ranks and watch over them, as torchrun does.
+"""``halfstep train --nproc N``: torchrun's launcher, in this process, with our agent.
 
 ``halfstep train --nproc N ... -- OPTIONS`` is ``torchrun --nproc-per-node N OPTIONS -m halfstep
-train ...``, with torchrun's own agent in this process. On one machine the ranks meet at a loopback
-port; with options for several machines they meet as torchrun's do.
+train ...``. On one machine the ranks meet at a loopback port; with options for several machines
+they meet as torchrun's do.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousHandler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.rendezvous.api import RendezvousError, rendezvous_handler_registry
+from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from halfstep.cli.agent import SIGNALS, Agent, Ended, Loopback, worker_spec
+from halfstep.cli.agent import LOOPBACK, Agent, Ended, Loopback, report
+from halfstep.cli.commands import Request
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
 from halfstep.errors import ConfigError, PeerError
 from halfstep.torch_version import LAUNCHER, require_torch
@@ -40,86 +35,108 @@ _HINT = "torchrun --help lists the options, those of train stand before --"
 _FORBIDDEN = ("module", "no_python", "run_path", "virtual_local_rank")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train on ``arguments.nproc`` ranks of this machine; returns the run's exit code."""
+def run(request: Request) -> int:
+    """Train on ``--nproc`` ranks of this machine; returns the run's exit code."""
     require_torch(LAUNCHER)
-    nproc = arguments.nproc
+    nproc = request.start.nproc or 0
     if nproc < 1:
-        raise ConfigError(f"--nproc {nproc}; allowed: integers >= 1, the ranks on this machine")
+        given = request.start.nproc
+        raise ConfigError(f"--nproc {given}; allowed: integers >= 1, the ranks on this machine")
     inside = [name for name in ("RANK", "TORCHELASTIC_RUN_ID") if name in os.environ]
     if inside:
         raise ConfigError(
             f"--nproc {nproc} inside a process that is a rank already ({inside[0]} is set); give "
             "the number of ranks to the outer launcher only"
         )
-    options = _torchrun_options(arguments.launcher)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="halfstep-")))
-        environment = {FOLDER: str(folder)}
-        if "OMP_NUM_THREADS" not in os.environ:
-            cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-            environment["OMP_NUM_THREADS"] = str(max(1, (cores or 1) // nproc))
-        alone = _on_this_machine_only(options)
-        if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
-            for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
-                environment["GLOO_SOCKET_IFNAME"] = loopback
-        stack.enter_context(_environment(environment))
-        stack.enter_context(_quiet())
-        config = _launch_config(options, nproc, folder)
-        handler = stack.enter_context(Loopback()) if alone else _elsewhere(config)
-        spec = worker_spec(config, handler, sys.executable, _worker_arguments(arguments))
-        if config.rdzv_backend == "static" and not alone:
-            spec.master_addr, spec.master_port = parse_rendezvous_endpoint(config.rdzv_endpoint, -1)
-        agent = Agent(spec, config, folder)
-        stack.enter_context(_signals_restored())
-        return _watch(agent, folder, config, nproc)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="halfstep-"))
+        config = _launch_config(request.launcher, nproc, folder)
+        stack.callback(os.environ.update, dict(os.environ))
+        stack.callback(os.environ.clear)
+        stack.callback(logging.disable, logging.root.manager.disable)
+        _prepare(config, nproc, folder)
+        return _watch(config, _worker_arguments(request.words), Path(folder), nproc)
 
 
-def _watch(agent: Agent, folder: Path, config: LaunchConfig, nproc: int) -> int:
-    """Run the agent to its end; the exit code."""
+def _prepare(config: api.LaunchConfig, nproc: int, folder: str) -> None:
+    """Make this process the launcher: what the ranks inherit, and our agent in torch's place."""
+    os.environ[FOLDER] = folder
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
+    if config.rdzv_backend == LOOPBACK:
+        for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    rendezvous_handler_registry.register(LOOPBACK, Loopback)
+    # torch's launcher takes no agent from outside, and only an agent hears of each attempt's end
+    setattr(api, "LocalElasticAgent", Agent)  # noqa: B010
+    if os.environ.get("HALFSTEP_DEBUG") != "1":
+        logging.disable(logging.ERROR)  # torchrun's log
+
+
+def _watch(config: api.LaunchConfig, arguments: list[str], folder: Path, nproc: int) -> int:
+    """Run torch's launcher to its end; the exit code."""
     try:
-        result = agent.run()
+        api.elastic_launch(config, sys.executable)(*arguments)
     except Ended as end:
         return end.code
     except SignalException as error:
-        outcomes = read_outcomes(folder)
-        codes = {outcome.code for outcome in outcomes.values()}
-        if len(outcomes) == nproc and codes <= {0, INTERRUPTED}:
-            return max(codes)
-        code = agent.report_outcomes()
-        if code is not None:
-            return code
+        outcomes = read_outcomes(folder).values()
+        if len(outcomes) == nproc and {outcome.code for outcome in outcomes} <= {0, INTERRUPTED}:
+            return max(outcome.code for outcome in outcomes)
+        said = [outcome for outcome in outcomes if outcome.message]
+        if said:
+            return report(said, nproc)
         name = signal.Signals(error.sigval).name
-        _complain(f"stopped by {name} before all ranks had saved; what was not saved is lost")
+        lost = f"stopped by {name} before all ranks had saved; what was not saved is lost"
+        print(f"halfstep: error: {lost}", file=sys.stderr)
         return 128 + int(error.sigval)
+    except PeerError:
+        raise
+    except ValueError as error:  # of --rdzv-backend and its endpoint
+        raise ConfigError(f"after --: {error}; {_HINT}") from error
     except (RendezvousError, RuntimeError) as error:  # torch.distributed's own errors are both
         reason = str(error).partition("\n")[0]
         raise PeerError(
             f"the machines did not meet at {config.rdzv_endpoint or 'a loopback port'}: {reason}; "
             "check --master-addr and --master-port, or --rdzv-endpoint, on every machine"
         ) from error
-    if result is None or result.state != WorkerState.SUCCEEDED:
-        raise PeerError("the run ended on another machine; its message there tells why")
     return 0
 
 
-def _worker_arguments(arguments: argparse.Namespace) -> list[str]:
-    """What follows ``python`` in a rank's command line: this command's without ``--nproc``."""
+def _worker_arguments(given: list[str]) -> list[str]:
+    """What follows ``python`` in a rank's command line: these words without ``--nproc``."""
     words: list[str] = []
-    given = iter(arguments.words)
-    for word in given:
+    left = iter(given)
+    for word in left:
         if word == "--nproc":
-            next(given)
+            next(left)
         elif not word.startswith("--nproc="):
-            words.append(word)
-    words += [f"--{key}={value}" for key, value in arguments.overrides]
+            words.append(word.replace("$", "$$"))  # the agent replaces $ and ${} in arguments
     safe = [] if os.getcwd() in sys.path else ["-P"]  # the ranks find modules where we do
-    # "$$": the agent replaces $ and ${} in arguments
-    return [*safe, "-u", "-m", "halfstep", *(word.replace("$", "$$") for word in words)]
+    return [*safe, "-u", "-m", "halfstep", *words]
+
+
+def _launch_config(words: list[str], nproc: int, folder: str) -> api.LaunchConfig:
+    """What stands after ``--``, by torchrun's own reading."""
+    options = _torchrun_options(words)
+    options.nproc_per_node = str(nproc)
+    try:
+        alone = _on_this_machine_only(options)
+        if options.master_port is None:
+            options.master_port = 29500  # Source: torch.distributed.run
+        if options.log_dir is None and (options.redirects, options.tee) == ("0", "0"):
+            options.log_dir = f"{folder}/logs"  # which torchrun would leave behind in /tmp
+        if getattr(options, "shutdown_timeout", 0) is None:
+            options.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
+        config, _, _ = config_from_args(options)
+        if alone:
+            config.rdzv_backend, config.rdzv_endpoint = LOOPBACK, ""
+    except (AssertionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(f"after --: {error}; {_HINT}") from error
+    return config
 
 
 def _torchrun_options(words: list[str]) -> argparse.Namespace:
-    """Read what stands after ``--``, with torchrun's own parser."""
     parser = get_args_parser()
     parser.set_defaults(nproc_per_node="")
     complaint = io.StringIO()
@@ -145,96 +162,14 @@ def _torchrun_options(words: list[str]) -> argparse.Namespace:
 
 def _on_this_machine_only(options: argparse.Namespace) -> bool:
     """Whether no other machine takes part, by the rule of torch.distributed.run.run."""
-    try:
-        _, machines = parse_min_max_nnodes(options.nnodes)
-    except (RuntimeError, ValueError):
-        raise ConfigError(f"--nnodes {options.nnodes}; allowed: N, or MIN:MAX") from None
-    if options.standalone and machines > 1:
-        raise ConfigError(f"--standalone is one machine, --nnodes {options.nnodes} are several")
-    if machines > 1 and options.rdzv_backend == "static" and ":" in options.nnodes:
-        raise ConfigError(
+    _, machines = parse_min_max_nnodes(options.nnodes)
+    static = options.rdzv_backend == "static"
+    if options.standalone and machines > 1:  # torchrun would wait for machines that cannot come
+        raise ValueError(f"--standalone is one machine, --nnodes {options.nnodes} are several")
+    if static and machines > 1 and ":" in options.nnodes:
+        raise ValueError(
             f"--nnodes {options.nnodes} may change; that needs --rdzv-backend c10d and "
             "--rdzv-endpoint HOST:PORT"
         )
     unspecified = not options.rdzv_endpoint and options.master_port is None
-    static = options.rdzv_backend == "static"
     return bool(options.standalone or (machines == 1 and static and unspecified))
-
-
-def _launch_config(options: argparse.Namespace, nproc: int, folder: Path) -> LaunchConfig:
-    """Torchrun's own reading of its options."""
-    options.nproc_per_node = str(nproc)
-    if options.master_port is None:
-        options.master_port = 29500  # Source: torch.distributed.run
-    if options.log_dir is None and (options.redirects, options.tee) == ("0", "0"):
-        options.log_dir = str(folder / "logs")  # which torchrun would leave behind in /tmp
-    if hasattr(options, "shutdown_timeout") and options.shutdown_timeout is None:
-        options.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
-    try:
-        config, _, _ = config_from_args(options)
-    except (AssertionError, RuntimeError, ValueError, OSError) as error:
-        raise ConfigError(f"after --: {error}; {_HINT}") from error
-    return config
-
-
-def _elsewhere(config: LaunchConfig) -> RendezvousHandler:
-    """Where several machines meet."""
-    try:
-        return get_rendezvous_handler(
-            RendezvousParameters(
-                backend=config.rdzv_backend,
-                endpoint=config.rdzv_endpoint,
-                run_id=config.run_id,
-                min_nodes=config.min_nodes,
-                max_nodes=config.max_nodes,
-                local_addr=config.local_addr,
-                **config.rdzv_configs,
-            )
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"after --: --rdzv-backend {config.rdzv_backend} --rdzv-endpoint "
-            f"{config.rdzv_endpoint}: {error}"
-        ) from error
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables, which the agent hands to the ranks."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torchrun's log off stderr; HALFSTEP_DEBUG=1 shows it."""
-    before = logging.root.manager.disable
-    if os.environ.get("HALFSTEP_DEBUG") != "1":
-        logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Take back the handlers that the agent installs."""
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _complain(message: str) -> None:
-    print(f"halfstep: error: {message}", file=sys.stderr)

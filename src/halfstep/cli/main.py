@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from halfstep import __version__
-from halfstep.cli.grammar import (
-    RUNS,
-    build_parser,
-    shield_negative_value,
-    split_launcher,
-    split_overrides,
-)
+from halfstep.cli.commands import Request
+from halfstep.cli.grammar import read_words
 from halfstep.cli.outcome import describe, leave, rank_of_many, tell
 from halfstep.errors import HalfstepError
 
@@ -24,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; one rank of many, run as a program, exits here.
 
     Commands are loaded by name, since importing them all would import torch before ``--help``
-    could answer: docs/decisions/0003-command-loading.md.
+    could answer: docs/decisions/0003-command-line.md.
     """
     code = _run(sys.argv[1:] if argv is None else argv)
     if argv is None and rank_of_many() is not None:
@@ -35,37 +31,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     if any("\0" in word for word in argv):
         return _complain(ValueError(), "an argument holds a NUL character", 2)
-    words, launcher = split_launcher(argv)
-    words, overrides = split_overrides(words)
-    parser = build_parser(__version__)
-    arguments = parser.parse_args(shield_negative_value(words))
-    name = arguments.command
-    if overrides and name not in RUNS:
-        parser.error(f"--{overrides[0][0]} is an option of {' and '.join(RUNS)} only")
-    if name in RUNS and arguments.nproc is not None:
-        name = "launch"
-    elif launcher is not None:
-        parser.error("what stands after -- is for torchrun, and needs --nproc N before it")
-    arguments.overrides, arguments.words, arguments.launcher = overrides, words, launcher or []
+    if list(argv) == ["--version"]:
+        print(f"halfstep {__version__}")
+        return 0
     try:
-        command = importlib.import_module(f"halfstep.cli.{name}")
-        code = int(command.run(arguments))
+        name, arguments = read_words(argv)
+        module = name.split()[0]
+        if isinstance(arguments, Request):
+            module = "train" if arguments.start.nproc is None else "launch"
+        code = int(importlib.import_module(f"halfstep.cli.{module}").run(arguments))
         sys.stdout.flush()
+    except SystemExit as end:  # help was printed
+        return int(end.code or 0)
     except KeyboardInterrupt as error:
         return _complain(error, "interrupted; what was not saved is lost", 130)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            return _complain(error, f"no space left on the disk: {error}", 1)
-        if error.errno == errno.ENAMETOOLONG:
-            return _complain(error, f"a name is too long for this file system: {error}", 2)
-        return _complain(error, *describe(error))
     except Exception as error:
-        return _complain(error, *describe(_cause(error)))
+        return _complain(error, *_told(error))
     tell(code)
     return code
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """The line for an error, and the exit code."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"no space left on the disk: {error}", 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"a name is too long for this file system: {error}", 2
+    extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if extra:
+        return f"{error}; install what this needs: pip install 'halfstep[{extra}]'", 2
+    return describe(_cause(error))
+
+
+def extra_with(module: str) -> str:
+    """The extra of halfstep that brings a module's package, ``train`` first; empty if none does."""
+    # By name, since it takes as long to import as all of the grammar.
+    requires = importlib.import_module("importlib.metadata").requires
+    package, extras = module.partition(".")[0].lower(), []
+    for line in requires("halfstep") or []:
+        found = re.match(r"([\w.-]+).*extra *== *['\"]([\w-]+)", line)
+        if found and found[1].replace("-", "_").lower() == package:
+            extras.append(found[2])
+    return "train" if "train" in extras else next(iter(extras), "")
 
 
 def _cause(error: Exception) -> Exception:

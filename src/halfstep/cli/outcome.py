@@ -1,7 +1,8 @@
 """How one rank of many ends: its exit code, its one line, and word of both to its launcher.
 
 Under ``halfstep train --nproc`` a rank leaves its line to the launcher, which tells what several
-ranks say alike once. Under any other launcher each rank prints its own.
+ranks say alike once. torch's error files do not do: its agent reads only the first rank's, as it
+ends the others. Under any other launcher each rank prints its own line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ INTERRUPTED = 4
 _AT_ONCE = (0, 1)  # exit codes after which nobody waits for what the other ranks have to say
 _WAIT_SECONDS = 3.0
 _LONGEST = 2000  # characters of a line of error
-_FILES = "rank*.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +57,28 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def tell(code: int, message: str = "", error: BaseException | None = None) -> None:
-    """Leave word of this rank's end to the launcher, or print the line, if there is one.
-
-    The launcher ends all ranks when the first has failed; so a rank with something to say that
-    the others may say alike waits a moment for them.
-    """
-    message = _printable(" ".join(message.split()))
-    rank = rank_of_many()
-    folder = os.environ.get(FOLDER)
+    """Leave word of this rank's end to the launcher, or print the line, if there is one."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
+    if len(plain) > _LONGEST:
+        plain = f"{plain[:1500]} ... {plain[-400:]}"
+    rank, folder = rank_of_many(), os.environ.get(FOLDER)
     if folder is not None and "RANK" in os.environ:
-        follows = rank_of_many() is not None and error is not None and lost_contact(error)
-        try:
-            _write(
-                Path(folder), Outcome(int(os.environ["RANK"]), code, message, follows, time.time())
-            )
-        except OSError:
-            pass  # the launcher, which made the folder, is gone
-        else:
-            if code not in _AT_ONCE:
-                _wait_for_others(Path(folder))
+        follows = rank is not None and error is not None and lost_contact(error)
+        own = Outcome(int(os.environ["RANK"]), code, plain, follows, time.time())
+        with suppress(OSError):  # else the launcher, which made the folder, is gone
+            file = Path(folder) / f"rank{own.rank}.tmp"
+            file.write_text(json.dumps(asdict(own)), encoding="utf-8")
+            os.replace(file, file.with_suffix(".json"))
+            # The launcher ends all ranks when the first has failed; so one with something to say
+            # that the others may say alike waits a moment for them.
+            end = time.monotonic() + (0 if code in _AT_ONCE else _WAIT_SECONDS)
+            count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            while time.monotonic() < end and len(read_outcomes(Path(folder))) < count:
+                time.sleep(0.02)
             return
-    if message:
+    if plain:
         who = "" if rank is None else f"rank {rank}: "
-        print(f"halfstep: error: {who}{message}", file=sys.stderr)
-
-
-def _printable(message: str) -> str:
-    """A message without control characters, which could steer the terminal, and not endless."""
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    return plain if len(plain) <= _LONGEST else f"{plain[:1500]} ... {plain[-400:]}"
+        print(f"halfstep: error: {who}{plain}", file=sys.stderr)
 
 
 def leave(code: int) -> None:
@@ -97,27 +90,6 @@ def leave(code: int) -> None:
 
 
 def read_outcomes(folder: Path) -> dict[int, Outcome]:
-    """What the ranks of this machine have said since :func:`forget_outcomes`, by rank."""
-    found = [Outcome(**json.loads(file.read_text("utf-8"))) for file in folder.glob(_FILES)]
+    """What the ranks of this machine have said in this attempt, by rank."""
+    found = [Outcome(**json.loads(file.read_text("utf-8"))) for file in folder.glob("rank*.json")]
     return {outcome.rank: outcome for outcome in sorted(found, key=lambda each: each.rank)}
-
-
-def forget_outcomes(folder: Path) -> None:
-    """Make ready for another attempt."""
-    for file in folder.glob(_FILES):
-        file.unlink()
-
-
-def _write(folder: Path, outcome: Outcome) -> None:
-    temporary = folder / f"rank{outcome.rank}.tmp"
-    temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-    os.replace(temporary, temporary.with_suffix(".json"))
-
-
-def _wait_for_others(folder: Path) -> None:
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    end = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < end:
-        if len(list(folder.glob(_FILES))) >= count:
-            return
-        time.sleep(0.02)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from halfstep.distributed.data.data_parallel import DataParallel
+# The package loads a strategy when it is asked for: importing DTensor takes half as long as torch.
+import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.shard import FullySharded
 from halfstep.distributed.strategy import Strategy
-from halfstep.distributed.tensor.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.border import as_device
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
@@ -143,11 +142,11 @@ def choose_strategy(
             "sequence; leave it out, or use parallel=tensor=N"
         )
     if layout.shard > 1:
-        return FullySharded(layout, policy, device)
+        return strategies.FullySharded(layout, policy, device)
     if layout.tensor > 1:
-        return TensorParallel(layout, policy, device, sequence_parallel)
+        return strategies.TensorParallel(layout, policy, device, sequence_parallel)
     if layout.data > 1:
-        return DataParallel(layout, policy, device)
+        return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)
 
 

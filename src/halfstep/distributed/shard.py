@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
@@ -32,6 +33,8 @@ class FullySharded(Strategy):
     _in_blocks = (0, 0)
     """Numbers in the blocks; those of them that are trained."""
     _outside = (0, 0)
+
+    _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Shard the plan's blocks, and what is left with the model itself."""

@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.traffic import Traffic
-from halfstep.precision.agreement import ManyRanks, OneRank, Ranks
+from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.rules import kept_parameters, parameter_dtypes
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.scaling.gradients import OneRank, Ranks
 from halfstep.precision.step import Precision
 
 
@@ -86,18 +86,24 @@ class Strategy:
             ConfigError: If the model cannot be laid out so.
             PrecisionError: If 16 bits cannot hold its weights.
         """
-        if self.policy.param_dtype != torch.float32:
-            check_cast(self.policy, model, kept_parameters(self.policy, model))
+        low = self.policy.param_dtype != torch.float32
+        if low:
+            placed = place(self.policy, model)
+            check_cast(placed)
         if self.policy.keeps_more_than_weights:
             self._exact = {n: p.detach().clone() for n, p in model.named_parameters()}
-        if self.policy.param_dtype != torch.float32:
-            cast_parameters_(model, parameter_dtypes(self.policy, model))
+        if low:
+            cast_parameters_(model, placed.dtypes())
         self.shard_(model, plan)
         named = dict(model.named_parameters())
-        self._exact = {n: part_like(full, named[n]) for n, full in self._exact.items()}
+        self._exact = {n: self._part(full, named[n]) for n, full in self._exact.items()}
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Turn parameters into this rank's parts of them."""
+
+    def _part(self, full: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, placed as a parameter is."""
+        return full
 
     def attach_(self, precision: Precision) -> None:
         """Give the masters what the cast before the sharding lost, and watch the gradients."""
@@ -130,15 +136,6 @@ class Strategy:
     def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
         """What this rank sends for gradients and parameters in a step; and were all of it fp32."""
         return Traffic(), Traffic()
-
-
-def part_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, placed as a parameter is; all of it if that is plain."""
-    if not isinstance(parameter, DTensor):
-        return full
-    mesh, placements = parameter.device_mesh, parameter.placements
-    part: Tensor = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
-    return part.clone()  # a slice would keep all of it
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:

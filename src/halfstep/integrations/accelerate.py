@@ -25,7 +25,7 @@ from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import Names
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
-from halfstep.precision.agreement import Ranks
+from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
            "unscale_gradients", "prepare_optimizer", "load_state", "free_memory", "_optimizers",

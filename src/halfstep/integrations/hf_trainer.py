@@ -31,10 +31,10 @@ from halfstep.integrations.accelerate import (
 )
 from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.precision.agreement import OneRank, Ranks, ranks_of_this_process
+from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.scaling.gradients import find_nonfinite
+from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
 try:  # an optional dependency, the extra "hf"
     from transformers import Trainer, TrainerCallback

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.scaler import GradScaler
-from halfstep.precision.agreement import OneRank, ranks_of_this_process
+from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
     CastInputs,
     Region,
@@ -26,9 +26,10 @@ from halfstep.precision.casting.cast import (
 )
 from halfstep.precision.checks import one_device
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import find_nonfinite
+from halfstep.precision.scaling.gradients import OneRank, find_nonfinite
 from halfstep.precision.step import Precision
 
 
@@ -119,7 +120,7 @@ class PolicyPlugin:
             self.engine = None
             kept = {p: p.detach() for p in model.parameters()}
             cast_to_policy_(model, self.policy)
-            handles = cast_at_border(model, self.policy)
+            handles = cast_at_border(place(self.policy, model))
 
             def undo() -> None:
                 for parameter, value in kept.items():

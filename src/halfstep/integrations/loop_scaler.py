@@ -31,10 +31,10 @@ from halfstep.integrations.grad_scaler.guard import Guard
 from halfstep.integrations.grad_scaler.parameter_names import Names, name_table
 from halfstep.integrations.grad_scaler.record import stored_gradients, total
 from halfstep.integrations.grad_scaler.scaler import GradScaler
-from halfstep.precision.agreement import OneRank, Ranks
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.precision.result import Reason
+from halfstep.precision.scaling.gradients import OneRank, Ranks
 
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels.dispatch import norm, run
-from halfstep.optim.kernels.reference import Plan, Task, dense, flat
+from halfstep.optim.kernels.dispatch import Kernel, kernel_for
+from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
 from halfstep.optim.storage.moments import Moments
@@ -20,13 +20,16 @@ from halfstep.optim.storage.state import (
     FELL_BACK,
     REMAINDER,
     Form,
+    Task,
     convert,
+    dense,
+    flat,
     new_step,
     stored_moment,
     zero_moment,
 )
-from halfstep.optim.storage.weights import REMAINDER_DTYPES, read_master, write_master_
-from halfstep.precision.policy.policy import Update
+from halfstep.optim.storage.weights import read_master, write_master_
+from halfstep.precision.masters.rounding import ROUNDING, Update
 
 # Options of a group that a loaded state does not change: they say how this optimizer works.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -69,6 +72,7 @@ class LowPrecisionOptimizer(Optimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
+        self._kernels: dict[str, Kernel] = {}
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -84,6 +88,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a pickled or loaded state; options that older versions had not get their default."""
         super().__setstate__(state)
+        self._kernels = {}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -159,7 +164,8 @@ class LowPrecisionOptimizer(Optimizer):
         if scale is not None:
             multiplier = multiplier / scale.item()
         for plan, members in self._plans(gradients, multiplier):
-            run([task for _, task in members], plan)
+            kernel = self._kernel(members[0][0].device)
+            kernel.run([task for _, task in members], plan)
             for parameter, task in members:
                 _write_back(parameter, task.weight)
             if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
@@ -168,7 +174,14 @@ class LowPrecisionOptimizer(Optimizer):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
-        return norm(gradients)
+        device = gradients[0].device if gradients else torch.device("cpu")
+        return self._kernel(device).norm(gradients)
+
+    def _kernel(self, device: torch.device) -> Kernel:
+        """The kernel for a device, looked for once."""
+        if device.type not in self._kernels:
+            self._kernels[device.type] = kernel_for(device.type)
+        return self._kernels[device.type]
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
@@ -273,7 +286,7 @@ class LowPrecisionOptimizer(Optimizer):
         for name in self.algorithm.moments:
             if stored_moment(state, name)[0] is None:
                 state |= zero_moment(name, parameter, _moments(group))
-        dtype = REMAINDER_DTYPES[_update(group, parameter)]
+        dtype = ROUNDING[_update(group, parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
         return state
@@ -314,7 +327,7 @@ class LowPrecisionOptimizer(Optimizer):
         group, stream = self._find(parameter)
         update = _update(group, parameter)
         data = dense(parameter)
-        dtype = REMAINDER_DTYPES[update]
+        dtype = ROUNDING[update].remainder_dtype
         held = None
         if dtype is not None:
             held = torch.zeros_like(data, dtype=dtype)
@@ -538,10 +551,11 @@ def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
         if parameter.dtype == torch.bfloat16 and parameter.requires_grad
     ]
     if silent:
+        modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
         raise PrecisionError(
             f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
-            f"updates: make {owner} with update='split' (exact, 2 bytes per parameter), 'split24' "
-            "(1 byte), 'kahan' (2 bytes) or 'stochastic' (0 bytes); update='nearest' loses them"
+            f"updates: make {owner} with update={modes}, in brackets the bytes per parameter; "
+            "'split' is exact, 'nearest' loses them"
         )
 
 

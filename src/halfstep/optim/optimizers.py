@@ -11,7 +11,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import Moments
-from halfstep.precision.policy.policy import Update
+from halfstep.precision.masters.rounding import Update
 
 
 class AdamW(LowPrecisionOptimizer):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 Name = Literal["adamw", "sgd", "lion"]
 Moved = tuple[Tensor, Tensor, Tensor]
-_Constants = Callable[[dict[str, Any], int], tuple[float, ...]]
+Constants = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +25,35 @@ class Algorithm:
     Attributes:
         name: How kernels know it.
         moments: Names of its state, as ``torch.optim`` has them; the first is signed.
-        constants: Group options and step number (from 1) to the rule's fp32 constants.
+        settled: Group options to the rule's fp32 constants in late steps, at most 8.
+        at_step: These and a step number, from 1, to the constants of that step. The only part that
+            ``triton_decide.py`` repeats, as the host does not know which step it is there.
         move: (weight, gradient, first, second, constants) to the new weight, first and second; all
             fp32 of one shape; a moment that the rule has not is handed through.
     """
 
     name: Name
     moments: tuple[str, ...]
-    constants: _Constants
-    move: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[float, ...]], Moved]
+    settled: Callable[[dict[str, Any]], Constants]
+    at_step: Callable[[Constants, int], Constants]
+    move: Callable[[Tensor, Tensor, Tensor, Tensor, Constants], Moved]
+
+    def constants(self, group: dict[str, Any], step: int) -> Constants:
+        """The rule's fp32 constants for a group's options and a step number, from 1."""
+        return self.at_step(self.settled(group), step)
 
 
-def _adamw_constants(group: dict[str, Any], step: int) -> tuple[float, ...]:
+def _adamw_settled(group: dict[str, Any]) -> Constants:
     beta1, beta2 = group["betas"]
-    return (
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        1 - group["lr"] * group["weight_decay"],
-        group["lr"] / (1 - beta1**step),
-        (1 - beta2**step) ** -0.5,
-        group["eps"],
-    )
+    decay = 1 - group["lr"] * group["weight_decay"]
+    return beta1, 1 - beta1, beta2, 1 - beta2, decay, group["lr"], 1.0, group["eps"]
 
 
-def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> Moved:
+def _adamw_at(c: Constants, step: int) -> Constants:
+    return (*c[:5], c[5] / (1 - c[0] ** step), (1 - c[2] ** step) ** -0.5, c[7])
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     beta1, rest1, beta2, rest2, decay, size, correction, eps = c
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g  # torch's order: g * g would overflow above 1.8e19
@@ -58,32 +61,31 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> 
     return w * decay - (m / (root * correction + eps)) * size, m, v
 
 
-def _sgd_constants(group: dict[str, Any], step: int) -> tuple[float, ...]:
-    keep = group["momentum"] if step > 1 else 0.0
-    return (
-        keep,
-        1.0 if step == 1 or not group["momentum"] else 1 - group["dampening"],
-        group["weight_decay"],
-        group["lr"],
-        1.0 if group["nesterov"] else 0.0,
-        group["momentum"] if group["nesterov"] else 1.0,
-    )
+def _sgd_settled(group: dict[str, Any]) -> Constants:
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    fresh = 1 - group["dampening"] if momentum else 1.0
+    direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
+    return momentum, fresh, group["weight_decay"], group["lr"], direct, through
 
 
-def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> Moved:
+def _sgd_at(c: Constants, step: int) -> Constants:
+    return c if step > 1 else (0.0, 1.0, *c[2:])
+
+
+def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     momentum, fresh, decay, lr, direct, through = c
     g = g + w * decay
     m = m * momentum + g * fresh
     return w - (g * direct + m * through) * lr, m, v
 
 
-def _lion_constants(group: dict[str, Any], step: int) -> tuple[float, ...]:
+def _lion_settled(group: dict[str, Any]) -> Constants:
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    return (beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * group["weight_decay"], lr)
+    return beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * group["weight_decay"], lr
 
 
-def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> Moved:
+def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     beta1, rest1, beta2, rest2, decay, lr = c
     moved = w * decay - torch.sign(m * beta1 + g * rest1) * lr
     return moved, m * beta2 + g * rest2, v
@@ -92,6 +94,6 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: tuple[float, ...]) -> M
 # Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2;
 # Sutskever et al., "On the importance of initialization and momentum", ICML 2013, in the form of
 # torch.optim.SGD; Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
-ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_constants, _adamw)
-SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_constants, _sgd)
-LION = Algorithm("lion", ("exp_avg",), _lion_constants, _lion)
+ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_settled, _adamw_at, _adamw)
+SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_settled, _sgd_at, _sgd)
+LION = Algorithm("lion", ("exp_avg",), _lion_settled, lambda c, step: c, _lion)

@@ -58,18 +58,6 @@ class AfterStep:
         self._on_skip = on_skip
         self._ema = ema
 
-    def require_own_weights(self) -> None:
-        """Refuse to read or train weights while the averages stand in their places.
-
-        Raises:
-            PrecisionError: Inside of ``ema.applied_to(model)``.
-        """
-        if self._ema is not None and self._ema.applied:
-            raise PrecisionError(
-                "inside ema.applied_to(model) the model has averages for weights, which a step or "
-                "a checkpoint would take for the trained ones. Leave the block first"
-            )
-
     def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Move what moves.
 
@@ -88,6 +76,14 @@ class AfterStep:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 for scheduler in self._schedulers:
                     scheduler.step()
+
+
+def no_own_weights() -> PrecisionError:
+    """The error for reading or training weights while averages stand in their places."""
+    return PrecisionError(
+        "inside ema.applied_to(model) the model has averages for weights, which a step or a "
+        "checkpoint would take for the trained ones. Leave the block first"
+    )
 
 
 # An exponential moving average of the weights that also moves in low precision.

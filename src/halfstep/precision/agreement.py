@@ -17,90 +17,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require
-from halfstep.precision.checks import no_gradients
 from halfstep.precision.masters.local_part import is_sharded, parts_of
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import common_norm
-from halfstep.precision.scaling.gradients import NonFinite, exact_global_norm, find_nonfinite
+from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
 
-Gradients = Mapping[int, Sequence[Tensor]]
-"""Number of ranks with different parts (:meth:`Ranks.parts_of`) to gradients."""
-Norm = Callable[[Sequence[Tensor]], Tensor]
 MARK = "tensor_model_parallel"
 """The attribute, True, of a plain parameter of which every model-parallel rank holds another part.
 
 **Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, marks its split parameters so.
 """
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Ranks(Protocol):
-    """The ranks that train one model together; :class:`OneRank` is the null object."""
-
-    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """The loss of the whole step, and the 2-norm of all its gradients, on the host.
-
-        Args:
-            loss: fp32 scalar: this rank's.
-            gradients: What this rank holds of the step's gradients.
-            norm: Gives the 2-norm of some of them as a scalar tensor.
-        """
-
-    def cannot(self) -> None:
-        """Take part in :meth:`measure` as one that cannot step; the others then raise, too."""
-
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The largest of all ranks' marks, place by place; every rank gives as many."""
-
-    def worst_(self, marks: Tensor) -> None:
-        """As :meth:`worst`, in place, without waiting for the device."""
-
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 where all hold the whole."""
-
-    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """What any rank found; ``names`` are all there are, the same on every rank."""
-
-
-class OneRank:
-    """A run of one process, or of processes that have nothing to do with each other."""
-
-    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own loss and norm: there is nobody to add up with."""
-        every = [gradient for some in gradients.values() for gradient in some]
-        total = norm(every).to(loss.device)
-        value, length = torch.stack([loss.to(total.dtype), total]).tolist()
-        return value, length
-
-    def cannot(self) -> None:
-        """Do nothing: no other rank waits for this one."""
-
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks as they were given."""
-        return list(marks)
-
-    def worst_(self, marks: Tensor) -> None:
-        """They stay as they are."""
-
-    def parts_of(self, parameter: Tensor) -> int:
-        """1: what this process has is all there is."""
-        return 1
-
-    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """What this process found, as it is."""
-        return found
 
 
 class ManyRanks:
@@ -299,91 +233,3 @@ def _equal(ranks: Ranks, numbers: Sequence[int]) -> list[bool]:
     """Place by place, whether all ranks gave the same: their largest is then their smallest."""
     worst = ranks.worst([*numbers, *(-number for number in numbers)])
     return [a == -b for a, b in zip(worst[: len(numbers)], worst[len(numbers) :], strict=True)]
-
-
-# The look at a step's finished gradients, over all ranks, that decides whether it is applied.
-
-
-# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
-_SQUARES_FIT = 1e-15
-_STRANGER = "a tensor that is not the model's"
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What a step's gradients and loss turned out to be, the same on every rank.
-
-    Attributes:
-        loss: Of the whole step.
-        norm: The global 2-norm of its gradients, in fp64 where squares leave the range of fp32.
-        found: What is not finite in them; None if the loss itself is not.
-    """
-
-    loss: float
-    norm: float
-    found: NonFinite | None
-
-    @property
-    def broken(self) -> bool:
-        """Whether the step must not be applied."""
-        return self.found is None or bool(self.found.names)
-
-
-class Examiner:
-    """Takes the gradients from where they are kept, measures them, and names what is broken."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        masters: MasterWeights,
-        optimizers: Sequence[Optimizer],
-        ranks: Ranks,
-    ) -> None:
-        self._model = model
-        self._masters = masters
-        self._optimizers = optimizers
-        self._ranks = ranks
-
-    def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """What the optimizers are about to update, and the gradient of each.
-
-        Raises:
-            PrecisionError: If there is none, or a parameter was converted since it was taken in.
-        """
-        try:
-            gradients = self._masters.gradients()
-            if not gradients:
-                raise no_gradients()
-        except PrecisionError:
-            self._ranks.cannot()
-            raise
-        return gradients
-
-    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Measure a step, with one host synchronisation.
-
-        Args:
-            loss: This rank's, fp32 scalar.
-            gradients: From :meth:`gradients`.
-        """
-        by_parts: dict[int, list[Tensor]] = {}
-        for target, gradient in gradients.items():
-            parts = self._ranks.parts_of(self._masters.parameter_of(target))
-            by_parts.setdefault(parts, []).append(gradient)
-        norm_of = partial(common_norm, self._optimizers)
-        value, norm = self._ranks.measure(loss, by_parts, norm_of)
-        if not math.isfinite(value):
-            return Judged(value, norm, None)
-        found = NonFinite((), ())
-        if not math.isfinite(norm):
-            named = zip(self._names(gradients), gradients.values(), strict=True)
-            every = [*self._masters.named_parameters(), _STRANGER]
-            found = self._ranks.union(find_nonfinite(named), every)
-        if not found.names and not _SQUARES_FIT < norm < math.inf:
-            _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
-        return Judged(value, norm, found)
-
-    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
-        names = {parameter: name for name, parameter in named}
-        return tuple(names.get(p, _STRANGER) for p in parameters)

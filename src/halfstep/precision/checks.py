@@ -16,7 +16,7 @@ from halfstep.precision.casting.buffers import check_buffers
 from halfstep.precision.casting.cast import CastInputs, upcast_
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import kept_parameters, place
+from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.scaling.loss_scale import LossScale
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -55,13 +55,13 @@ def one_device(model: nn.Module) -> torch.device:
 
 
 def check_parameters(
-    policy: PrecisionPolicy,
-    model: nn.Module,
+    placed: PlacedModel,
     optimizers: Sequence[Optimizer],
     *,
     upcast: bool = False,
 ) -> None:
     """Refuse, before anything is changed, what would fail or lie later."""
+    policy, model = placed.policy, placed.model
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and not hook.policy.is_pure:
             raise PrecisionError(
@@ -76,7 +76,7 @@ def check_parameters(
     for parameter, name in names.items():
         if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
             raise _other_numbers(policy, name, parameter)
-    kept = kept_parameters(policy, model)
+    kept = placed.kept()
     if policy.param_dtype == torch.float32:
         _check_fp32_weights(policy, names, optimizers, kept, upcast=upcast)
     else:
@@ -85,7 +85,7 @@ def check_parameters(
                 f"the optimizer has stepped already; make Precision({str(policy)!r}, ...) before "
                 "its first step, or load its state afterwards"
             )
-        check_cast(policy, model, kept)
+        check_cast(placed)
     if policy.is_pure:
         _check_eps(policy, names, optimizers, kept)
 
@@ -215,19 +215,18 @@ def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * (4 - p.element_size()) for p in parameters)
 
 
-def check_loss(loss: Tensor) -> None:
-    """Refuse a loss that cannot be back-propagated."""
-    if not isinstance(loss, Tensor):
-        raise PrecisionError(
-            f"backward() got a {type(loss).__name__}; allowed: the loss as a scalar tensor, with "
+def no_loss(value: object) -> PrecisionError:
+    """The error for a loss that cannot be back-propagated."""
+    if not isinstance(value, Tensor):
+        return PrecisionError(
+            f"backward() got a {type(value).__name__}; allowed: the loss as a scalar tensor, with "
             "its graph (not loss.item())"
         )
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise PrecisionError(
-            f"backward() got a loss of shape {tuple(loss.shape)} that "
-            f"{'requires' if loss.requires_grad else 'does not require'} a gradient; allowed: "
-            "a scalar computed from trainable parameters. Were they frozen or detached?"
-        )
+    return PrecisionError(
+        f"backward() got a loss of shape {tuple(value.shape)} that "
+        f"{'requires' if value.requires_grad else 'does not require'} a gradient; allowed: "
+        "a scalar computed from trainable parameters. Were they frozen or detached?"
+    )
 
 
 def as_closure(value: object) -> Callable[[], Any]:
@@ -274,10 +273,11 @@ def check_max_norm(max_norm: float | None) -> None:
 
 
 @torch.no_grad()
-def check_cast(policy: PrecisionPolicy, model: nn.Module, kept: Collection[str]) -> None:
-    """Refuse weights and modules that 16-bit parameters would break; ``kept`` stay in fp32."""
+def check_cast(placed: PlacedModel) -> None:
+    """Refuse weights and modules that 16-bit parameters would break."""
+    policy, kept = placed.policy, placed.kept()
     dtype = policy.param_dtype
-    for name, parameter in model.named_parameters():
+    for name, parameter in placed.model.named_parameters():
         if not parameter.is_floating_point():
             continue
         wanted = torch.float32 if name in kept else dtype
@@ -296,7 +296,7 @@ def check_cast(policy: PrecisionPolicy, model: nn.Module, kept: Collection[str])
                     f"{name} holds {worst:g}, which {dtype_name(dtype)} cannot (largest "
                     f"{torch.finfo(dtype).max:g}); use a *-mixed policy"
                 )
-    for placement in place(policy, model):
+    for placement in placed.modules:
         name, module = placement.name, placement.module
         if placement.fp32:
             continue

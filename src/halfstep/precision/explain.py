@@ -8,21 +8,11 @@ from torch import nn
 from halfstep.formats import FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
+from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import kept_parameters, place
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
-_WEIGHTS = {
-    "split": "the upper 16 bits of the master, rounded to nearest",
-    "split24": "the upper 16 bits of the master, rounded to nearest",
-    "kahan": "16 bit, rounded to nearest; what is lost is carried along in bf16",
-    "stochastic": "16 bit, rounded stochastically: updates are right on average",
-}
-_MASTER = "what the optimizer updates"
-_MASTERS = {
-    "split": "what the optimizer updates: weight and 16-bit remainder together, exact",
-    "split24": "its upper 24 bits: weight and 8-bit remainder, the last bit right on average",
-}
 _MOMENT = "the optimizer's running averages"
 _MOMENTS = {
     "bf16": "the optimizer's running averages, rounded stochastically",
@@ -74,14 +64,15 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
     """
     value = parse_policy(policy)
     require_model(model, "explain_model(model)")
-    kept = kept_parameters(value, model)
+    placed = place(value, model)
+    kept = placed.kept()
     low = sum(bytes_per_parameter(value).values())
     high = sum(bytes_per_parameter(value, kept=True).values())
     names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
     rows = [("module", "class", "params", "compute", "rule", "bytes")]
     counted: set[int] = set()
     total = 0.0
-    for placement in place(value, model):
+    for placement in placed.modules:
         own = [p for p in placement.module._parameters.values() if p is not None]
         own = [p for p in own if id(p) in names]
         if not own and not placement.direct:
@@ -127,7 +118,7 @@ def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[
     return {
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
-        "remainder": {"split": 2, "split24": 1, "kahan": 2}.get(policy.update, 0),
+        "remainder": rounding_mode(policy.update).bytes,
         "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" else 2,
         "moments": 2 * moments,
     }
@@ -138,17 +129,12 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     p, c = policy.param_dtype, policy.compute_dtype
     low = min(c.itemsize, p.itemsize) < 4
     matmul = f"operands {'rounded to tf32' if policy.tf32 else 'in ' + dtype_name(c)}"
-    weights = _WEIGHTS.get(policy.update, "")
-    if policy.update == "nearest":
-        weights = (
-            "16 bit, rounded from the masters after every step"
-            if policy.has_masters
-            else (
-                "16 bit, rounded to nearest: small updates are lost"
-                if policy.is_pure
-                else "the optimizer's own copy"
-            )
-        )
+    mode = rounding_mode(policy.update)
+    weights = mode.weight_text
+    if policy.has_masters:
+        weights = "16 bit, rounded from the masters after every step"
+    elif policy.update == "nearest" and not policy.is_pure:
+        weights = "the optimizer's own copy"
     if policy.casts_per_op:
         weights += f"; cast to {dtype_name(c)} operation by operation"
     elif policy.casts == "module":
@@ -186,7 +172,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
             + ("" if policy.update == "nearest" else "; a single one stays in 16 bit"),
         ),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
-        ("master", dtype_name(policy.master_dtype), _MASTERS.get(policy.update, _MASTER)),
+        ("master", dtype_name(policy.master_dtype), mode.master_text),
         (
             "moments",
             policy.moment_format,

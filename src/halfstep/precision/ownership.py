@@ -76,8 +76,7 @@ class StepDoor:
         if len(held) == len(self._parameters):
             return
         for parameter in held:
-            other = _OWNERS.get(parameter, lambda: None)()
-            if other is not None and other is not self:
+            if _owner_of(parameter) not in (None, self):
                 raise PrecisionError(
                     f"{self._names.get(parameter, 'a parameter')} is trained by another Precision "
                     "already, whose masters and loss scale this one would overrule. Call close() "
@@ -133,7 +132,7 @@ class StepDoor:
             for parameter in group["params"]:
                 if parameter.dtype not in LOW or parameter not in self._names:
                     continue
-                if _OWNERS.get(parameter, lambda: None)() in (None, self):
+                if _owner_of(parameter) in (None, self):
                     raise PrecisionError(
                         f"{type(optimizer).__name__}.step() would update "
                         f"{self._names[parameter]}, which policy {self._policy} keeps in "
@@ -141,6 +140,12 @@ class StepDoor:
                         "optimizer is not the Precision's. Give it all optimizers of the model: "
                         "Precision(policy, model, [first, second])"
                     )
+
+
+def _owner_of(parameter: Tensor) -> StepDoor | None:
+    """The door of the living Precision that trains a parameter."""
+    door: StepDoor | None = _OWNERS.get(parameter, lambda: None)()
+    return door
 
 
 class _Refuse:

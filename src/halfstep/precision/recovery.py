@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.agreement import Ranks
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.scaling.gradients import NonFinite, find_nonfinite
+from halfstep.precision.scaling.gradients import NonFinite, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 
 Action = Literal["stop", "skip", "rollback"]
@@ -128,7 +127,7 @@ def broken_loss(
 
 
 class Guard:
-    """Goes on after an error where that was asked for: leaves the step out, or goes back."""
+    """Goes on after an error: leaves the step out, or goes back. Not needed to ``"stop"``."""
 
     def __init__(
         self,

@@ -26,27 +26,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.after_step import EMA, AfterStep, OnSkip
-from halfstep.precision.agreement import (
-    Examiner,
-    Judged,
-    Ranks,
-    as_ranks,
-    check_replicas,
-    ranks_of_this_process,
-)
+from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
+from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
-from halfstep.precision.casting.autocast import Autocast, arithmetic, require_support
+from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_, is_cast
 from halfstep.precision.checks import (
     as_closure,
     check_arguments,
-    check_loss,
     check_max_norm,
     check_parameters,
     check_state,
     load_scale,
     no_backward,
+    no_gradients,
+    no_loss,
     one_device,
     require_one,
     upcast_trainable_,
@@ -58,11 +52,12 @@ from halfstep.precision.masters.portable import Loaded, make_plain_, make_portab
 from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.calibrate import calibrated
-from halfstep.precision.scaling.gradients import clip_factor
+from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import make_loss_scale
 
 
@@ -126,6 +121,7 @@ class Precision:
         self.loss_scale = make_loss_scale(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         self.applied_total = self.skipped_total = self.skipped_in_a_row = 0
+        self._scaled = self.policy.loss_scale.kind != "none"
         self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self._loss: Tensor | None = None
@@ -133,26 +129,31 @@ class Precision:
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
+        self._schedulers, self._ema = schedulers, ema
         averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
-        check_parameters(self.policy, model, self.optimizers, upcast=upcast_trainable)
+        placed = place(self.policy, model)
+        check_parameters(placed, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self._ranks)
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
             if upcast_trainable and self.policy.param_dtype == torch.float32:
                 upcast_trainable_(model)
-            self.masters = MasterWeights(self.policy, model, self.optimizers)
+            self.masters = MasterWeights(placed, self.optimizers)
             self.masters.clear()  # what is left from before belongs to no step of this Precision
-            self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
+            self._guard: Guard | None = None
+            if choice.action != "stop":
+                self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
             self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
             self._scalers = OneScaler()
             self._watch = ForwardWatch(self.policy, self.device)
             self.model = model
-            cast_at_border(model, self.policy)
+            self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
+            cast_at_border(placed)
             hooks = [*self._watch.attach(model), *self.masters.handles]
             # 16-bit weights need their casts for ever
             stays = self.policy.param_dtype != torch.float32
@@ -162,8 +163,7 @@ class Precision:
             self._released = weakref.finalize(
                 self, _release, self._door, self.masters.arrivals, hooks, left
             )
-            with self.masters.installed():
-                self._guard.start(0)
+            self._begin(0)
         except BaseException:  # an error that is kept, as in a notebook, keeps this object alive
             self._door.close()
             raise
@@ -173,7 +173,7 @@ class Precision:
 
         It may be entered any number of times, and from several threads.
         """
-        return Autocast(self.policy, self.model, self.device, on_enter=self.masters.adopt)
+        return self._context
 
     def backward(
         self,
@@ -200,7 +200,8 @@ class Precision:
                 or comes from a forward outside of :meth:`autocast` where the policy needs that.
         """
         self._require_open()
-        check_loss(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise no_loss(loss)
         asked: Sequence[Tensor] = ()
         if inputs is not None:
             allowed = "a tensor, or a list of some"
@@ -209,13 +210,15 @@ class Precision:
         self._scalers.require(loss)
         self.masters.adopt()
         self._forget_cleared()
-        with arithmetic(self.policy, self.device):
+        with self._context.arithmetic():
             if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
                 exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
             with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
-                self.loss_scale.scale(loss.reshape(())).backward(  # type: ignore[no-untyped-call]
+                scalar = loss.reshape(())
+                scaled = self.loss_scale.scale(scalar) if self._scaled else scalar
+                scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if inputs is not None and not self.masters.trains(asked):
@@ -238,7 +241,7 @@ class Precision:
         """
         self.masters.clear()
         self._loss = self._last = None
-        if self.policy.casts_per_op:  # a context that is still on must cast the new weights
+        if self._context.casts_per_op:  # a context that is still on must cast the new weights
             torch.clear_autocast_cache()
 
     def close(self) -> None:
@@ -278,8 +281,9 @@ class Precision:
                 ``max_norm`` is not above 0.
         """
         self._require_open()
-        check_max_norm(max_norm)
-        self._after.require_own_weights()
+        if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
+            check_max_norm(max_norm)
+        self._require_own_weights()
         if loss is not None and not isinstance(loss, Tensor):
             return self._step_with(as_closure(loss), max_norm)
         if loss is not None:
@@ -343,13 +347,16 @@ class Precision:
     def _applied(self, judged: Judged) -> StepResult:
         """Everything that follows an applied step."""
         scale, calibrating = self.loss_scale.value, not self._settled
-        self.loss_scale.update(found_nonfinite=False)
+        if self._scaled:
+            self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
         self._settled = True
-        self._after(True, self.masters.items())
-        with self.masters.installed():
-            self._guard.applied()
+        if self._schedulers or self._ema is not None:
+            self._after(True, self.masters.items())
+        if self._guard is not None:
+            with self.masters.installed():
+                self._guard.applied()
         return self._result(
             applied=True,
             loss=judged.loss,
@@ -379,7 +386,7 @@ class Precision:
         }
 
     def _exact(self) -> dict[str, Tensor]:
-        self._after.require_own_weights()
+        self._require_own_weights()
         self.masters.take_written_()
         return dict(self.masters.items())
 
@@ -408,15 +415,13 @@ class Precision:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if masters:
             self.masters.load_(masters)
-        with self.masters.installed():
-            self._guard.start(self.applied_total)
+        self._begin(self.applied_total)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Begin at fp32 values, by name, that the weights (or parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
-        with self.masters.installed():
-            self._guard.start(self.applied_total)
+        self._begin(self.applied_total)
 
     def take_weights_(self) -> None:
         """Train on from the model's weights exactly as they are: what lies behind them is dropped.
@@ -433,6 +438,16 @@ class Precision:
                 "this Precision was closed and trains nothing any more; make another one"
             )
 
+    def _require_own_weights(self) -> None:
+        if self._ema is not None and self._ema.applied:
+            raise no_own_weights()
+
+    def _begin(self, applied: int) -> None:
+        """Let the guard begin after ``applied`` steps."""
+        with self.masters.installed():  # which also gives states of sharded weights to their parts
+            if self._guard is not None:
+                self._guard.start(applied)
+
     def _forget_cleared(self) -> None:
         """Drop the recorded loss where its gradients have been cleared since."""
         if self._loss is not None and self.masters.arrivals.cleared():
@@ -448,10 +463,13 @@ class Precision:
         try:
             self.masters.adopt()
             self._door.take()
+            gradients = self.masters.gradients()
+            if not gradients:
+                raise no_gradients()
         except PrecisionError:
             self._ranks.cannot()
             raise
-        return self._examiner.gradients()
+        return gradients
 
     def _judge(self, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         assert self._loss is not None, "checked with the gradients"
@@ -470,8 +488,12 @@ class Precision:
             error = incurable(
                 self.policy, self.loss_scale, found, judged.loss, self.skipped_in_a_row
             )
-        with self.masters.installed():
-            rolled_back = error is not None and self._guard.answer(error)
+        rolled_back = False
+        if error is not None:
+            if self._guard is None:
+                raise error
+            with self.masters.installed():
+                rolled_back = self._guard.answer(error)
         if found is not None:
             self.loss_scale.update(found_nonfinite=True)
         self._after(False, ())

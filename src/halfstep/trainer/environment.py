@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.optim.kernels.dispatch import kernel_name
-from halfstep.precision.casting.autocast import arithmetic, cpu_has_bf16, support
+from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.precision.casting.autocast import Autocast, cpu_has_bf16, support
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -91,7 +91,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": gpus,
         "device": str(device),
         # without the reason, which may name a folder of the user's
-        "optimizer_kernel": kernel_name(device).partition(" (")[0],
+        "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
         "precisions": precisions,
     }
 
@@ -117,7 +117,7 @@ def gemm_flops_per_second(
         for _ in range(2)
     )
     best = float("inf")
-    with torch.no_grad(), arithmetic(policy, device):
+    with torch.no_grad(), Autocast(policy, None, device).arithmetic():
         for repeat in range(repeats + 1):
             _wait(device)
             start = time.perf_counter()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +28,7 @@ class Evaluation:
         accuracy: Share of the examples whose class was found; None where there are no classes.
         macro_f1: Mean of the classes' F1.
         confusion: Row: true class, column: found class, value: examples; empty without classes.
+        measures: What the user's own function measured besides, by name.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class Evaluation:
     accuracy: float | None = None
     macro_f1: float | None = None
     confusion: tuple[tuple[int, ...], ...] = ()
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

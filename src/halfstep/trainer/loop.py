@@ -23,13 +23,12 @@ from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
-from halfstep.trainer.optimizer import learning_rate
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
 from halfstep.trainer.run.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
-STOPS = ("", "max_seconds", "SIGINT", "SIGTERM")
+STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Why a run ends before its last step; of several ranks' reasons, the last one here counts."""
 
 
@@ -42,8 +41,8 @@ class Tick:
         evaluation: The validation result, if the step ended with one.
         checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
-        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"`` or
-            ``"patience"``.
+        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``,
+            ``"patience"``, or ``"stop"`` of a callback's.
         verdicts: Of the lost-update meter on groups that lose much, once a group and process.
     """
 
@@ -85,7 +84,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             last = finished or bool(stopped_by)
             evaluation, better = None, False
             due = _due(session.step, settings.eval_every)
-            if due or finished or stopped_by == "max_seconds":
+            due |= finished or stopped_by in ("stop", "max_seconds")
+            if due and session.task.evaluates:
                 evaluation, better = _evaluate(session, pace)
                 if _patience_is_over(session) and not last:
                     stopped_by, last = "patience", True
@@ -113,14 +113,8 @@ class _Taken:
 
 
 def _take_step(session: Session, books: _Books) -> _Taken:
-    config, begin = session.config, time.perf_counter()
-    lr = learning_rate(
-        config.optimizer.learning_rate,
-        config.schedule,
-        session.step,
-        session.applied,
-        config.run.max_steps,
-    )
+    config, task, begin = session.config, session.task, time.perf_counter()
+    rate = partial(task.learning_rate, taken=session.step, applied=session.applied)
     batches, seeds = session.micro_batches()
     try:
         result = train_step(
@@ -128,14 +122,15 @@ def _take_step(session: Session, books: _Books) -> _Taken:
             session.precision,
             session.strategy,
             batches,
-            learning_rate=lr,
+            learning_rate=rate,
             max_norm=config.optimizer.max_norm or None,
-            targets=session.task.targets,
+            targets=task.targets,
             seeds=seeds,
         )
     except NonFiniteError as error:
         raise books.last_words(error) from error
-    tokens = session.task.tokens(session.step)
+    lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
+    tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
@@ -145,7 +140,8 @@ def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
     """Why all ranks stop now, or nothing."""
     limit = session.config.run.max_seconds
     late = limit and time.perf_counter() - started > limit
-    reason = interrupt.requested or ("max_seconds" if late else "")
+    asked = "stop" if session.stop_asked else ""
+    reason = interrupt.requested or ("max_seconds" if late else asked)
     return STOPS[session.world.largest(STOPS.index(reason))]
 
 
@@ -293,6 +289,7 @@ def _record(
         val_loss=evaluation.loss if evaluation else None,
         val_accuracy=evaluation.accuracy if evaluation else None,
         val_macro_f1=evaluation.macro_f1 if evaluation else None,
+        val_measures=dict(evaluation.measures) or None if evaluation else None,
         learning_rate=taken.learning_rate,
         grad_norm=result.grad_norm,
         loss_scale=result.loss_scale,

@@ -1,62 +1,45 @@
-"""AdamW with decay and no-decay groups, in the form that the policy needs."""
+"""The optimizers and the schedules of a run, by name."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError
-from halfstep.optim.optimizers import AdamW
+from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
+__all__ = ["OptimizerConfig", "ScheduleConfig", "learning_rate", "make_optimizer"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and gradient clipping."""
-
-    learning_rate: float = 1e-3
-    """Peak learning rate, reached at the end of the warm-up."""
-    beta1: float = 0.9
-    """Decay of the first moment per step."""
-    beta2: float = 0.95
-    """Decay of the second moment per step."""
-    eps: float = 1e-8
-    """Added to the root of the second moment; must not be 0 in the optimizer's format."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
-    max_norm: float = 1.0
-    """Gradients are clipped to this global 2-norm; 0 switches clipping off."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        for name in ("learning_rate", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}; allowed: > 0")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}; allowed: 0 <= x < 1")
-        for name in ("weight_decay", "max_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"optimizer.{name}={getattr(self, name)}; allowed: >= 0")
+_OWN: Mapping[str, Callable[..., Optimizer]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+_TORCH = {name.lower(): name for name in torch.optim.__all__}
+_FUSED = {"adam", "adamw", "sgd"}  # on CPU and CUDA alike
 
 
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, policy: PrecisionPolicy, *, seed: int = 0
-) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters: one pass over memory per step.
+) -> Optimizer:
+    """The optimizer that a configuration names, over the trainable parameters.
 
     Tensors of two or more dimensions (matrices, embeddings) decay; vectors (norms, biases) do not.
 
     Args:
         model: Its parameters may still be fp32.
-        config: The numbers.
-        policy: halfstep's own AdamW is taken where only that keeps weights and moments as the
-            policy says, torch's fused one elsewhere.
+        config: Name and numbers. An optimizer gets those of them that its class takes: SGD and
+            RMSprop take ``beta1`` as momentum, RMSprop ``beta2`` as alpha.
+        policy: halfstep's own optimizer is taken where only that keeps weights and moments as the
+            policy says, torch's elsewhere, fused where torch has it so.
         seed: Of stochastic rounding, where the policy rounds so.
+
+    Raises:
+        PrecisionError: From ``Precision`` later, if the policy needs an optimizer of halfstep's and
+            the name is of another.
 
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
@@ -67,39 +50,26 @@ def make_optimizer(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in every if group["params"]]
-    lr, betas, eps = config.learning_rate, (config.beta1, config.beta2), config.eps
-    if policy.needs_own_optimizer:
-        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    own = config.name in _OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
+    make = _OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
+    offered = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "momentum": config.beta1,
+        "seed": seed,
+    }
+    taken = inspect.signature(make).parameters
+    arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in taken}
+    if "eps" in taken and isinstance(taken["eps"].default, float):  # Adafactor's are two
+        arguments["eps"] = config.eps
+    if config.name == "rmsprop":  # ASGD means something else by it
+        arguments["alpha"] = config.beta2
+    if not own and config.name in _FUSED:
+        arguments["fused"] = True
+    return make(groups, **arguments)
 
 
 # The learning rate as a pure function of how many steps were taken and applied.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleConfig:
-    """Linear warm-up, then a cosine to a fraction of the peak, or a constant."""
-
-    warmup_steps: int = 50
-    """Optimizer steps of linear warm-up; at most the length of the run."""
-    decay: Literal["cosine", "constant"] = "cosine"
-    """What follows the warm-up."""
-    decay_steps: int = 0
-    """The step at which the cosine ends; 0: the run's max_steps."""
-    on_skip: Literal["hold", "advance"] = "hold"
-    """Whether a skipped step leaves the schedule where it is, or moves it on all the same."""
-    min_ratio: float = 0.1
-    """Learning rate at the end of the cosine, as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        if self.warmup_steps < 0 or self.decay_steps < 0:
-            raise ConfigError(
-                f"schedule.warmup_steps={self.warmup_steps}, schedule.decay_steps="
-                f"{self.decay_steps}; allowed: integers >= 0"
-            )
-        if not 0 <= self.min_ratio <= 1:
-            raise ConfigError(f"schedule.min_ratio={self.min_ratio}; allowed: 0 to 1")
 
 
 def learning_rate(
@@ -115,7 +85,8 @@ def learning_rate(
             ``on_skip`` is ``"advance"``.
         max_steps: Length of the run, in steps.
 
-    **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts.
+    **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts; wsd:
+    Hu et al., "MiniCPM", COLM 2024, section 4, with a straight line for its last stage.
     """
     done = taken if schedule.on_skip == "advance" else applied
     if done < schedule.warmup_steps:
@@ -123,7 +94,10 @@ def learning_rate(
     if schedule.decay == "constant":
         return peak
     end = schedule.decay_steps or max_steps
-    span = max(end - schedule.warmup_steps, 1)
-    progress = min((done - schedule.warmup_steps) / span, 1.0)
+    start = schedule.warmup_steps
+    if schedule.decay == "wsd":
+        start = max(start, end - round(schedule.decay_ratio * end))
+    progress = min(max(done - start, 0) / max(end - start, 1), 1.0)
     floor = schedule.min_ratio
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
+    return peak * (floor + (1 - floor) * left)

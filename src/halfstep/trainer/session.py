@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.distributed.consistency import check_agreement
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
+from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.torch_version import MACHINES, require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
-from halfstep.trainer.config.config import TrainConfig, config_to_table
+from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.optimizer import make_optimizer
 from halfstep.trainer.run.progress import Best, read_progress
 from halfstep.trainer.step import Batch, LossSum
 from halfstep.trainer.tasks.classify import ClassifyTask
 from halfstep.trainer.tasks.lm import LMTask
-from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, share_of
+from halfstep.trainer.tasks.task import Exported, Progress, Task, dropout_seed, facts, micro_batches
 from halfstep.trainer.tasks.text import TextTask
+
+Opens = Callable[[Any, torch.device, Layout, World, Progress, bool], Task]
 
 
 @dataclass(slots=True)
@@ -56,11 +59,15 @@ class Session:
     """The model's loss, compiled where asked."""
     pieces: dict[str, Piece]
     """What this rank holds of every parameter that is trained."""
+    ema: EMA | None = None
+    """The weights' average, where the run keeps one: what is evaluated and handed out."""
     step: int = 0
     """Steps taken, skipped ones included."""
     tokens: int = 0
     """Tokens trained on, without padding."""
     best: Best | None = None
+    stop_asked: bool = False
+    """Whether a callback on this rank wants the run to end."""
 
     @property
     def applied(self) -> int:
@@ -73,17 +80,19 @@ class Session:
         A pure function of seed, step and share.
         """
         run, strategy = self.config.run, self.strategy
-        share = share_of(
-            self.task.batch_size(self.step), strategy.batch_rank, strategy.layout.batch_ranks
+        rows = micro_batches(
+            self.task.batch_size(self.step),
+            strategy.batch_rank,
+            strategy.layout.batch_ranks,
+            run.grad_accum,
         )
-        parts = [share_of(len(share), i, run.grad_accum) for i in range(run.grad_accum)]
-        rows = [share[part.start : part.stop] for part in parts]
         seeds = [dropout_seed(run.seed, self.step, part.start) for part in rows]
         return [self.task.batch(self.step, part) for part in rows], seeds
 
     def evaluate(self) -> Evaluation:
         """The task's measure in the training precision."""
         model = self.task.model
+        self._share_buffers()
         judge = Judge(
             self.loss_sum,
             self.precision.autocast,
@@ -92,9 +101,11 @@ class Session:
             self.strategy.layout.batch_ranks,
             self.strategy.sum,
         )
+        averaged = nullcontext() if self.ema is None else self.ema.applied_to(model)
         model.eval()
         try:
-            return self.task.evaluate(judge)
+            with averaged:
+                return self.task.evaluate(judge)
         finally:
             reshard_(model)
             model.train()
@@ -111,7 +122,8 @@ class Session:
         return False
 
     def checkpoint(self) -> Checkpoint:
-        """All that :meth:`restore` needs to go on bit for bit."""
+        """All that :meth:`restore` needs to go on bit for bit; all ranks."""
+        self._share_buffers()
         named = self.precision.named_parameters()
         precision = self.precision.state_dict()
         del precision["masters"]  # they are the weights below
@@ -129,8 +141,23 @@ class Session:
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             optimizer = optimizer_tensors(used, names)
+        if self.ema is not None:
+            state["ema_updates"] = self.ema.updates
+            optimizer |= {f"{n}/{AVERAGE}": t for n, t in self.ema.averages.items()}
+        optimizer |= {f"{n}/{BUFFER}": t for n, t in self._buffers().items()}
         weights = {n: w for n, w in self.precision.masters.items() if self.pieces[n].written}
         return Checkpoint(weights, optimizer, state, self.pieces)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """What the model keeps besides its parameters, such as running means."""
+        named = dict(self.task.model.named_buffers())
+        return {n: named[n] for n in self.task.model.state_dict(keep_vars=True) if n in named}
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, as torch's DDP does: each moved its own."""
+        if self.world.size > 1:
+            for buffer in self._buffers().values():
+                dist.broadcast(buffer, src=0)
 
     def check_agreement(self, when: str = "") -> None:
         """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
@@ -163,8 +190,8 @@ class Session:
             odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
             raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
         names = {parameter: name for name, parameter in named.items()}
-        # the first format kept a random state, which now follows from seed and step
-        moments = {k: v for k, v in checkpoint.optimizer.items() if not k.startswith("rng/")}
+        moments, averages, buffers = _by_kind(checkpoint.optimizer)
+        self._require_averages(averages, where)
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             states = convert_optimizer_tensors(used, names, moments)
@@ -180,7 +207,20 @@ class Session:
                     "go on from the one before"
                 ) from error
             set_optimizer_state(used, states)
+        if self.ema is not None:
+            self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})
+        for name, buffer in self._buffers().items():
+            if name in buffers:  # checkpoints of before have none
+                buffer.copy_(buffers[name])
         self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
+
+    def _require_averages(self, averages: Mapping[str, Tensor], where: Path) -> None:
+        wanted = {} if self.ema is None else self.ema.averages
+        if {n: t.shape for n, t in averages.items()} != {n: t.shape for n, t in wanted.items()}:
+            raise CheckpointError(
+                f"{where}: it has averages of {len(averages)} weights, the run keeps {len(wanted)} "
+                "(run.ema_decay): resume with the run's own configuration"
+            )
 
 
 def open_session(
@@ -189,6 +229,7 @@ def open_session(
     *,
     resuming: bool = False,
     world: World = World.alone(),  # noqa: B008  (frozen)
+    opens: Opens | None = None,
 ) -> Session:
     """Prepare data and build the model; refuse here whatever cannot be run. All ranks together.
 
@@ -197,6 +238,7 @@ def open_session(
         progress: Called while data is prepared.
         resuming: Weights will be restored, so ``run.init_from`` is not read again.
         world: The ranks.
+        opens: Makes the task; None: :func:`open_task`, from the configuration alone.
 
     Raises:
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
@@ -210,7 +252,7 @@ def open_session(
             f"run.device={run.device} would put all {world.size} ranks on one GPU; use --device "
             "cuda, which gives each its own"
         )
-    policy = parse_policy(config.precision)
+    policy = config.precision
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
@@ -218,23 +260,24 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = open_task(config, layout, world, progress, resuming)
+    task = (opens or open_task)(config, device, layout, world, progress, resuming)
     config, model = task.config, task.model.to(device)
     _require_rows(task.smallest_batch, config, layout)
-    strategy.place_(model, plan_of(model))
-    optimizer = make_optimizer(model, config.optimizer, policy, seed=run.seed)
+    strategy.place_(model, task.plan(layout))
+    optimizer = task.optimizer(policy)
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint keeps it in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
+    ema = EMA(model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
-        policy, model, optimizer, on_nonfinite=run.on_nonfinite, ranks=strategy.ranks
+        policy, model, optimizer, on_nonfinite=run.on_nonfinite, ema=ema, ranks=strategy.ranks
     )
     strategy.attach_(precision)
-    loss_sum: LossSum = torch.compile(model.loss_sum) if run.compile else model.loss_sum
+    loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum
     trained = precision.named_parameters()
     pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
     model.train()
-    return Session(config, world, device, task, strategy, precision, loss_sum, pieces)
+    return Session(config, world, device, task, strategy, precision, loss_sum, pieces, ema)
 
 
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
@@ -253,12 +296,18 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
 
 
 def open_task(
-    config: BaseConfig, layout: Layout, world: World, progress: Progress, resuming: bool
+    config: BaseConfig,
+    device: torch.device,
+    layout: Layout,
+    world: World,
+    progress: Progress,
+    resuming: bool,
 ) -> Task:
     """Prepare the data and build the model of a configuration's task; all ranks together.
 
     Args:
         config: Of the run.
+        device: This rank's.
         layout: How the ranks will share the work.
         world: The ranks.
         progress: Called while data is prepared.
@@ -269,9 +318,9 @@ def open_task(
     """
     match config:
         case TrainConfig():
-            return TextTask(config, layout, world, progress, resuming)
+            return TextTask(config, device, layout, world, progress, resuming)
         case ClassifyConfig():
-            return ClassifyTask(config, world, progress)
+            return ClassifyTask(config, device, world, progress)
         case LMConfig():
             return LMTask(config, world, progress)
         case _:
@@ -279,6 +328,30 @@ def open_task(
 
 
 # An optimizer's state as tensors by name, and back, in the formats of another policy.
+
+
+AVERAGE, BUFFER = "ema", "buffer"
+"""What stands as NAME/KEY beside the optimizer's tensors: averaged weights, buffers of modules."""
+
+
+def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """A checkpoint's moments by path, and its averages and buffers by name."""
+    moments: dict[str, Tensor] = {}
+    others: dict[str, dict[str, Tensor]] = {AVERAGE: {}, BUFFER: {}}
+    for path, tensor in tensors.items():
+        name, _, kind = path.rpartition("/")
+        if kind in others:
+            others[kind][name] = tensor
+        elif name != "rng":  # the first format's random state, which now follows from the seed
+            moments[path] = tensor
+    return moments, others[AVERAGE], others[BUFFER]
+
+
+def exported(checkpoint: Checkpoint) -> Exported:
+    """What a checkpoint hands out: the averages of its weights, where the run kept some."""
+    _, averages, buffers = _by_kind(checkpoint.optimizer)
+    weights = {name: averages.get(name, w).float() for name, w in checkpoint.weights.items()}
+    return Exported(weights, buffers)
 
 
 def optimizer_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.data.corpus.batches import IGNORED
 
-Batch = tuple[Tensor, ...]
+Batch = Any
+"""What a task gives for a micro-batch: tensors, in tuples, lists or dicts."""
 LossSum = Callable[[Any], tuple[Tensor, Tensor]]
 
 
@@ -28,7 +29,7 @@ def train_step(
     strategy: Strategy,
     batches: Sequence[Batch],
     *,
-    learning_rate: float,
+    learning_rate: Callable[[float], float],
     max_norm: float | None,
     targets: Callable[[Batch], float] = count_targets,
     seeds: Sequence[int] = (),
@@ -40,7 +41,7 @@ def train_step(
         precision: Model and optimizer under their policy.
         strategy: How they lie over the ranks, all of which call this together.
         batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T); on the host.
-        learning_rate: For this step.
+        learning_rate: Gives this step's rate from the one that a parameter group was made with.
         max_norm: Clip the global gradient norm to this, or None.
         targets: Gives what a micro-batch adds to the divisor of the loss.
         seeds: Of dropout: one a micro-batch, or none.
@@ -64,7 +65,7 @@ def train_step(
     strategy.finish()
     for optimizer in precision.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
     return precision.step(max_norm=max_norm)
 
 
@@ -72,4 +73,20 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device; from pinned memory and asynchronously where that is CUDA."""
     if device.type != "cuda":
         return batch
-    return tuple(part.pin_memory().to(device, non_blocking=True) for part in batch)
+    if isinstance(batch, Tensor):
+        return batch.pin_memory().to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [to_device(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def tensors_of(batch: Batch) -> Iterator[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(part)

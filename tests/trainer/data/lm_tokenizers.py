@@ -8,6 +8,8 @@ class Letters:
     """An id for every character; written-out control tokens become control ids, as in practice."""
 
     eos_id = EOS
+    bos_id = None
+    special_tokens = ()
 
     def encode(self, text):
         ids = []
@@ -16,6 +18,12 @@ class Letters:
             ids.append(SPECIAL.get(word, ord(word[0]) + 10))
             text = text[len(word) :]
         return ids
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def render_chat(self, messages, add_generation_prompt):
+        return None
 
 
 class Merging(Letters):
@@ -31,13 +39,10 @@ class Merging(Letters):
 
 
 class ChatLetters(Letters):
-    """Letters with a chat template and everything else that is optional."""
+    """Letters with a chat template and control tokens."""
 
     bos_id = BOS
     special_tokens = tuple(SPECIAL)
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
 
     def render_chat(self, messages, add_generation_prompt):
         return chatml(messages, add_generation_prompt)

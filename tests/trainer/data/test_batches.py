@@ -101,18 +101,6 @@ def test_seed_step_and_number_all_matter(tokens):
     assert first(sequences=range(4, 0, -1)) == plain[::-1]
 
 
-def test_every_valid_start_is_equally_likely():
-    places, draws = 10, 20_000
-    starts = [
-        start_of_sequence(5, step, number, places) for step in range(200) for number in range(100)
-    ]
-    counts = np.bincount(starts, minlength=places)
-    assert len(counts) == places
-    expected = draws / places
-    chi_squared = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_squared < 27.9  # 9 degrees of freedom, p = 0.001; the draws are fixed
-
-
 def test_both_ends_of_the_file_are_reached(tokens):
     file = tokens(6)
     inputs, targets = batch(file, seed=0, step=0, sequences=range(100), block_size=4)

@@ -172,11 +172,11 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monke
         real_fsync(descriptor)
 
     def rename(old, new):
-        events.append("rename")
         real_rename(old, new)
+        events.append("rename")
 
     monkeypatch.setattr(cache.os, "fsync", fsync)
     monkeypatch.setattr(cache.os, "rename", rename)
     fetch(tmp_path, "name", load=load, build=builder("x"))
     assert sorted(events[:2]) == ["a", "b"]
-    assert events[2:] == [".tmp-", "rename", tmp_path.name[:5]]
+    assert events[2:] == ["new", "rename", tmp_path.name[:5]]

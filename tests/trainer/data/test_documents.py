@@ -1,13 +1,26 @@
+import itertools
 import json
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
+from halfstep.trainer.data import records
 from halfstep.trainer.data.corpus import documents
-from halfstep.trainer.data.corpus.documents import Span, read_pieces, whole
+from halfstep.trainer.data.corpus.documents import (
+    Piece,
+    Span,
+    character_start,
+    encode,
+    read_pieces,
+    split_pieces,
+    whole,
+)
 from halfstep.trainer.data.sources import find_sources, inspect_file
+from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from halfstep.trainer.data.tokenizers.training import train_bpe
 
 
 def read(*paths, size=1 << 18):
@@ -92,10 +105,9 @@ def test_what_is_not_utf8_is_named_with_its_offset(write, data, byte, offset, si
         read(write("a.txt", data), size=size)
 
 
-def test_what_is_not_utf8_in_jsonl_is_named_with_its_offset(write):
-    first = b'{"text": "a"}\n'
-    with pytest.raises(DataError, match=rf"not UTF-8: byte 0xff at byte offset {len(first) + 10};"):
-        read(write("a.jsonl", first + b'{"text": "\xff"}\n'))
+def test_what_is_not_utf8_in_jsonl_is_named_with_its_line(write):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not UTF-8: byte 0xff at byte 11 of the line"):
+        read(write("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,7 @@ def test_line_numbers_count_from_the_start_of_the_file_not_of_the_span(write):
 
 
 def test_a_line_too_long_to_parse_is_refused(write, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
     fits = '{"text": "' + "a" * 87 + '"}\n'
     assert len(fits) == 100
     assert read(write("a.jsonl", fits)) == ["a" * 87]
@@ -154,3 +166,106 @@ def test_memory_does_not_grow_with_the_file(write, unit):
     finally:
         tracemalloc.stop()
     assert peak < 6_000_000  # a few chunks of 1 MiB and pieces of 256 KiB, of a file of 24 MB
+
+
+TEXT = st.text(
+    alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \n\r\t"))
+)
+
+
+def chunked(data, cuts):
+    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    return [data[a:b] for a, b in itertools.pairwise(places)]
+
+
+@given(TEXT, st.integers(4, 40), st.lists(st.integers(0, 60)))
+def test_pieces_join_to_the_text_and_each_is_whole_and_small(text, size, cuts):
+    data = text.encode()
+    pieces = list(split_pieces(chunked(data, cuts), size))
+    assert b"".join(pieces) == data
+    assert all(0 < len(piece) <= size for piece in pieces)
+    for piece in pieces:
+        piece.decode("utf-8")  # raises when a character is cut
+
+
+@given(TEXT, st.integers(4, 40), st.lists(st.integers(0, 60)))
+def test_where_cuts_fall_does_not_depend_on_the_chunks(text, size, cuts):
+    data = text.encode()
+    assert list(split_pieces(chunked(data, cuts), size)) == list(split_pieces([data], size))
+
+
+@given(st.binary(max_size=100), st.integers(4, 20))
+def test_bytes_that_are_no_text_come_through_unharmed(data, size):
+    pieces = list(split_pieces([data], size))
+    assert b"".join(pieces) == data
+    assert all(0 < len(piece) <= size for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("one\ntwo three\nfour", ["one\n", "two three\n", "four"]),  # after a newline
+        ("one two three four", ["one two", " three", " four"]),  # before a blank
+        ("one\ttwo three", ["one\ttwo", " three"]),
+        ("abcdefghijklmnop", ["abcdefghij", "klmnop"]),  # anywhere
+        ("ééééééé", ["ééééé", "éé"]),
+        ("aéééééé", ["aéééé", "éé"]),  # not within a character
+        ("line\r\nline\r\n", ["line\r\n", "line\r\n"]),
+    ],
+)
+def test_cuts_prefer_newlines_then_blanks_then_characters(text, pieces):
+    found = [piece.decode() for piece in split_pieces([text.encode()], 10)]
+    assert found == pieces
+
+
+def test_a_piece_must_be_able_to_hold_a_character():
+    with pytest.raises(ValueError, match="at least 4"):
+        list(split_pieces([b"text"], 3))
+
+
+@given(st.characters(exclude_categories=["Cs"]), st.text(max_size=3))
+def test_character_start_finds_the_first_byte(character, before):
+    start = len(before.encode())
+    data = (before + character).encode()
+    assert {character_start(data, i) for i in range(start, len(data))} == {start}
+
+
+BPE = train_bpe([Piece("the cat sat on the mat " * 9, 207, 207, True)], 265, total_bytes=207)
+
+DOCUMENTS = st.lists(st.lists(st.text(min_size=1), min_size=1, max_size=3), max_size=6)
+
+
+def pieces_of(found):
+    return [
+        Piece(text, len(text.encode()), 10, i == 0)
+        for document in found
+        for i, text in enumerate(document)
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(DOCUMENTS, st.sampled_from([1, 8, 1000]))
+def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, texts, batch):
+    monkeypatch.setattr(documents, "BATCH_BYTES", batch)
+    found = list(encode(pieces_of(texts), ByteTokenizer(), 99))
+    text = "\n".join("".join(document) for document in texts).encode()
+    assert np.concatenate([[], *(part.ids for part in found)]).tolist() == list(text)
+    assert sum(part.text_bytes for part in found) == len(text)
+
+    found = list(encode(pieces_of(texts), BPE, 99))
+    ids = np.concatenate([[], *(part.ids for part in found)]).astype(int).tolist()
+    assert ids.count(BPE.end_of_text) == max(len(texts) - 1, 0)
+    assert BPE.decode(ids) == "<|endoftext|>".join("".join(d) for d in texts)
+    assert sum(part.text_bytes for part in found) == sum(len("".join(d).encode()) for d in texts)
+
+
+@pytest.mark.parametrize("batch", [1, 25, 1000])
+def test_source_bytes_and_progress_count_up_to_the_total(monkeypatch, batch):
+    monkeypatch.setattr(documents, "BATCH_BYTES", batch)
+    calls = []
+    given_pieces = pieces_of([["aaaaaaaaaa"] * 4, ["bbbbbbbbbb"] * 2])
+    found = list(encode(given_pieces, ByteTokenizer(), 60, lambda *call: calls.append(call)))
+    assert calls[-1] == ("encode", 60, 60)
+    assert [call[1] for call in calls] == [part.source_bytes for part in found]
+    assert [call[1] for call in calls] == sorted({call[1] for call in calls})
+    assert len(calls) == {1: 6, 25: 2, 1000: 1}[batch]

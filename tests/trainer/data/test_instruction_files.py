@@ -3,10 +3,8 @@ import json
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus.documents import whole
 from halfstep.trainer.data.instructions.chat import Message, Pair, Text
-from halfstep.trainer.data.instructions.files import InstructionFiles
-from halfstep.trainer.data.sources import inspect_file
+from halfstep.trainer.data.instructions.files import InstructionFiles, find_inputs
 
 ALPACA = {"instruction": "Add", "input": "1, 1", "output": "2"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
@@ -14,7 +12,7 @@ HI_HO = (Message("user", "Hi"), Message("assistant", "Ho"))
 
 
 def open_(*paths, format="auto"):
-    return InstructionFiles(whole(map(inspect_file, paths)), format)
+    return InstructionFiles(find_inputs(tuple(map(str, paths)), "data.train", format), format)
 
 
 def examples(*paths, format="auto"):
@@ -80,14 +78,9 @@ def test_lists_lines_and_blank_lines_give_the_same(write):
     )
 
 
-def test_places_are_the_lines_where_records_begin(write):
+def test_places_are_lines_or_items(write):
     path = write("a.json", json.dumps([ALPACA] * 3, indent=1))
-    lines = path.read_text().splitlines()
-    for record in open_(path):
-        name, number = record.place.rsplit(":", 1)
-        assert name == str(path)
-        assert lines[int(number) - 1].strip() == "{"
-    assert [record.place for record in open_(path)] == [f"{path}:{n}" for n in (2, 7, 12)]
+    assert [record.place for record in open_(path)] == [f"{path}: item {n}" for n in (1, 2, 3)]
     path = write("a.jsonl", f"\n{json.dumps(ALPACA)}\n\n{json.dumps(ALPACA)}")
     assert [record.place for record in open_(path)] == [f"{path}:2", f"{path}:4"]
 
@@ -140,7 +133,7 @@ def test_a_long_text_comes_in_pieces_that_join_to_it(write):
 def test_a_bad_record_names_file_and_line(write, record, why):
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {why}"):
         examples(write("a.jsonl", [record]))
-    with pytest.raises(DataError, match=rf"a\.json:3: {why}"):
+    with pytest.raises(DataError, match=rf"a\.json: item 1: {why}"):
         examples(write("a.json", "[\n\n" + json.dumps(record) + "]"))
 
 
@@ -157,7 +150,7 @@ def test_all_records_have_one_format(write):
         examples(write("t.txt", "x"), format="chat")
     files = open_(alpaca)
     assert list(files)
-    others = files.of_same_format(whole([inspect_file(chat)]))
+    others = files.of_same_format([str(chat)])
     with pytest.raises(DataError, match=r"the format is alpaca, from .*a\.jsonl:1"):
         list(others)
 
@@ -183,15 +176,16 @@ def test_fields_that_are_left_out_are_told(write):
         ("a.jsonl", '{"text": "x"}\n{"text": "x"\n', r"a\.jsonl:2: not JSON: .* at column 13"),
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: not "),
         ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl:1: not UTF-8: byte 0xff"),
-        ("a.json", '[\n{"text": "x"},\n{"text": "x"\n', r"a\.json:3: not JSON"),
-        ("a.json", '[{"text": "x"}\n{"text": "x"}]', r"a\.json:1: a comma or \] must follow"),
+        ("a.json", '[\n{"text": "x"},\n{"text": "x"\n', r"a\.json:4: not JSON"),
+        ("a.json", '[{"text": "x"}\n{"text": "x"}]', r"a\.json:2: not JSON"),
         ("a.json", '[{"text": "x"},]', r"a\.json:1: not JSON"),
-        ("a.json", '[{"text": "x"}', r"a\.json:1: a comma or \] must follow"),
-        ("a.json", '[{"text": "x"}] 5', r"a\.json: something follows the JSON list"),
+        ("a.json", '[{"text": "x"}', r"a\.json:1: not JSON"),
+        ("a.json", '[{"text": "x"}] 5', r"a\.json:1: not JSON: Extra data"),
         ("a.json", '"x"', r"a\.json: must hold a JSON list of objects"),
-        ("a.json", b'[{"text": "\xff"}]', r"a\.json: not UTF-8: byte 0xff"),
-        ("a.csv", "a,b", r"a\.csv: instructions are read from \.jsonl, \.json and \.txt files"),
-        ("a.parquet", "PAR1", r"a\.parquet: instructions are read from"),
+        ("a.json", b'[{"text": "\xff"}]', r"a\.json:1: not UTF-8: byte 0xff"),
+        ("a.parquet", "PAR1", r"a\.parquet: cannot be loaded"),
+        ("a.csv", "question,answer\nx\n", r"a\.csv:2: 1 fields where the first line has 2"),
+        ("a.png", "x", r"a\.png: instructions are read from \.csv, .* and \.txt files; convert it"),
         ("a.bin", b"\0\0", r"a\.bin: instructions are read from"),
         ("a.txt", b"ab\xff", r"a\.txt: not UTF-8: byte 0xff at byte offset 2"),
     ],
@@ -202,11 +196,26 @@ def test_a_bad_file_is_named(write, name, content, why):
 
 
 def test_a_list_too_long_to_parse_is_refused(write, monkeypatch):
-    monkeypatch.setattr("halfstep.trainer.data.instructions.files.MAX_LIST_BYTES", 10)
-    with pytest.raises(DataError, match=r"too many for a JSON list; write one object a line"):
+    monkeypatch.setattr("halfstep.trainer.data.records.MAX_LIST_BYTES", 10)
+    with pytest.raises(DataError, match=r"too many for one JSON value; write one object a line"):
         examples(write("a.json", '[{"text": "x"}]'))
 
 
 def test_an_empty_list_holds_no_records(write):
     assert examples(write("a.json", " [ ] ")) == []
     assert examples(write("a.jsonl", "\n\n")) == []
+
+
+def test_tables_and_parquet_hold_instructions_too(write, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    expected = [Pair("Add", "1, 1", "2"), Pair("Add", "", "3")]
+    table = 'instruction,input,output\nAdd,"1, 1",2\nAdd,,3\n'
+    assert examples(write("a.csv", table)) == expected
+    assert examples(write("a.csv", table), format="text") == [Text((table,))]
+    rows = [ALPACA, {"instruction": "Add", "input": None, "output": "3"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    files = open_(tmp_path / "a.parquet")
+    assert [found.example for found in files] == expected
+    assert files.origin.endswith("a.parquet: row 1")
+    datasets.Dataset.from_list([CHAT]).save_to_disk(tmp_path / "d")
+    assert examples(f"datasets:{tmp_path}/d") == [HI_HO]

@@ -43,7 +43,7 @@ def test_records_become_rows_and_notes(write):
     assert (len(data.train_rows), len(data.dev_rows)) == (36, 4)
     learned = answers(data.train_rows) + answers(data.dev_rows)
     assert sorted(learned) == sorted(f"{2 * n}</s>" for n in range(40))
-    assert data.learned_tokens == sum(len(a) - 3 for a in answers(data.train_rows))
+    assert data.train_rows.learned_tokens == sum(len(a) - 3 for a in answers(data.train_rows))
     text = documents(data.train_rows)[0]
     assert text.startswith("Below is an instruction that describes a task. Write")
     assert text.endswith("</s>")
@@ -59,7 +59,7 @@ def test_packing_learns_the_same_in_fewer_rows(write):
     path = write("q.jsonl", QUESTIONS)
     alone, packed = read(path, packing=False), read(path)
     assert len(packed.train_rows) < len(alone.train_rows)
-    assert packed.learned_tokens == alone.learned_tokens
+    assert packed.train_rows.learned_tokens == alone.train_rows.learned_tokens
     assert sorted(documents(packed.train_rows)) == sorted(documents(alone.train_rows))
     assert packed.train_rows.lengths.max() <= 400
 
@@ -133,7 +133,7 @@ def test_one_text_is_cut_at_its_end_for_dev(write):
         for rows in (data.train_rows, data.dev_rows)
     )
     # Every character but the first of each part is learned once, and the end twice.
-    total = data.learned_tokens + data.dev_rows.learned_tokens
+    total = data.train_rows.learned_tokens + data.dev_rows.learned_tokens
     assert total == len("".join(lines)) - 2 + 2
     assert any(text.startswith("line 0\n") for text in train)
     assert any(text.endswith("line 99\n</s>") for text in dev)

@@ -3,12 +3,20 @@
 import hashlib
 import json
 import struct
+from fractions import Fraction
 
 import pytest
+from hypothesis import given, strategies as st
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.labelled import read_labelled, read_names, sorted_names
+from halfstep.trainer.data.labelled.labelled import (
+    dev_sizes,
+    read_labelled,
+    read_names,
+    sorted_names,
+    stratified_split,
+)
 
 
 def rows(write, name, *pairs):
@@ -74,10 +82,10 @@ def test_names_can_be_given_in_their_order(write, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("l.txt", "a\nb\na\n", "l.txt:3: the name 'a' stands here and at 1"),
-        ("l.json", '["a", "b", "a"]', "l.json: item 3: the name 'a' stands here and at 1"),
-        ("l.json", '{"0": "a"}', "a JSON dict, not a list"),
-        ("l.json", '["a", null]', "item 2: the label must be a string"),
+        ("l.txt", "a\nb\na\n", "l.txt:3: the name 'a' stands here and at /"),
+        ("l.json", '["a", "b", "a"]', "l.json: item 3: the name 'a' stands here and at /"),
+        ("l.json", '{"0": "a"}', "the label must be a string, an integer or a boolean, got dict"),
+        ("l.json", '["a", null]', "l.json: item 2: the label must be a string"),
         ("l.json", "[", ":1: not JSON"),
         ("l.txt", "\n \n", "no names"),
         ("l.txt", "", "the file is empty"),
@@ -183,3 +191,63 @@ def test_the_hash_is_over_names_texts_and_labels(write, tmp_path):
         load(twenty(write, labels=("b", "c"))),
     ]
     assert len({data.sha256, *(other.sha256 for other in others)}) == 5
+
+
+LABELS = st.lists(st.integers(0, 6), min_size=2, max_size=200).filter(
+    lambda labels: any(labels.count(label) > 1 for label in labels)
+)
+SHARES = st.floats(0.01, 0.99)
+
+
+def hamilton(counts, total):
+    """Largest remainders as in the books, in fractions and without bounds."""
+    quotas = [Fraction(count * total, sum(counts)) for count in counts]
+    sizes = [int(quota) for quota in quotas]
+    order = sorted(range(len(counts)), key=lambda c: (sizes[c] - quotas[c], c))
+    for c in order[: total - sum(sizes)]:
+        sizes[c] += 1
+    return sizes
+
+
+@given(LABELS, SHARES, st.integers(0, 2**64 - 1))
+def test_every_example_is_in_one_part_and_every_class_in_both(labels, fraction, seed):
+    train, dev = stratified_split(labels, fraction, seed)
+    assert sorted([*train, *dev]) == list(range(len(labels)))
+    assert train.tolist() == sorted(train)
+    assert dev.tolist() == sorted(dev)
+    for label in set(labels):
+        held = sum(labels[i] == label for i in dev)
+        assert held >= (labels.count(label) > 1)
+        assert held < labels.count(label)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(sum), st.data())
+def test_sizes_are_the_largest_remainders_where_these_keep_the_bounds(counts, data):
+    total = data.draw(st.integers(0, sum(counts)))
+    sizes = dev_sizes(counts, total)
+    low = [int(count > 1) for count in counts]
+    high = [max(count - 1, 0) for count in counts]
+    assert all(a <= size <= b for a, size, b in zip(low, sizes, high, strict=True))
+    assert sum(sizes) == min(max(total, sum(low)), sum(high))
+    books = hamilton(counts, total)
+    if all(a <= size <= b for a, size, b in zip(low, books, high, strict=True)):
+        assert sizes == books
+
+
+def test_a_known_apportionment():
+    # 1000 * 0.1 = 100 places; quotas 55.5, 30.3, 14.2: the largest remainder gets the last one.
+    assert dev_sizes([555, 303, 142], 100) == [56, 30, 14]
+    assert dev_sizes([1000, 2, 1], 100) == [99, 1, 0]
+
+
+def test_the_split_of_today_is_the_split_for_ever():
+    # Pinned: runs of other versions and platforms must hold the same examples out.
+    _, dev = stratified_split([0, 1, 1, 0, 1, 0, 0, 1, 2, 1], 0.3, 7)
+    assert dev.tolist() == [1, 4, 5]
+
+
+def test_nothing_to_hold_out_is_refused():
+    with pytest.raises(DataError, match=r"no class has two texts.*give data\.dev"):
+        stratified_split([0, 1, 2], 0.1, 0)
+    with pytest.raises(ConfigError, match="seed must be at least 0"):
+        stratified_split([0, 0], 0.5, -1)

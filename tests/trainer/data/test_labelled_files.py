@@ -3,13 +3,14 @@
 import csv
 import io
 import json
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from halfstep.errors import DataError
+from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.files import read_named
+from halfstep.trainer.data.labelled.texts import read_named, read_texts
 
 LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 PAIRS = [
@@ -61,6 +62,16 @@ def objects(found, text="text", label="label"):
 )
 def test_every_format_gives_the_same_texts_and_labels(write, name, content, mark):
     assert pairs(write(name, mark + content.encode())) == PAIRS
+
+
+def test_nothing_is_guessed(write):
+    # What pandas or Arrow would make of these: NaN, 7, a date, 1e+20, 1.
+    kept = [("NA", "007"), ("2024-01-01", "null"), (" x ", "1e3"), ("3", "None")]
+    assert pairs(write("a.csv", table([("text", "label"), *kept]))) == kept
+    assert pairs(write("a.jsonl", objects(kept))) == kept
+    labels = [99999999999999999999, "1", 1, "2024-01-01"]
+    path = write("b.jsonl", [{"text": "x", "label": label} for label in labels])
+    assert read(path).labels == list(map(str, labels))
 
 
 def test_several_inputs_follow_each_other_each_with_its_own_columns(write):
@@ -159,23 +170,24 @@ def test_the_first_place_of_each_label_is_kept(write):
         ("a.jsonl", '{"text": "x", "label": ["a"]}\n', "got list"),
         ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: the text holds half a surrogate"),
         ("a.jsonl", '{"text": "x", "label": "\\udc00"}\n', ":1: the label holds half a surrogate"),
-        ("a.json", '{"text": []}', 'a JSON object without "data" (keys here: text)'),
-        ("a.json", '{"data": {}}', "a JSON dict where a list is needed"),
-        ("a.json", '"x"', "a JSON str where a list is needed"),
+        ("a.json", '{"text": []}', "no column that usually holds the label (columns here: 'text')"),
+        ("a.json", '{"data": {}}', "no column that usually holds the text (columns here: 'data')"),
+        ("a.json", '"x"', "must hold a JSON list"),
         ("a.json", "[]", "no texts in"),
-        ("a.json", '[["x", "a"], "y"]', ": item 2: a JSON str, neither list nor object"),
+        ("a.json", '[["x", "a"], "y"]', ": item 2: a list among objects, or an object among lists"),
         ("a.json", '[["x", "a"], ["y"]]', ": item 2: 1 values where the first has 2"),
         ("a.json", '[["x", "a", 1]]', ": item 1: 3 values where 2 are needed"),
+        ("a.json", "[3]", ": item 1: a JSON int, neither list nor object"),
         ("a.json", '[["x", "a"], {"text": "y"}]', ": item 2: a list among objects"),
         ("a.json", '[["x", "a"],\n["y", ]]', ":2: not JSON"),
         ("a.json", "[" * 100_000, "not usable JSON"),
         (
             "a.txt",
             "x",
-            "labelled texts are read from .csv, .tsv, .jsonl, .json files, not from .txt",
+            "read from .csv, .tsv, .jsonl, .ndjson, .json, .parquet files and datasets:NAME",
         ),
         ("a", "x", "not from names without suffix"),
-        ("a.parquet", "x", "or datasets:FOLDER"),
+        ("a.parquet", "x", "cannot be loaded"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(write, name, content, says):
@@ -203,11 +215,12 @@ def test_options_that_do_not_fit_the_file_are_refused(write, name, content, fiel
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    assert "no such file" in refusal(tmp_path / "a.csv")
+    for name in ("a.csv", "a.jsonl", "a.json", "a.parquet"):
+        assert "no such file" in refusal(tmp_path / name)
     (tmp_path / "b.csv").mkdir()
     assert "not a regular file" in refusal(tmp_path / "b.csv")
     (tmp_path / "c").mkdir()
-    assert "or datasets:FOLDER" in refusal(tmp_path / "c")
+    assert "a folder is datasets:FOLDER" in refusal(tmp_path / "c")
 
 
 def test_empty_texts_can_be_left_out_and_are_counted(write):
@@ -232,3 +245,133 @@ def test_only_a_line_feed_ends_a_line(write):
     assert pairs(write("a.csv", f"text,label\n{text},x\n")) == [(text, "x")]
     line = json.dumps({"text": text, "label": "x"}, ensure_ascii=False)
     assert pairs(write("a.jsonl", line + "\n")) == [(text, "x")]
+
+
+EXPECTED = [(1, "x y"), (2, "z")]
+
+
+def text_refusal(source, column=""):
+    with pytest.raises(DataError) as error:
+        list(read_texts(source, column))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column"),
+    [
+        ("a.jsonl", '\n{"text": "x y", "id": 3}\n\n{"text": "z"}\n', ""),
+        ("a.jsonl", '{"body": "x y", "text": "q"}\n{"body": "z"}\n', "body"),
+        ("a.csv", "label,Sentence\na,x y\nb,z\n", ""),
+        ("a.csv", "3,x y\n4,z\n", "2"),
+        ("a.tsv", "text\tmore\r\nx y\t1\r\nz\t2\r\n", ""),
+        ("a.txt", "\ufeffx y\r\nz", ""),
+        ("a.json", '[["x y"], ["z"]]', ""),
+    ],
+)
+def test_every_format_gives_the_same_texts_to_predict(write, name, content, column):
+    assert list(read_texts(write(name, content), column)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "x y\nz\n",
+        "x y\nz",
+        '\n \n{"text": "x y"}\n{"text": "z"}\n',
+        '\ufeff{"text": "x y"}\n{"text":"z"}',
+    ],
+)
+def test_a_stream_is_lines_or_objects(content):
+    assert list(read_texts(io.StringIO(content))) == EXPECTED
+
+
+def test_a_record_of_several_lines_counts_once(write):
+    path = write("a.csv", 'text\n"a\nb"\nc\n')
+    assert list(read_texts(path)) == [(1, "a\nb"), (2, "c")]
+
+
+def test_a_first_line_that_is_a_usual_name_is_a_text_like_any_other(write):
+    assert list(read_texts(write("a.txt", "text\nreview\n"))) == [(1, "text"), (2, "review")]
+
+
+@LOOSE
+@given(st.lists(st.text(st.characters(codec="utf-8")).filter(str.strip), min_size=1))
+def test_whatever_text_can_be_written_is_read_back(write, texts):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    expected = list(enumerate(texts, 1))
+    assert list(read_texts(io.StringIO(lines))) == expected
+    assert list(read_texts(write("a.jsonl", lines))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", "x\n\ny\n", "a.txt:2: the text is empty"),
+        ("a.txt", b"x\n\xff\n", "a.txt:2: not UTF-8"),
+        ("a.txt", "", "the file is empty"),
+        ("a.csv", "text,b\nx,1\n ,1\n", "a.csv:3: the text is empty"),
+        ("a.csv", "a,b\nx,1\n", "no column that usually holds the text"),
+        ("a.jsonl", '{"text": "x"}\n{"text": ""}\n', "a.jsonl:2: the text is empty"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": null}\n',
+            "a.jsonl:2: the text must be a string, got null",
+        ),
+        ("a.jsonl", '{"text": "x"}\n{"t": 1}\n', "a.jsonl:2: no field 'text'"),
+        ("a.jsonl", '{"text": "\\ud800"}\n', "a.jsonl:1: the text holds half a surrogate pair"),
+        ("a.png", "x", "not from .png"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_with_its_line(write, name, content, says):
+    assert says in text_refusal(write(name, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("\nx\n", "standard input:1: the text is empty"),
+        ('\n{"text": "x"}\ny\n', "standard input:3: not JSON"),
+        (
+            '{"x": 1}\n',
+            "standard input:1: no column that usually holds the text (columns here: 'x')",
+        ),
+        ("{broken\n", "standard input:1: not JSON"),
+        ("a\udcff\n", "standard input:1: the text holds half a surrogate pair, or bytes"),
+    ],
+)
+def test_a_stream_is_refused_with_its_line(content, says):
+    assert says in text_refusal(io.StringIO(content))
+
+
+def test_a_stream_that_is_not_utf_8_is_refused():
+    stream = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8")
+    assert "standard input: not UTF-8 after line 0" in text_refusal(stream)
+
+
+def test_an_empty_stream_has_no_texts():
+    assert list(read_texts(io.StringIO(""))) == []
+
+
+def test_column_0_is_refused(write):
+    with pytest.raises(ConfigError, match="counted from 1"):
+        read_texts(write("a.csv", "x\n"), "0")
+
+
+def test_texts_come_before_the_end_is_known():
+    class Endless(io.StringIO):
+        def readline(self):
+            return "more\n"
+
+    found = read_texts(Endless())
+    assert [next(found) for _ in range(3)] == [(1, "more"), (2, "more"), (3, "more")]
+
+
+def test_memory_does_not_grow_with_the_input(write):
+    path = write("a.jsonl", [{"text": "x" * 1000}] * 20_000)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_texts(path)) == 20_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20  # the file has 20 MB; a read buffer and a few lines are some 100 kB

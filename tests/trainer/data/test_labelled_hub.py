@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.labelled import hub_datasets
+from halfstep.trainer.data import hub_datasets
 from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.files import read_named
 from halfstep.trainer.data.labelled.labelled import read_labelled
+from halfstep.trainer.data.labelled.texts import read_named
 
 datasets = pytest.importorskip("datasets")
 
@@ -167,7 +167,7 @@ def test_a_folder_without_data_and_other_files_are_refused(tmp_path, write):
     (tmp_path / "d").mkdir()
     assert "check the folder" in refusal(f"datasets:{tmp_path}/d")
     path = write("a.csv", "text,label\n")
-    assert "give other files without datasets:" in refusal(f"datasets:{path}")
+    assert "not .parquet without datasets:" in refusal(f"datasets:{path}")
     dataset().save_to_disk(tmp_path / "e")
     assert "a dataset without splits; leave @train out" in refusal(f"datasets:{tmp_path}/e@train")
     next((tmp_path / "e").glob("*.arrow")).write_bytes(b"damaged")

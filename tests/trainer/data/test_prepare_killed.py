@@ -18,12 +18,12 @@ TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "i
 # itself at moment N by SIGKILL, before that call takes place.
 KILLED = """
 import builtins, os, pathlib, signal, sys
-from halfstep.trainer.data.corpus import encode
+from halfstep.trainer.data.corpus import documents
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus.prepare import prepare
 
 text, cache, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-encode.BATCH_BYTES = 1 << 14
+documents.BATCH_BYTES = 1 << 14
 moments = 0
 
 def moment(*_):

@@ -20,17 +20,13 @@ from tests.trainer.models.pretrained_folders import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.encoder.config import encoder_config
-from halfstep.trainer.models.encoder.encoder import Encoder, load_encoder
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.pretrained.classifier import open_classifier
 from halfstep.trainer.models.pretrained.folder import open_folder
-from halfstep.trainer.models.pretrained.foreign_config import reset_implementations, without_code
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = 500
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +40,14 @@ def folder(good, tmp_path):
     return shutil.copytree(good, tmp_path / "bert")
 
 
-@pytest.mark.timeout(900)  # about 20 s of processor time; minutes under load
-def test_500_mutated_folders_ask_for_no_kernel_and_end_in_no_raw_error(tmp_path):
+@pytest.mark.timeout(900)  # of 500: about 20 s of processor time; minutes under load
+@pytest.mark.parametrize("folders", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_mutated_folders_ask_for_no_kernel_and_end_in_no_raw_error(tmp_path, folders):
     version = transformers.utils.import_utils.KERNELS_MIN_VERSION
     stub_kernels(tmp_path, version)
     path = os.pathsep.join([str(ROOT / "src"), str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.models.mutated_folders", "20", str(FOLDERS)],
+        [sys.executable, "-m", "tests.trainer.models.mutated_folders", "20", str(folders)],
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -62,8 +59,8 @@ def test_500_mutated_folders_ask_for_no_kernel_and_end_in_no_raw_error(tmp_path)
     assert found["raw"] == []
     # neither all refused, which would be no answer, nor all opened, which would be no test
     for name, share in (("classifier", 0.1), ("lm", 0.1), ("tokenizer", 0.2)):
-        assert found[f"{name} opened"] > share * FOLDERS, found
-        assert found[f"{name} refused"] > share * FOLDERS, found
+        assert found[f"{name} opened"] > share * folders, found
+        assert found[f"{name} refused"] > share * folders, found
 
 
 @pytest.mark.parametrize(
@@ -79,7 +76,7 @@ def test_500_mutated_folders_ask_for_no_kernel_and_end_in_no_raw_error(tmp_path)
 )
 def test_a_kernel_of_the_hub_is_refused_by_name(folder, changes):
     edit_json(folder / "config.json", **changes)
-    with pytest.raises(ConfigError, match=r"asks to fetch and run code.*eager, sdpa"):
+    with pytest.raises(ConfigError, match=r"asks to fetch and run code.*remove the key"):
         open_folder(folder, trust_remote_code=True)
 
 
@@ -87,8 +84,7 @@ def test_a_kernel_of_the_hub_is_refused_by_name(folder, changes):
 def test_how_a_model_was_trained_does_not_choose_how_it_is_computed(folder, asked):
     edit_json(folder / "config.json", attn_implementation=asked, use_kernels=True)
     found = open_folder(folder).config
-    allowed = asked if asked in ("eager", "sdpa") else None
-    assert found._attn_implementation == allowed
+    assert found._attn_implementation is None
     assert not hasattr(found, "use_kernels")
     assert open_classifier(folder, ["a", "b"]).model.config._attn_implementation == "sdpa"
 
@@ -107,25 +103,6 @@ def test_labels_may_be_called_anything(folder):
         folder / "config.json", id2label=labels, label2id={v: int(k) for k, v in labels.items()}
     )
     assert open_folder(folder).config.id2label == {0: "update", 1: "attn_implementation"}
-
-
-def test_config_objects_are_reset_wherever_they_hang():
-    inner = transformers.BertConfig()
-    outer = transformers.BertConfig(parts=[{"deep": inner}])
-    inner._attn_implementation_internal = outer._experts_implementation_internal = "evil/kernel"
-    reset_implementations(outer)
-    assert inner._attn_implementation is None
-    assert outer._experts_implementation is None
-
-
-def test_what_is_left_of_a_configuration():
-    deep: dict = {}
-    found = {"hidden_size": 4, "to_dict": 1, "__class__": 1, "kernel_config": {}, "a": deep}
-    for _ in range(5000):  # deeper than Python's recursion goes
-        deep["a"] = deep = {"sub_configs": {}}
-    without_code(found)
-    assert set(found) == {"hidden_size", "a"}
-    assert set(found["a"]) == {"a"}
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
@@ -152,25 +129,13 @@ def test_code_is_found_on_every_level(folder, key, value, message):
         open_folder(folder)
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("BertModel", ConfigError),
-        ("AutoModelForCausalLM", ConfigError),
-        ("RagTokenizer", ConfigError),  # opens two more tokenizers, unlooked at
-        ("os", None),  # unknown: transformers takes its generic class
-        ("../x", CheckpointError),
-        (7, CheckpointError),
-    ],
-)
-def test_only_a_tokenizer_is_made_as_tokenizer(folder, file, name, error):
-    edit_json(folder / file, tokenizer_class=name)
-    if error is None:
-        assert open_tokenizer(folder).vocab_size
-    else:
-        with pytest.raises(error, match="tokenizer_class"):
-            open_tokenizer(folder)
+@pytest.mark.parametrize("name", ["BertModel", "AutoModelForCausalLM", "RagTokenizer", 7])
+def test_only_a_tokenizer_is_made_as_tokenizer(folder, name):
+    edit_json(folder / "config.json", tokenizer_class=name)
+    assert open_tokenizer(folder).encode_plain(["the cat"]) == [[4, 5]]
+    edit_json(folder / "tokenizer_config.json", tokenizer_class=name)
+    with pytest.raises((CheckpointError, ConfigError), match=r"tokenizer has no|has no tokenizer"):
+        open_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +144,9 @@ def test_only_a_tokenizer_is_made_as_tokenizer(folder, file, name, error):
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1,000,000,000, but"),
         ({"text_config": {"n_layers": 10**4000}}, "more than 30 digits"),
         ({"num_labels": 10**9}, "num_labels=1,000,000,000"),
-        ({"num_hidden_layers": 40}, "means a model of more than"),
-        ({"vocab_size": 10**9}, "means a model of more than"),
-        ({"hidden_size": 10**9, "num_attention_heads": 1}, "means a model of more than"),
+        ({"num_hidden_layers": 40}, "lacks .* weights of the model"),
+        ({"vocab_size": 10**9}, "means a model of"),
+        ({"hidden_size": 10**9, "num_attention_heads": 1}, "means a model of"),
     ],
 )
 def test_a_model_far_larger_than_its_weights_is_refused_before_it_is_built(
@@ -199,17 +164,6 @@ def test_a_gpt2_far_larger_than_its_weights_is_refused_before_it_is_built(tmp_pa
     edit_json(folder / "config.json", **{key: size, "n_head": 1})
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_gpt2(folder)
-
-
-@pytest.mark.parametrize("key", ["n_layer", "n_embd", "max_length", "vocab_size"])
-@pytest.mark.parametrize("size", [10**9, 10**30])
-def test_an_encoder_far_larger_than_its_weights_is_refused_before_it_is_built(tmp_path, key, size):
-    config = encoder_config("tiny", vocab_size=100, labels=["a", "b"], max_length=8)
-    model = Encoder(config)
-    model.save_(tmp_path / "encoder", dict(model.named_parameters()))
-    edit_json(tmp_path / "encoder" / "config.json", **{key: size, "n_head": 1})
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        load_encoder(tmp_path / "encoder")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import halfstep.files as files
 import halfstep.trainer.models.gpt.hf as hf
+import halfstep.trainer.models.pretrained.weights as weights
 from halfstep.errors import CheckpointError
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
@@ -263,7 +264,10 @@ NAME = "transformer.h.1.mlp.c_fc.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {k: v for k, v in t.items() if k != NAME}, "h.1.mlp.c_fc.weight' is in none"),
+        (
+            lambda t: {k: v for k, v in t.items() if k != NAME},
+            "c_fc.weight', which .* is in none",
+        ),
         (lambda t: t | {NAME: t[NAME].T.contiguous()}, r"\(96, 24\), config.json means \(24, 96\)"),
         (lambda t: t | {"score.weight": torch.ones(2, 24)}, "score.weight' has no place"),
         (lambda t: t | {"h.2.ln_1.bias": torch.ones(24)}, "h.2.ln_1.bias' has no place"),
@@ -282,14 +286,6 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder, change, message):
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, 3000, -1])
-def test_a_truncated_file_is_refused_by_name(folder, keep):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-        load_gpt2(folder)
-
-
 def test_a_pickle_is_never_opened(folder, monkeypatch):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -298,63 +294,6 @@ def test_a_pickle_is_never_opened(folder, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("opened a pickle"))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*save_pretrained"):
         load_gpt2(folder)
-
-
-@pytest.fixture
-def sharded(tmp_path):
-    theirs().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    return tmp_path / "sharded"
-
-
-def edit_index(folder, change):
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x.safetensors",
-        "/etc/x.safetensors",
-        "a/b.safetensors",
-        "a\\b.safetensors",
-        "..",
-        ".x.safetensors",
-        "x.bin",
-        "x.safetensors\n",
-        "",
-        3,
-        None,
-    ],
-)
-def test_an_index_cannot_lead_out_of_its_folder(sharded, name):
-    edit_index(sharded, lambda m: m.update({NAME: name}))
-    with pytest.raises(CheckpointError, match="is not a plain"):
-        load_gpt2(sharded)
-
-
-def test_an_index_that_does_not_fit_its_shards_is_named(sharded):
-    index = sharded / "model.safetensors.index.json"
-    good = index.read_text()
-    shard = json.loads(good)["weight_map"][NAME]
-
-    edit_index(sharded, lambda m: m.pop(NAME))
-    with pytest.raises(CheckpointError, match=r"c_fc\.weight' is not in model.safetensors.index"):
-        load_gpt2(sharded)
-    index.write_text(good)
-    edit_index(sharded, lambda m: m.update({"more": shard}))
-    with pytest.raises(CheckpointError, match=rf"{shard}: tensor 'more' is missing"):
-        load_gpt2(sharded)
-    for bad in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}'):
-        index.write_text(bad)
-        with pytest.raises(CheckpointError, match=r"index\.json"):
-            load_gpt2(sharded)
-    index.write_text(good)
-    (sharded / shard).unlink()
-    with pytest.raises(CheckpointError, match=rf"{shard} is missing"):
-        load_gpt2(sharded)
 
 
 # --- saving --------------------------------------------------------------------------------------
@@ -380,12 +319,14 @@ def test_nothing_that_exists_is_overwritten_but_an_empty_folder_is_filled(tmp_pa
     assert {p.name for p in tmp_path.iterdir()} == {"full", "file", "dangling", "empty", "new"}
 
 
-@pytest.mark.parametrize("step", ["write_config", "save_file", "sync_folder"])
-def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("where", "step"), [(hf, "write_config"), (hf, "save_file"), (weights, "sync_folder")]
+)
+def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch, where, step):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, step, fail)
+    monkeypatch.setattr(where, step, fail)
     with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
         save_gpt2(GPT(OURS), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -400,7 +341,7 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
         real(path)
 
     monkeypatch.setattr(files, "sync", sync)  # of the files and their folder
-    monkeypatch.setattr(hf, "sync", sync)  # of the parent
+    monkeypatch.setattr(weights, "sync", sync)  # of the parent
     save_gpt2(GPT(OURS), tmp_path / "out")
     before = [name for name, visible in synced if not visible]
     assert sorted(before[:2]) == ["config.json", "model.safetensors"]

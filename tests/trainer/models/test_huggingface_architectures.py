@@ -28,7 +28,10 @@ from halfstep.precision.policy.policy import POLICIES, dtype_name
 from trainer.models.hf_zoo import LENGTH, ROWS, ZOO, Case
 
 # transformers says so of GPT-2's own configuration, and of kernels for GPUs that Mamba does without
-pytestmark = pytest.mark.filterwarnings("ignore:.*(loss_type|falling back):UserWarning")
+pytestmark = [
+    pytest.mark.covering,
+    pytest.mark.filterwarnings("ignore:.*(loss_type|falling back):UserWarning"),
+]
 
 STEPS = 20
 F32, B16 = torch.float32, torch.bfloat16

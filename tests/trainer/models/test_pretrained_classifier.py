@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.trainer.models.pretrained_folders import edit_json, save_classifier, save_lm, silence
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained import classifier as pretrained_classifier
+from halfstep.trainer.models.pretrained import weights
 from halfstep.trainer.models.pretrained.classifier import open_classifier
 from halfstep.trainer.models.pretrained.folder import quiet
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
@@ -32,7 +32,7 @@ def batch(rows=4, length=7, seed=0):
     lengths_B = torch.randint(2, length + 1, (rows, 1), generator=g)
     mask_BT = torch.arange(length) < lengths_B
     labels_B = torch.arange(rows) % 3
-    return ids_BT.masked_fill(~mask_BT, 0), mask_BT, labels_B, torch.arange(rows)
+    return ids_BT.masked_fill(~mask_BT, 0), mask_BT, labels_B
 
 
 def reload(folder):
@@ -94,9 +94,9 @@ def test_the_loss_is_that_of_the_definition(folder):
     model = open_classifier(
         folder, NAMES, dropout=0.0, class_weights=(1, 2, 3), label_smoothing=0.1
     ).train()  # targets are not smoothed in evaluation
-    ids_BT, mask_BT, labels_B, keys_B = batch()
+    ids_BT, mask_BT, labels_B = batch()
     labels_B[1] = -1
-    loss, weight = model.loss_sum((ids_BT, mask_BT, labels_B, keys_B))
+    loss, weight = model.loss_sum((ids_BT, mask_BT, labels_B))
     log_p = model.logits(batch()).double().log_softmax(-1)
     w = torch.tensor([1.0, 2.0, 3.0]).double()
     wanted = sum(
@@ -107,7 +107,7 @@ def test_the_loss_is_that_of_the_definition(folder):
     # fp32 sums of a few numbers of size 1.
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     assert weight.item() == sum(w[y].item() for y in labels_B.tolist() if y >= 0)
-    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B, keys_B))
+    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B))
     wanted = sum(-w[y] * log_p[i, y] for i, y in enumerate(labels_B.tolist()) if y >= 0)
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-6, atol=0)
 
@@ -120,11 +120,11 @@ def test_class_weights_stay_exact_in_a_16_bit_module(folder):
 
 def test_padding_changes_nothing(folder):
     model = open_classifier(folder, NAMES).eval()
-    ids_BT, mask_BT, labels_B, keys_B = batch()
+    ids_BT, mask_BT, labels_B = batch()
     longer = torch.nn.functional.pad(ids_BT, (0, 5)), torch.nn.functional.pad(mask_BT, (0, 5))
     # Another length is another order of additions: fp32 rounding of logits of size 1.
     torch.testing.assert_close(
-        model.logits((*longer, labels_B, keys_B)), model.logits(batch()), rtol=1e-5, atol=1e-5
+        model.logits((*longer, labels_B)), model.logits(batch()), rtol=1e-5, atol=1e-5
     )
 
 
@@ -187,7 +187,7 @@ def test_dropout_reaches_every_layer(tmp_path, kind):
 
 
 def test_dropout_reaches_layers_that_no_setting_names(folder, monkeypatch):
-    monkeypatch.setattr(pretrained_classifier, "set_dropout", lambda config, dropout: None)
+    monkeypatch.setattr(weights, "set_dropout", lambda config, dropout: None)
     model = open_classifier(folder, NAMES, dropout=0.3)
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
 
@@ -198,7 +198,7 @@ def test_the_longest_text_fits(tmp_path, kind, limit):
     model = open_classifier(save_classifier(tmp_path / "m", kind, **changes), NAMES)
     assert model.max_length == limit
     ids_BT = torch.full((1, limit), 9)
-    assert bool(model.logits((ids_BT, ids_BT > 0, ids_BT[0], ids_BT[0])).isfinite().all())
+    assert bool(model.logits((ids_BT, ids_BT > 0, ids_BT[0])).isfinite().all())
 
 
 def test_a_decoder_classifies_too(tmp_path):
@@ -257,7 +257,7 @@ def rewrite(folder, change):
 def test_missing_encoder_weights_are_never_drawn(folder):
     rewrite(folder, lambda t: t.pop("encoder.layer.1.output.dense.weight"))
     with pytest.raises(
-        CheckpointError, match=r"lacks 1 weights of the encoder, such as bert\.encoder\.layer\.1"
+        CheckpointError, match=r"lacks 1 weights of the model, such as bert\.encoder\.layer\.1"
     ):
         open_classifier(folder, NAMES)
 
@@ -306,7 +306,7 @@ def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
     width = max(map(len, rows))
     ids_BT = torch.tensor([row + [tokenizer.pad_id] * (width - len(row)) for row in rows])
     mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]).bool()
-    data = ids_BT, mask_BT, torch.tensor([0, 0, 0, 1, 1, 1]), torch.arange(6)
+    data = ids_BT, mask_BT, torch.tensor([0, 0, 0, 1, 1, 1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(8):
         optimizer.zero_grad()

@@ -247,7 +247,7 @@ def test_missing_weights_are_never_drawn(tmp_path):
     for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
         left = {n: t for n, t in tensors.items() if n != name}
         save_file(left, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(CheckpointError, match=f"lacks 1 weights, such as {name}"):
+        with pytest.raises(CheckpointError, match=f"lacks 1 weights of the model, such as {name}"):
             open_causal_lm(folder)
     tensors["model.norm.weight"] = torch.ones(7)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

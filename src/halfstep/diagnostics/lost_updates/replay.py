@@ -181,49 +181,6 @@ def _in_fp64(value: Any) -> Any:
     return value.double() if value.dim() and value.is_floating_point() else value.clone()
 
 
-def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance from a number to its neighbour: what a smaller update rounds back from.
-
-    Args:
-        value: Numbers of ``dtype``, in fp64, any shape.
-        direction: The sign says on which side; below a power of two the gap is half as wide.
-        dtype: A floating dtype.
-
-    Returns:
-        fp64, of the same shape.
-
-    **Source:** IEEE 754-2019, 4.3.1, round to nearest.
-    """
-    info = torch.finfo(dtype)
-    fraction, exponent = torch.frexp(value.abs())  # fraction in [1/2, 1)
-    narrow = (fraction == 0.5) & (value * direction < 0)
-    smallest = torch.tensor(info.tiny, dtype=torch.float64).frexp().exponent
-    exponent = torch.where(value == 0, smallest, exponent - narrow.int())
-    gap = torch.ldexp(torch.full_like(value, info.eps), exponent.clamp(smallest) - 1)
-    return gap / 2
-
-
-def stored_half_gap(sample: Sample, value: Tensor, direction: Tensor) -> Tensor:
-    """Half the gap of what a sample's weights are stored in, remainder included.
-
-    Args:
-        sample: On the CPU.
-        value: What its weights stand for, fp64.
-        direction: The updates.
-
-    Returns:
-        fp64. With stochastic rounding every update counts that changes the fp32 sum before it.
-    """
-    if sample.update == "nearest":
-        return half_gap(value, direction, sample.weight.dtype)
-    fine = half_gap(value, direction, torch.float32)
-    if sample.update == "kahan" and sample.remainder is not None:
-        return torch.maximum(
-            fine, half_gap(sample.remainder.double(), direction, sample.remainder.dtype)
-        )
-    return fine
-
-
 # Second moments of the sampled elements in fp32, beside an optimizer that keeps them in less.
 #
 # A meter that replays a step from the stored moments sees what weights lose and not what moments

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.diagnostics.lost_updates.replay import half_gap, stored_half_gap
 from halfstep.diagnostics.lost_updates.sampling import Sample
+from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, half_gap
 from halfstep.precision.policy.policy import dtype_name
 
 LOUD = 0.1
@@ -18,7 +18,6 @@ LOUD = 0.1
 _ADVISE = 0.01  # share of lost updates that another way of keeping weights is worth
 _SLOW = 2.0  # times smaller than with fp32 moments: rounded moments scatter by a tenth at most
 _STANDS = 0.99  # of a group's elements: then it is called wholly frozen
-_RANDOM = frozenset({"stochastic", "split24"})
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -107,19 +106,22 @@ class GroupReport:
         return text
 
     @property
+    def _modes(self) -> list[RoundingMode]:
+        """The rounding modes that ``stored`` names."""
+        words = self.stored.replace(",", "").split()
+        found = [ROUNDING[word] for word in words if word in ROUNDING]
+        return found or [ROUNDING["nearest"]] * ("bf16" in words)
+
+    @property
     def _random(self) -> bool:
-        return any(way in self.stored.split() for way in _RANDOM)
+        return any(mode.random for mode in self._modes)
 
     @property
     def _advice(self) -> str:
         if "fp16" in self.stored:
             return "fp16-master"
-        ways = self.stored.replace(",", "").split()
-        if "kahan" in ways:
-            return "bf16-split or bf16-master"
-        if "bf16" in ways and len(ways) == ways.count("bf16") + ways.count("fp32"):
-            return "bf16-split, bf16-kahan, bf16-sr or bf16-master"
-        return ""  # 23 mantissa bits: only a larger learning rate helps
+        # none where 23 mantissa bits are kept: only a larger learning rate helps
+        return next((mode.advice for mode in self._modes if mode.advice), "")
 
     def _noted(self, text: str) -> str:
         return f"{text}; {self.note}" if self.note else text
@@ -261,7 +263,7 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 def _below_fp32(sample: Sample, update: Tensor) -> Tensor:
     """Where a weight that did not move never will: everywhere, unless it is rounded by chance."""
-    if sample.update not in _RANDOM:
+    if not ROUNDING[sample.update].random:
         return torch.ones_like(update, dtype=torch.bool)
     value = sample.value()
     return (value.double() + update).float() == value
@@ -274,7 +276,9 @@ def _freezing(
     if not learning_rate > 0:
         return float("nan"), float("nan")
     each = [
-        stored_half_gap(s, s.value().double(), u) * learning_rate / u.abs()
+        ROUNDING[s.update].half_gap(s.weight, s.remainder, s.value().double(), u)
+        * learning_rate
+        / u.abs()
         for s, u in zip(samples, updates, strict=True)
     ]
     rates = torch.cat(each)

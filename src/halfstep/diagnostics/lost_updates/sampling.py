@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
-from halfstep.precision.masters.rounding import random_key
-from halfstep.precision.policy.policy import Update
+from halfstep.precision.masters.rounding import Update, random_key
 
 _FEW = 16  # elements of every tensor, however small
 

@@ -252,7 +252,7 @@ def _as_matmul_takes_it(x: Tensor) -> Tensor:
 class ShardedVocabulary:
     """The rows ``[start, end)`` of a table of ``size`` rows are here, as ``torch.chunk`` cuts them.
 
-    It stands in the place of the models' ``WholeVocabulary`` and has its methods.
+    It stands in the place of the models' ``Vocabulary`` and has its methods.
     """
 
     def __init__(self, size: int, mesh: DeviceMesh) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from halfstep.distributed.data.data_parallel import DataParallel
 from halfstep.distributed.layout import Layout
+from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.tensor.styles import STYLES, ParallelForward
 from halfstep.errors import ConfigError
@@ -178,6 +179,8 @@ class TensorParallel(DataParallel):
         """As the parent; ``sequence_parallel`` splits residual streams between tensor ranks too."""
         super().__init__(layout, policy, device)
         self._sequence_parallel = sequence_parallel
+
+    _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Split the model as its plan says.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.scaling.loss_scale import Limits
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32 number. **Source:** IEEE 754 binary32; 1/S is infinite in fp32 for every
@@ -39,6 +40,10 @@ class Guard:
     ceiling: float
     hysteresis: int
     max_consecutive_skips: int | None
+
+    def limits(self, growth: float, backoff: float, interval: int) -> Limits:
+        """How the scale moves with torch's factors."""
+        return Limits(growth, backoff, interval, self.floor, self.ceiling, self.hysteresis)
 
     def require(self, scale: object, where: str) -> None:
         """Refuse a scale outside the bounds.

@@ -41,8 +41,9 @@ from halfstep.integrations.grad_scaler.record import (
     on_host,
     total,
 )
-from halfstep.precision.agreement import OneRank, Ranks, ranks_of_this_process
+from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.result import Reason, StepResult
+from halfstep.precision.scaling.gradients import OneRank, Ranks
 
 _NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
 

@@ -33,11 +33,13 @@ from halfstep.integrations.grad_scaler.guard import (
 from halfstep.integrations.grad_scaler.parameter_names import Names, refuse_pure
 from halfstep.integrations.grad_scaler.record import SkipCount, total
 from halfstep.integrations.grad_scaler.recording import AgreeingScaler
-from halfstep.precision.agreement import Ranks, as_ranks
+from halfstep.precision.agreement import as_ranks
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.result import Reason
 from halfstep.precision.scaling.calibrate import largest_finite_scale
+from halfstep.precision.scaling.gradients import Ranks
+from halfstep.precision.scaling.loss_scale import ScaleState
 
 _STARTS = "a number above 0, or 'auto'"
 
@@ -220,18 +222,15 @@ class GradScaler(AgreeingScaler):
         if flags:
             parts = [total(flags, scale.device), tracker.float(), scale]
             found, good, before = torch.stack(parts).tolist()
-        kept = scale.clone()
         self._torch_update(new_scale)
         at_floor = False
         if new_scale is None:
-            if found:
-                at_floor = before <= guard.floor and self._hysteresis_left <= 1
-                self._hysteresis_left -= 1
-                if self._hysteresis_left > 0:
-                    scale.copy_(kept)
-            elif good + 1 == self._growth_interval:
-                self._hysteresis_left = guard.hysteresis
-            scale.clamp_(guard.floor, guard.ceiling)
+            factors = self.get_growth_factor(), self.get_backoff_factor(), self._growth_interval
+            limits = guard.limits(*factors)
+            state = ScaleState(before, int(good), self._hysteresis_left)
+            at_floor = bool(found) and limits.at_floor(state)
+            value, _, self._hysteresis_left = limits.after(state, bool(found))
+            scale.fill_(value)
         culprits = self._culprits() if found else None
         self._close_round()
         if culprits is not None:

@@ -1,6 +1,6 @@
 // One optimizer step of many tensors on a CPU, in one pass over memory.
 //
-// The definition of every operation stands in kernel.py, algorithms.py, moments.py and
+// The definition of every operation stands in reference.py, rules.py, moments.py and
 // precision/masters/rounding.py; the bits are the same, which needs -ffp-contract=off.
 //
 // A few blocks of 128 elements are decoded into fp32 arrays on the stack, updated and stored again:
@@ -24,7 +24,7 @@ constexpr uint32_t kAbs = 0x7FFFFFFFu, kInf = 0x7F800000u, kQuiet = 0x7FC00000u;
 constexpr uint8_t kBroken = 255;  // the top of a block with a NaN
 
 enum Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
-enum Update { kNearest = 0, kSplit = 1, kSplit24 = 2, kStochastic = 3, kKahan = 4 };
+enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // as ROUNDING in rounding.py
 enum Moments { kMomentsFp32 = 0, kMomentsBf16 = 1, kMoments8 = 2 };
 enum Rule { kAdamW = 0, kSgd = 1, kLion = 2 };
 
@@ -85,12 +85,12 @@ struct HalfstepTask {
   void* moment[2];
   uint8_t* top[2];
   int64_t count;
-  uint32_t weight_key;
-  uint32_t moment_key;
+  uint32_t stream;  // 2 per tensor: of the weight's random bits, and of the moments'
 };
 
 struct HalfstepPlan {
   int32_t rule, weight_dtype, gradient_dtype, update, moments, moment_count;
+  uint32_t seed, step;
   float multiplier;
   float constant[8];
 };
@@ -98,6 +98,10 @@ struct HalfstepPlan {
 }  // extern "C"
 
 namespace {
+
+uint32_t random_key(const HalfstepPlan& p, uint32_t stream) {  // as in rounding.py
+  return mix(mix(mix(p.seed) ^ p.step) ^ stream);
+}
 
 void read_gradient(const void* from, int32_t dtype, int64_t at, int n, float multiplier, float* g) {
   if (dtype == kFp32) {
@@ -149,7 +153,7 @@ void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n
 
 void write_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n, const float* w) {
   uint16_t* h = static_cast<uint16_t*>(t.weight) + at;
-  const uint32_t first = static_cast<uint32_t>(at);
+  const uint32_t first = static_cast<uint32_t>(at), key = random_key(p, t.stream);
   if (p.update == kSplit) {
     int16_t* r = static_cast<int16_t*>(t.remainder) + at;
     for (int i = 0; i < n; ++i) {
@@ -160,14 +164,14 @@ void write_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int 
   } else if (p.update == kSplit24) {
     int8_t* r = static_cast<int8_t*>(t.remainder) + at;
     for (int i = 0; i < n; ++i) {
-      uint32_t noise = mix((first + i) ^ t.weight_key);
+      uint32_t noise = mix((first + i) ^ key);
       uint32_t c = cut(canonical(bits_of(w[i])), noise, 0xFFu) >> 8;
       h[i] = static_cast<uint16_t>((c + 0x80u) >> 8);
       r[i] = static_cast<int8_t>(c);
     }
   } else if (p.update == kStochastic) {
     for (int i = 0; i < n; ++i) {
-      uint32_t noise = mix((first + i) ^ t.weight_key);
+      uint32_t noise = mix((first + i) ^ key);
       h[i] = static_cast<uint16_t>(cut(canonical(bits_of(w[i])), noise, 0xFFFFu) >> 16);
     }
   } else if (p.update == kKahan) {
@@ -313,7 +317,8 @@ void stage(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n) {
   if (!wide_w) write_master(t, p, at, n, w);
   if (!wide) {
     const uint32_t first = static_cast<uint32_t>(at);
-    for (int i = 0; i < n; ++i) random[i] = mix((first + i) ^ t.moment_key);
+    const uint32_t key = random_key(p, t.stream + 1);
+    for (int i = 0; i < n; ++i) random[i] = mix((first + i) ^ key);
     write_moment(t, p, 0, at, n, m, random);
     if (second) write_moment(t, p, 1, at, n, v, random);
   }

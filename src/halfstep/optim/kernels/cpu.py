@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.optim.kernels.reference import Plan, Task, mark_written
-from halfstep.precision.masters.rounding import random_key
+from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.storage.state import Task, mark_written
+from halfstep.precision.masters.rounding import ROUNDING
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
@@ -34,7 +35,7 @@ _FLAGS = (
 # On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
 _OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_UPDATES = {"nearest": 0, "split": 1, "split24": 2, "stochastic": 3, "kahan": 4}
+_UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
 _RULES = {"adamw": 0, "sgd": 1, "lion": 2}
 
@@ -47,8 +48,7 @@ class _Task(ctypes.Structure):
         ("moment", ctypes.c_void_p * 2),
         ("top", ctypes.c_void_p * 2),
         ("count", ctypes.c_int64),
-        ("weight_key", ctypes.c_uint32),
-        ("moment_key", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
     )
 
 
@@ -60,6 +60,8 @@ class _Plan(ctypes.Structure):
         ("update", ctypes.c_int32),
         ("moments", ctypes.c_int32),
         ("moment_count", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
         ("multiplier", ctypes.c_float),
         ("constant", ctypes.c_float * 8),
     )
@@ -99,8 +101,7 @@ class NativeKernel:
                 entry.moment[i] = codes.data_ptr()
                 entry.top[i] = tops.data_ptr()
             entry.count = task.weight.numel()
-            entry.weight_key = random_key(plan.seed, plan.step, 2 * task.stream)
-            entry.moment_key = random_key(plan.seed, plan.step, 2 * task.stream + 1)
+            entry.stream = 2 * task.stream & 0xFFFFFFFF
         shared = _Plan(
             _RULES[plan.algorithm.name],
             _DTYPES[tasks[0].weight.dtype],
@@ -108,13 +109,15 @@ class NativeKernel:
             _UPDATES[plan.update],
             _MOMENTS[plan.moments],
             len(tasks[0].moments),
+            plan.seed & 0xFFFFFFFF,
+            plan.step & 0xFFFFFFFF,
             plan.multiplier,
             (ctypes.c_float * 8)(*plan.constants),
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
         mark_written(tasks)
 
-    def norm(self, gradients: Sequence[Tensor]) -> float:
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""
         values = [gradient.contiguous() for gradient in gradients]
         count = len(values)
@@ -125,7 +128,8 @@ class NativeKernel:
             count,
             torch.get_num_threads(),
         )
-        return math.sqrt(total) if total >= 0 else math.nan
+        length = math.sqrt(total) if total >= 0 else math.nan
+        return torch.tensor(length, dtype=torch.float32)
 
 
 @cache

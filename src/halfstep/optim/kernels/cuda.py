@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels.reference import Plan, Task, mark_written
+from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.moments import BLOCK
+from halfstep.optim.storage.state import Task, mark_written
 
 TILE = 8 * BLOCK
 """Elements per program of the update: 4 per thread, so that many programs fit on a processor."""
@@ -200,7 +201,7 @@ def launch_update(
         aligned: As told by :func:`rows`.
         numbers: The multiplier and the rule's constants, where ``state`` is None.
         step: The step's number, where ``state`` is None.
-        state: The buffer of device_state.py: all numbers are read there.
+        state: The buffer of on_device/buffer.py: all numbers are read there.
         at_row: Where the launch's row begins in it.
     """
     if launch.updates.numel():
@@ -228,7 +229,7 @@ def _tables(device: torch.device) -> Tables:
 
 
 def run(tasks: Sequence[Task], plan: Plan) -> None:
-    """Take the step in one launch per dtype of weights; same bits as ``kernel.run_torch``.
+    """Take the step in one launch per dtype of weights; same bits as ``reference.run_torch``.
 
     Raises:
         PrecisionError: Inside a CUDA graph, which would repeat one step's numbers.

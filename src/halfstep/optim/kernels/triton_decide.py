@@ -3,13 +3,13 @@
 Per step: one read of the gradients gives, per program, a sum of squares in fp64 (the squares of all
 finite fp32 gradients fit, so only what is not finite counts as such) and, per tensor, which of
 infinities and NaN it holds. One program then adds the sums up, in the same order in every run, and
-decides about everything that the update needs. The state is laid out in device_state.py; the
+decides about everything that the update needs. The state is laid out in on_device/buffer.py; the
 scale's algorithm is that of precision/scaling/loss_scale.py.
 
-The rule's constants are those of algorithms.py, computed in fp64. Only AdamW's bias corrections can
-differ from the host's, by a relative n * beta^n / (1 - beta^n) * 2^-51 after n steps (squaring
-against ``pow``): below 2^-40 for beta = 0.999, so the fp32 constants are equal but for one step in
-some 10^5, and then differ in the last bit.
+The host writes the rule's constants; what depends on the step number is added here, in fp64.
+AdamW's bias corrections can differ from the host's, by a relative n * beta^n / (1 - beta^n) * 2^-51
+after n steps (squaring against ``pow``): below 2^-40 for beta = 0.999, so the fp32 constants are
+equal but for one step in some 10^5, and then differ in the last bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ABS = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
 _SCALE = tl.constexpr(Head.SCALE.value)
 _GOOD_STEPS = tl.constexpr(Head.GOOD_STEPS.value)
-_TRACKER = tl.constexpr(Head.TRACKER.value)
+_HYSTERESIS_LEFT = tl.constexpr(Head.HYSTERESIS_LEFT.value)
 _STEPS = tl.constexpr(Head.STEPS.value)
 _SKIPPED_TOTAL = tl.constexpr(Head.SKIPPED_TOTAL.value)
 _SKIPPED_IN_A_ROW = tl.constexpr(Head.SKIPPED_IN_A_ROW.value)
@@ -159,7 +159,7 @@ def decide_kernel(
 
     scale = tl.load(state + _SCALE)
     good = tl.load(state + _GOOD_STEPS)
-    tracker = tl.load(state + _TRACKER)
+    left = tl.load(state + _HYSTERESIS_LEFT)
     kind = tl.load(state + _KIND)
     low = tl.load(state + _MIN_SCALE)
     steps = tl.load(state + _STEPS)
@@ -171,36 +171,31 @@ def decide_kernel(
     tiny = tl.full([], 1e-6, tl.float64)
     clip = tl.minimum(tl.load(state + _MAX_NORM) / (norm + tiny), 1.0)
 
-    floor = (kind == 2) & (scale <= low) & (tracker <= 1)
+    floor = (kind == 2) & (scale <= low) & (left <= 1)
     limit = in_a_row >= tl.load(state + _MAX_SKIPS)
     reason = tl.where(kind == 0, 1.0, tl.where(floor, 2.0, tl.where(limit, 3.0, 0.0)))
     stop = tl.where(found & (stop == 0), reason, stop)
 
-    tracker_skip = tracker - 1
+    left_skip = left - 1
     smaller = tl.maximum(scale * tl.load(state + _BACKOFF_FACTOR), low)
-    scale_skip = tl.where(tracker_skip <= 0, smaller, scale)
+    scale_skip = tl.where(left_skip <= 0, smaller, scale)
     grows = good + 1 == tl.load(state + _GROWTH_INTERVAL)
     larger = tl.minimum(scale * tl.load(state + _GROWTH_FACTOR), tl.load(state + _MAX_SCALE))
-    tracker_good = tl.where(grows, tl.load(state + _HYSTERESIS), tracker)
+    left_good = tl.where(grows, tl.load(state + _HYSTERESIS), left)
     dynamic = kind == 2
     new_scale = tl.where(found, scale_skip, tl.where(grows, larger, scale))
     new_good = tl.where(found | grows, 0.0, good + 1)
-    new_tracker = tl.where(found, tracker_skip, tracker_good)
+    new_left = tl.where(found, left_skip, left_good)
 
     order = tl.arange(0, rows)
     held = order < row_count
     row = state + _ROWS + order * _ROW
     n = tl.load(row + _STEP, mask=held, other=0.0) + 1
-    o0 = tl.load(row, mask=held, other=0.0)
-    o1 = tl.load(row + 1, mask=held, other=0.0)
-    o2 = tl.load(row + 2, mask=held, other=0.0)
-    o3 = tl.load(row + 3, mask=held, other=0.0)
-    o4 = tl.load(row + 4, mask=held, other=0.0)
 
     tl.debug_barrier()  # every warp has read what the stores below change
     tl.store(state + _SCALE, tl.where(dynamic, new_scale, scale))
     tl.store(state + _GOOD_STEPS, tl.where(dynamic, new_good, good))
-    tl.store(state + _TRACKER, tl.where(dynamic, new_tracker, tracker))
+    tl.store(state + _HYSTERESIS_LEFT, tl.where(dynamic, new_left, left))
     tl.store(state + _STEPS, tl.where(found, steps, steps + 1))
     tl.store(state + _SKIPPED_TOTAL, tl.where(found, skipped + 1, skipped))
     tl.store(state + _SKIPPED_IN_A_ROW, in_a_row)
@@ -215,24 +210,15 @@ def decide_kernel(
 
     held = order < tl.where(found, 0, row_count)
     tl.store(row + _STEP, n, mask=held)
-    to = row + _CONSTANTS
-    if rule == "sgd":  # momentum, dampening, weight decay, lr, nesterov
-        tl.store(to, tl.where(n > 1, o0, 0.0), mask=held)
-        tl.store(to + 1, tl.where((n > 1) & (o0 != 0), 1 - o1, 1.0), mask=held)
-        tl.store(to + 2, o2, mask=held)
-        tl.store(to + 3, o3, mask=held)
-        tl.store(to + 4, tl.where(o4 != 0, 1.0, 0.0), mask=held)
-        tl.store(to + 5, tl.where(o4 != 0, o0, 1.0), mask=held)
-    else:  # both betas, lr, weight decay, for AdamW eps
-        tl.store(to, o0, mask=held)
-        tl.store(to + 1, 1 - o0, mask=held)
-        tl.store(to + 2, o1, mask=held)
-        tl.store(to + 3, 1 - o1, mask=held)
-        tl.store(to + 4, 1 - o2 * o3, mask=held)
-        if rule == "lion":
-            tl.store(to + 5, o2, mask=held)
-        else:
-            whole = n.to(tl.int32)
-            tl.store(to + 5, o2 / (1 - _power(o0, whole)), mask=held)
-            tl.store(to + 6, 1 / tl.sqrt(1 - _power(o1, whole)), mask=held)
-            tl.store(to + 7, o4, mask=held)
+    beta1 = tl.load(row, mask=held, other=0.0)
+    beta2 = tl.load(row + 2, mask=held, other=0.0)
+    for i in tl.static_range(8):  # Algorithm.at_step
+        c = tl.load(row + i, mask=held, other=0.0)
+        if rule == "adamw":
+            if i == 5:
+                c = c / (1 - _power(beta1, n.to(tl.int32)))
+            if i == 6:
+                c = 1 / tl.sqrt(1 - _power(beta2, n.to(tl.int32)))
+        if rule == "sgd" and i < 2:
+            c = tl.where(n > 1, c, 1.0 if i == 1 else 0.0)
+        tl.store(row + _CONSTANTS + i, c, mask=held)

@@ -1,6 +1,6 @@
 """The optimizer step on a GPU: all tensors in one launch, each element read and written once.
 
-The definition of every operation stands in kernel.py, algorithms.py, moments.py and
+The definition of every operation stands in reference.py, rules.py, moments.py and
 masters/rounding.py. The bits are the same, which needs a launch with :data:`LAUNCH`: no fused
 multiply-add, no subnormal numbers flushed to 0.
 
@@ -198,7 +198,7 @@ def update_kernel(  # noqa: ANN201
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """One program; ``on_device`` reads all numbers from ``state`` (see device_state.py)."""
+    """One program; ``on_device`` reads all numbers from ``state`` (see on_device/buffer.py)."""
     if on_device:
         if tl.load(state + _FOUND_INF) + tl.load(state + _FOUND_NAN) > 0:
             return

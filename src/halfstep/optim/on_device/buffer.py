@@ -9,28 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
 
 from halfstep.errors import NonFiniteError
-from halfstep.optim.rules import Algorithm
 from halfstep.precision.result import Reason, StepResult
 from halfstep.precision.scaling.loss_scale import (
     DynamicLossScale,
     LossScale,
     LossScaleConfig,
+    ScaleState,
     State,
     make_loss_scale,
 )
 
 
 class Head(IntEnum):
-    """Numbers of the head; those from CONFIG_KIND on are written by the host alone."""
+    """Numbers of the head: a ``ScaleState`` first; from CONFIG_KIND on the host alone writes."""
 
     SCALE = 0
     """The loss scale that the next ``backward`` carries."""
     GOOD_STEPS = 1
     """Good steps since the last overflow or growth."""
-    TRACKER = 2
+    HYSTERESIS_LEFT = 2
     """Overflows left before the next back-off."""
     STEPS = 3
     """Applied steps since the scaler was made or loaded."""
@@ -72,31 +71,17 @@ class Head(IntEnum):
 class Row(IntEnum):
     """Numbers of a row."""
 
-    OPTIONS = 0
-    """The group's options, written by the host: at most 7, in the order of :func:`options`."""
-    STEP = 7
+    SETTLED = 0
+    """``Algorithm.settled`` of the group's options, written by the host: at most 8."""
+    STEP = 8
     """Applied steps of these tensors."""
-    CONSTANTS = 8
+    CONSTANTS = 9
     """``Algorithm.constants`` of the last applied step, at most 8."""
-    SIZE = 16
+    SIZE = 17
 
 
 KINDS = ("none", "static", "dynamic")
 STOPS = ("", "gradients", "loss_scale_floor", "skip_limit")
-_OPTIONS = {
-    "adamw": ("betas", "lr", "weight_decay", "eps"),
-    "sgd": ("momentum", "dampening", "weight_decay", "lr", "nesterov"),
-    "lion": ("betas", "lr", "weight_decay"),
-}
-
-
-def options(algorithm: Algorithm, group: dict[str, Any]) -> tuple[float, ...]:
-    """A group's numbers in the order in which the device reads them."""
-    found: list[float] = []
-    for name in _OPTIONS[algorithm.name]:
-        value = group[name]
-        found.extend(map(float, value) if isinstance(value, (tuple, list)) else [float(value)])
-    return tuple(found)
 
 
 def head(config: LossScaleConfig, scale: LossScale) -> list[float]:
@@ -104,7 +89,7 @@ def head(config: LossScaleConfig, scale: LossScale) -> list[float]:
     numbers = [0.0] * Head.SIZE
     numbers[Head.SCALE] = numbers[Head.LAST_SCALE] = scale.value
     if isinstance(scale, DynamicLossScale):
-        numbers[Head.GOOD_STEPS], numbers[Head.TRACKER] = scale.good_steps, scale.tracker
+        numbers[: len(scale.state)] = scale.state
     numbers[Head.CONFIG_KIND] = KINDS.index(config.kind)
     for index in list(Head)[Head.GROWTH_FACTOR : Head.MAX_NORM]:
         numbers[index] = getattr(config, index.name.lower())
@@ -116,9 +101,8 @@ def loss_scale_state(config: LossScaleConfig, numbers: Sequence[float]) -> State
     """The ``state_dict`` of the loss scale that the head describes."""
     scale = make_loss_scale(config)
     if isinstance(scale, DynamicLossScale):
-        scale.value = numbers[Head.SCALE]
-        scale.good_steps = int(numbers[Head.GOOD_STEPS])
-        scale.tracker = int(numbers[Head.TRACKER])
+        value, good_steps, left = numbers[: len(scale.state)]
+        scale.take(ScaleState(value, int(good_steps), int(left)))
     return scale.state_dict()
 
 

@@ -1,7 +1,7 @@
 """The tail of a training step on the device: check, unscale, clip, update, adapt; nobody waits.
 
 Per step: one read of the gradients, one small program that decides, and the update, all reading one
-buffer (device_state.py). Every number that changes stands there, so the whole training step can be
+buffer (buffer.py). Every number that changes stands there, so the whole training step can be
 captured into a CUDA graph, and an overflow inside a replay is skipped and answered as anywhere.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.on_device.buffer import Head, Row, head, loss_scale_state, options, read_result
-from halfstep.optim.on_device.tensors import Bundle
+from halfstep.optim.base import LowPrecisionOptimizer, plain_options
+from halfstep.optim.on_device.buffer import Head, Row, head, loss_scale_state, read_result
+from halfstep.optim.on_device.tensors import Bound, Bundle
 from halfstep.precision.border import require
 from halfstep.precision.checks import check_max_norm
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -180,7 +180,7 @@ class DeviceScaler:
             PrecisionError: During a capture, which would freeze them.
         """
         for i, bound in enumerate(self._bundle.bounds):
-            wanted = options(self.optimizer.algorithm, bound.group)
+            wanted = self._settled(bound)
             if wanted != self._options[i]:
                 self._write(Head.SIZE + i * Row.SIZE, list(wanted))
                 self._options[i] = wanted
@@ -244,10 +244,14 @@ class DeviceScaler:
         self._bundle.attach()
         self._options = []
         for i, bound in enumerate(self._bundle.bounds):
-            found = options(self.optimizer.algorithm, bound.group)
-            row = [*found, *([0.0] * (Row.STEP - len(found))), float(bound.step)]
-            self._write(Head.SIZE + i * Row.SIZE, row)
+            found = self._settled(bound)
+            self._write(Head.SIZE + i * Row.SIZE, [*found, float(bound.step)])
             self._options.append(found)
+
+    def _settled(self, bound: Bound) -> tuple[float, ...]:
+        """The constants of a launch's group, filled up with zeros."""
+        found = self.optimizer.algorithm.settled(plain_options(bound.group))
+        return (*map(float, found), *(0.0 for _ in range(Row.STEP - len(found))))
 
     def _pull(self) -> None:
         """Bring the device's step numbers into the optimizer's state; waits."""

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, check_gradient, check_updates, kept_moments
-from halfstep.optim.kernels.reference import Plan, Task, is_dense, mark_written
-from halfstep.precision.policy.policy import Update
+from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.storage.state import Task, is_dense, mark_written
+from halfstep.precision.masters.rounding import Update
 
 
 @dataclass(slots=True)

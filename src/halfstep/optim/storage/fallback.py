@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.optim.kernels.reference import Task
 from halfstep.optim.storage.moments import BLOCK, BROKEN, decode
+from halfstep.optim.storage.state import Task
 
 FIRST, EVERY = 8, 32
 """A tensor is first looked at after FIRST steps, then at twice as many, then every EVERY steps.

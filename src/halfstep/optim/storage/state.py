@@ -1,20 +1,18 @@
-"""One parameter's optimizer state in any format, and its way from one format to another."""
+"""One parameter's optimizer state: how it lies in memory, and its way from format to format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels.reference import flat
 from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode, moment_dtype, zeros
-from halfstep.optim.storage.weights import REMAINDER_DTYPES
-from halfstep.precision.masters.rounding import random_bits
-from halfstep.precision.policy.policy import Update
+from halfstep.precision.masters.rounding import Update, random_bits, rounding_mode
 
 REMAINDER = "remainder"
 CODES = "_codes"
@@ -112,7 +110,7 @@ def convert(
             codes = values.to(data.device), tops
             state |= _moment(name, form, moments, data, codes, int(state["step"]), signed=i == 0)
     held = entry.get(REMAINDER)
-    if held is not None and held.dtype == REMAINDER_DTYPES[form.update]:
+    if held is not None and held.dtype == rounding_mode(form.update).remainder_dtype:
         if held.shape != data.shape:
             raise PrecisionError(
                 f"the saved remainder of parameter {form.stream} has shape {tuple(held.shape)}, "
@@ -174,3 +172,69 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
             values = decode(flat(value, value), entry.get(tops_of(name)), signed=name in _SIGNED)
             state[name] = values.as_strided(value.shape, value.stride()).to(dtype)
     return state
+
+
+# How state lies in memory, and is handed to kernels.
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One tensor's part of a step; every tensor is flat, contiguous and on one device.
+
+    Attributes:
+        weight: fp32 or bf16, shape (n,); updated in place, as are the next three.
+        remainder: What the weight cannot hold, shape (n,), or None.
+        moments: Codes, shape (n,) each, in the order of ``Algorithm.moments``.
+        tops: The 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise.
+        gradient: fp32, bf16 or fp16, shape (n,); read only.
+        stream: Which random bits are this tensor's.
+    """
+
+    weight: Tensor
+    remainder: Tensor | None
+    moments: tuple[Tensor, ...]
+    tops: tuple[Tensor, ...]
+    gradient: Tensor
+    stream: int
+
+
+def mark_written(tasks: Iterable[Task]) -> None:
+    """Tell autograd that a kernel has written these tasks' tensors behind torch's back.
+
+    Without it a step between a forward and its backward would give a silently wrong gradient where
+    torch's own optimizers raise "modified by an inplace operation".
+    """
+    for task in tasks:
+        held = () if task.remainder is None else (task.remainder,)
+        increment_version((task.weight, *held, *task.moments, *task.tops))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie one after the other in memory, in whatever dimension order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return True
+
+
+def dense(parameter: Tensor) -> Tensor:
+    """The parameter's data, or a copy without holes where it is part of a larger tensor."""
+    data = parameter.detach()
+    return data if data.is_contiguous() or is_dense(data) else data.clone()
+
+
+def flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor as one dimension, in the memory order of ``like``; a view where strides agree.
+
+    Args:
+        tensor: Same shape as ``like``.
+        like: A tensor without holes or overlaps (:func:`is_dense`), in any dimension order.
+    """
+    if tensor.stride() != like.stride():
+        moved = torch.empty_strided(
+            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = moved.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

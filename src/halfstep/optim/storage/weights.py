@@ -9,33 +9,18 @@ stored is read as written: see :func:`halfstep.precision.masters.rounding.join`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import (
-    join,
-    join24,
-    kahan_join,
-    kahan_split,
+    ROUNDING,
+    RoundingMode,
+    Update,
     random_bits,
-    round_stochastic,
-    split,
-    split24,
+    rounding_mode,
 )
-from halfstep.precision.policy.policy import Update
-
-# What is stored beside the weight.
-REMAINDER_DTYPES: dict[Update, torch.dtype | None] = {
-    "nearest": None,
-    "split": torch.int16,
-    "split24": torch.int8,
-    "stochastic": None,
-    "kahan": torch.bfloat16,
-}
-RANDOM: frozenset[Update] = frozenset({"split24", "stochastic"})
 
 # Elements at a time: 256 KB of fp32, so that the dozen temporaries of a split stay in the caches.
 _CHUNK = 1 << 16
@@ -46,60 +31,38 @@ def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
 
     Args:
         weight: fp32 or bf16, shape (n,).
-        remainder: In the rounding mode's dtype, shape (n,), or None where there is none.
+        remainder: In the rounding mode's dtype, shape (n,); None where there is none.
         update: The rounding mode.
 
     Raises:
-        PrecisionError: If the rounding mode is not known.
+        PrecisionError: If the mode is not known, or keeps no remainder.
     """
-    if update not in REMAINDER_DTYPES:
-        raise _unknown(update)
-    if remainder is None:
-        return weight.float()
-    if update == "split":
-        return join(weight, remainder)
-    if update == "split24":
-        return join24(weight, remainder)
-    if update == "kahan":
-        return kahan_join(weight, remainder)
-    raise _without_remainder(update)
+    join = _mode(update, remainder).join
+    return weight.float() if remainder is None or join is None else join(weight, remainder)
 
 
 def store_(
     weight: Tensor, remainder: Tensor | None, update: Update, value: Tensor, random: Tensor | None
 ) -> None:
-    """Write an fp32 master into a weight and its remainder, in place.
+    """Write an fp32 value into a weight and its remainder, in place.
 
     Args:
-        weight: fp32 or bf16, shape (n,).
-        remainder: As for :func:`master`.
-        update: The rounding mode.
+        weight: See there.
+        remainder: See there.
+        update: See there.
         value: fp32, shape (n,).
         random: int32 random bits, shape (n,); None where the rounding mode draws none.
 
     Raises:
-        PrecisionError: If the rounding mode is not known.
+        PrecisionError: As :func:`master`.
     """
-    if update not in REMAINDER_DTYPES:
-        raise _unknown(update)
-    if update == "stochastic":
-        assert random is not None
-        weight.copy_(round_stochastic(value, random))
-        return
-    if remainder is None:
-        weight.copy_(value)
-        return
-    if update == "split":
-        parts = split(value)
-    elif update == "split24":
-        assert random is not None
-        parts = split24(value, random)
-    elif update == "kahan":
-        parts = kahan_split(value)
-    else:
-        raise _without_remainder(update)
-    weight.copy_(parts[0])
-    remainder.copy_(parts[1])
+    mode = _mode(update, remainder)
+    if mode.remainder_dtype is not None and remainder is None:
+        mode = ROUNDING["nearest"]  # an fp32 weight needs none
+    stored, rest = mode.split(value, random)
+    weight.copy_(stored)
+    if remainder is not None and rest is not None:
+        remainder.copy_(rest)
 
 
 def read_master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
@@ -129,9 +92,10 @@ def write_master_(
         seed: Of the random bits, which are those of step 0.
         stream: Which random bits are this tensor's.
     """
+    draws = rounding_mode(update).random
     for part, held in _chunks(weight, remainder):
         chunk, bits = value[part].float(), None
-        if update in RANDOM:
+        if draws:
             bits = random_bits(
                 seed, 0, len(chunk), stream=stream, start=part.start, device=weight.device
             )
@@ -144,11 +108,10 @@ def _chunks(weight: Tensor, remainder: Tensor | None) -> Iterator[tuple[slice, T
         yield part, None if remainder is None else remainder[part]
 
 
-def _unknown(update: str) -> PrecisionError:
-    return PrecisionError(f"update={update!r}; allowed: {', '.join(get_args(Update))}")
-
-
-def _without_remainder(update: str) -> PrecisionError:
-    return PrecisionError(
-        f"a remainder was given for update={update!r}, which keeps none beside its weights"
-    )
+def _mode(update: Update, remainder: Tensor | None) -> RoundingMode:
+    mode = rounding_mode(update)
+    if remainder is not None and mode.remainder_dtype is None:
+        raise PrecisionError(
+            f"a remainder was given for update={update!r}, which keeps none beside its weights"
+        )
+    return mode

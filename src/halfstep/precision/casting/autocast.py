@@ -23,7 +23,7 @@ from torch._functorch import config as functorch_config
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.casting.fp32_pins import Pins, pins
+from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, setting_of
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
@@ -134,47 +134,6 @@ def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
     return device.type == "cpu" and missing
 
 
-@contextlib.contextmanager
-def float32_matmul(tf32: bool, device: torch.device) -> Iterator[None]:
-    """Pin how fp32 products round their operands, whatever the process has set globally.
-
-    For a call that runs as a whole, such as a backward; see ``fp32_pins.py``.
-    """
-    with pins(tf32, device) or contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def arithmetic(policy: PrecisionPolicy, device: torch.device) -> Iterator[None]:
-    """The context that a backward needs, whatever is on around it.
-
-    fp32 products are pinned, formats that a CPU has no instructions for are simulated, an outer
-    ``torch.autocast``, which would change the precision that was asked for, is off, and what
-    activation checkpointing computes again gets the casts of its first time.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(float32_matmul(policy.tf32, device))
-        _enter_casts(stack, policy, device, None)
-        if device.type == "cuda" and policy.param_dtype != torch.float32:
-            # else autograd runs in a thread of its own, where no mode is entered
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        yield
-
-
-def _enter_casts(
-    stack: contextlib.ExitStack, policy: PrecisionPolicy, device: torch.device, held: Pins | None
-) -> None:
-    stack.enter_context(torch.autocast(device.type, enabled=False))
-    if _is_simulated(policy, device):
-        stack.enter_context(SimulatedProducts(policy.compute_dtype))
-    if policy.param_dtype != torch.float32:
-        stack.enter_context(StoredCasts(policy.compute_dtype, held))
-    elif device.type == "cpu" and policy.casts_per_op:
-        stack.enter_context(AutocastCasts(held))
-    elif held is not None or inside_casts():  # which must not act on what this policy computes
-        stack.enter_context(OpCasts(held))
-
-
 class Autocast:
     """The context for a forward and its loss, under one policy.
 
@@ -205,7 +164,10 @@ class Autocast:
         self.policy = policy
         self.device = device
         self.on_enter = on_enter
-        self._casts_per_op = policy.casts_per_op and not (
+        self._simulated = _is_simulated(policy, device)
+        self._rounding: Literal["ieee", "tf32"] = "tf32" if policy.tf32 else "ieee"
+        self.casts_per_op = policy.casts_per_op
+        self._root_per_op = self.casts_per_op and not (
             model is not None and root_is_fp32(policy, model)
         )
 
@@ -213,12 +175,12 @@ class Autocast:
         if self.on_enter is not None:
             self.on_enter()
         with contextlib.ExitStack() as stack:
-            if self.policy.rules and self.policy.casts_per_op:
+            if self.policy.rules and self.casts_per_op:
                 # torch.compile else traces the backward under the autocast around the whole graph,
                 # and rounds in the backward of fp32 modules. The patch is this thread's alone.
                 stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-            _enter_casts(stack, self.policy, self.device, pins(self.policy.tf32, self.device))
-            if self._casts_per_op:
+            self._enter_casts(stack, self.pins())
+            if self._root_per_op:
                 low = self.policy.compute_dtype
                 stack.enter_context(torch.autocast(self.device.type, dtype=low))
             _active().append((self, stack.pop_all()))
@@ -234,6 +196,40 @@ class Autocast:
         last = max(i for i, (context, _) in enumerate(entries) if context is self)
         _, stack = entries.pop(last)
         stack.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The context that a backward needs, whatever is on around it.
+
+        fp32 products are pinned, formats that a CPU has no instructions for are simulated, an outer
+        ``torch.autocast``, which would change the precision that was asked for, is off, and what
+        activation checkpointing computes again gets the casts of its first time.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.pins() or contextlib.nullcontext())
+            self._enter_casts(stack, None)
+            if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
+                # else autograd runs in a thread of its own, where no mode is entered
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    def pins(self) -> Pins | None:
+        """What must be pinned so that fp32 products are what the policy says; None: nothing."""
+        meant, switches = MEANS[self._rounding], SWITCHES.get(self.device.type, ())
+        wrong = tuple(s for s in switches if setting_of(*s) not in meant)
+        return Pins(wrong, self._rounding) if wrong else None
+
+    def _enter_casts(self, stack: contextlib.ExitStack, held: Pins | None) -> None:
+        policy, device = self.policy, self.device
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if self._simulated:
+            stack.enter_context(SimulatedProducts(policy.compute_dtype))
+        if policy.param_dtype != torch.float32:
+            stack.enter_context(StoredCasts(policy.compute_dtype, held))
+        elif device.type == "cpu" and self.casts_per_op:
+            stack.enter_context(AutocastCasts(held))
+        elif held is not None or inside_casts():  # which must not act on what this policy computes
+            stack.enter_context(OpCasts(held))
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function: every call of it runs inside."""

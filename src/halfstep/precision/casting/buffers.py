@@ -20,7 +20,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_dtype, as_texts, require_model
 from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import parameter_dtypes
+from halfstep.precision.policy.rules import place
 
 Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
 _SENSITIVE: tuple[Kind, ...] = ("rope", "positions", "running statistics")
@@ -152,7 +152,8 @@ def cast_module_(
         raise PrecisionError(f"cast to {dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
     rules = tuple((pattern, "fp32") for pattern in patterns)
     policy = PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, rules=rules)
-    wanted = parameter_dtypes(policy, model)
+    placed = place(policy, model)
+    wanted = placed.dtypes()
     named: dict[str, Tensor] = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
     for glob in buffers:
         if not any(fnmatchcase(name, glob) for name in named):
@@ -165,7 +166,7 @@ def cast_module_(
             owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
             _require_castable(name, buffer, owner, dtype)
             wanted[name] = dtype
-    add_regions_(model, policy)
+    add_regions_(placed)
     reports = []
     for name, tensor in [*model.named_parameters(), *named.items()]:
         if tensor.is_floating_point():

@@ -20,13 +20,16 @@ from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import (
+    PlacedModel,
     Placement,
-    needs_region,
-    parameter_dtypes,
     place,
     root_is_fp32,
 )
 from halfstep.precision.policy.spelling import parse_policy
+
+# A constant to ``torch.compile``, which in torch 2.11 cannot trace the question. Its decorator for
+# that, assume_constant_result, would import the compiler: as long as torch itself.
+WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -71,7 +74,7 @@ def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.
     Args:
         module: Its parameters are cast.
         dtype: One for all, or one for each by name: see
-            :func:`halfstep.precision.policy.rules.parameter_dtypes`.
+            :meth:`halfstep.precision.policy.rules.PlacedModel.dtypes`.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
@@ -89,11 +92,12 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
     Raises:
         PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
     """
+    placed = place(policy, model)
     if policy.casts == "module":  # as FSDP2 gathers them
         cast_parameters_(model, policy.compute_dtype)
     else:
-        cast_parameters_(model, parameter_dtypes(policy, model))
-    add_regions_(model, policy)
+        cast_parameters_(model, placed.dtypes())
+    add_regions_(placed)
 
 
 @torch.no_grad()
@@ -153,8 +157,8 @@ class CastRecurrentInputs:
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
-def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[RemovableHandle]:
-    """Make ``module(...)`` take and give what its callers are used to: fp32 comes out.
+def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
+    """Make ``model(...)`` take and give what its callers are used to: fp32 comes out.
 
     Modules that the policy's rules place otherwise than what calls them get a
     :class:`FormatRegion`. Recurrent layers of 16 bits get their inputs in their own format, which
@@ -164,8 +168,8 @@ def cast_at_border(module: nn.Module, policy: PrecisionPolicy) -> list[Removable
         The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`, all
         of it with :func:`give_back_`.
     """
-    handles = []
-    add_regions_(module, policy)
+    policy, module, handles = placed.policy, placed.model, []
+    add_regions_(placed)
     if policy.param_dtype != torch.float32:
         for part in module.modules():
             if isinstance(part, nn.RNNBase):
@@ -233,7 +237,7 @@ class FormatRegion(Region):
         return output if self.outputs is None else cast_floating(output, self.outputs)
 
     def _context(self, device_type: str) -> AbstractContextManager[object]:
-        if not _has_autocast(device_type):
+        if device_type not in WITH_AUTOCAST:
             return nullcontext()
         if self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast)
@@ -296,29 +300,22 @@ def autocast(
 
 def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
     """Refuse a model whose weights or modules are not as the policy says."""
+    placed = place(policy, model)
     cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
     if policy.param_dtype != torch.float32:
-        wanted = parameter_dtypes(policy, model)
+        wanted = placed.dtypes()
         for name, parameter in model.named_parameters():
             if name in wanted and parameter.dtype != wanted[name]:
                 raise PrecisionError(
                     f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
                     f"stores it in {dtype_name(wanted[name])}; {cure}"
                 )
-    if policy.rules and policy.compute_dtype != torch.float32:
-        for placement in place(policy, model):
-            own = placement.module.__dict__.get("forward")
-            if needs_region(placement) and not isinstance(own, Region):
-                raise PrecisionError(
-                    f"rule {placement.rule!r} of policy {policy} is not applied to "
-                    f"{placement.name or 'the model'}; {cure}"
-                )
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types
-def _has_autocast(device_type: str) -> bool:
-    """A constant to ``torch.compile``, which in torch 2.11 cannot trace the question."""
-    return torch.amp.is_autocast_available(device_type)
+    for placement in placed.regions:
+        if not isinstance(placement.module.__dict__.get("forward"), Region):
+            raise PrecisionError(
+                f"rule {placement.rule!r} of policy {policy} is not applied to "
+                f"{placement.name or 'the model'}; {cure}"
+            )
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -339,20 +336,13 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
     """
 
 
-def add_regions_(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Make every module compute as the policy's rules say; earlier rules' regions go.
-
-    Raises:
-        PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
-    """
-    placements = place(policy, model) if policy.rules else []
-    remove_regions_(model)
-    if policy.compute_dtype == torch.float32:
-        return
-    for placement in placements:
+def add_regions_(placed: PlacedModel) -> None:
+    """Make every module compute as the policy's rules say; earlier rules' regions go."""
+    remove_regions_(placed.model)
+    for placement in placed.regions:
         module = placement.module
-        if needs_region(placement) and not isinstance(module.__dict__.get("forward"), Region):
-            module.forward = FormatRegion(policy, placement)
+        if not isinstance(module.__dict__.get("forward"), Region):
+            module.forward = FormatRegion(placed.policy, placement)
             module.register_forward_pre_hook(keep_fused_paths_off)
 
 

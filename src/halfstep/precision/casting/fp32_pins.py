@@ -19,12 +19,14 @@ from typing import Self
 import torch
 
 Switch = tuple[str, str]
-_SWITCHES: dict[str, tuple[Switch, ...]] = {
+SWITCHES: dict[str, tuple[Switch, ...]] = {
     "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
     "cuda": (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
 }
-_get = torch._C._get_fp32_precision_getter
+setting_of = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
+MEANS = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}
+"""The settings with which fp32 products round their operands so."""
 
 
 class Pins:
@@ -59,20 +61,6 @@ class Pins:
     ) -> None:
         for switch in reversed(self.switches):
             _holders[switch].give_back()
-
-
-def pins(tf32: bool, device: torch.device) -> Pins | None:
-    """What must be pinned on a device so that fp32 products are what a policy says; None: nothing.
-
-    The settings are only read.
-    """
-    wanted = "tf32" if tf32 else "ieee"
-    wrong = tuple(s for s in _SWITCHES.get(device.type, ()) if _meaning(_get(*s)) != wanted)
-    return Pins(wrong, wanted) if wrong else None
-
-
-def _meaning(setting: str) -> str:
-    return "ieee" if setting == "none" else setting
 
 
 @dataclass
@@ -130,22 +118,22 @@ def _own_setting(switch: Switch) -> str:
     """
     backend, _ = switch
     above = (backend, "all")
-    holds, holds_above = _get(*switch), _get(*above)
+    holds, holds_above = setting_of(*switch), setting_of(*above)
     if holds != holds_above or holds == "none":
         return holds
     top: Switch = ("generic", "all")
-    holds_on_top = _get(*top)
+    holds_on_top = setting_of(*top)
     other = "ieee" if holds == "tf32" else "tf32"
     own_above = holds_above
     if holds_on_top == holds_above:
         _set(*top, other)
-        own_above = "none" if _get(*above) == other else holds_above
+        own_above = "none" if setting_of(*above) == other else holds_above
         _set(*top, holds_on_top)
     _set(*above, other)
-    own = "none" if _get(*switch) == other else holds
+    own = "none" if setting_of(*switch) == other else holds
     _set(*above, own_above)
     return own
 
 
 _lock = threading.RLock()
-_holders = {switch: _Holder(switch) for switches in _SWITCHES.values() for switch in switches}
+_holders = {switch: _Holder(switch) for switches in SWITCHES.values() for switch in switches}

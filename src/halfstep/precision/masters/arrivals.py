@@ -192,7 +192,10 @@ class Arrivals:
             if gradient is None:
                 continue
             unwritten = id(gradient) == identity and gradient._version == version
-            if (unwritten and gradient.is_cuda) or bool(local_part(gradient).any()):
+            if unwritten and gradient.is_cuda:
+                return False
+            part = gradient if type(gradient) is Tensor else local_part(gradient)
+            if bool(part.any()):
                 return False
         return bool(self._left)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,10 @@ from halfstep.precision.masters.stepping import (
     Gradients,
     KeepsMasters,
     StepHooks,
-    step_optimizers,
     takes_gradients,
 )
-from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import parameter_dtypes
+from halfstep.precision.policy.policy import LOW, dtype_name
+from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.scaling.gradients import multiply_
 
 # Elements that are compared at a time: a rounded copy of them stays in the caches.
@@ -61,6 +60,7 @@ class Weight:
             same memory, or an fp32 master.
         dtype: Of the parameter.
         copied: Whether the target is an fp32 master, to be rounded into the parameter.
+        sharded: Whether the parameter is a DTensor.
         held: Whether an optimizer has it.
         keeper: The optimizer that keeps what 16 bits cannot hold, or None.
     """
@@ -70,13 +70,19 @@ class Weight:
     target: nn.Parameter
     dtype: torch.dtype
     copied: bool
+    sharded: bool
     held: bool
     keeper: KeepsMasters | None
 
     @property
     def visible(self) -> Tensor:
         """What the model computes with on this rank."""
-        return local_part(self.parameter).detach()
+        return (local_part(self.parameter) if self.sharded else self.parameter).detach()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The finished gradient's part on this rank."""
+        return local_gradient(self.parameter) if self.sharded else self.parameter.grad
 
     def require_unconverted(self) -> None:
         """Refuse a parameter that was converted or moved since it was taken in.
@@ -98,20 +104,19 @@ class Weight:
 class MasterWeights:
     """All that is trained, by the model's names, and its way from the gradient to the weight."""
 
-    def __init__(
-        self, policy: PrecisionPolicy, model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> None:
+    def __init__(self, placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
         """Cast the model in place to the policy's weights, and keep what the cast loses.
 
         Args:
-            policy: Says whether there are masters, and the format of the weights.
-            model: Its Parameter objects stay the same objects; only their storage changes.
+            placed: The policy and the model, whose Parameter objects stay the same objects; only
+                their storage changes.
             optimizers: Those of halfstep take the policy's rounding and format of moments.
 
         Raises:
             PrecisionError: If an optimizer was made for other formats than the policy's; nothing
                 is changed then.
         """
+        policy, model = placed.policy, placed.model
         own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
         for optimizer in own:
             optimizer.check_precision(policy.update, policy.moment_format)
@@ -128,17 +133,19 @@ class MasterWeights:
         self._installed = False
         self.handles: list[RemovableHandle] = []
         """Hooks of the optimizers, to be removed with this."""
-        self._hooks = StepHooks()
+        # those that cannot be given gradients and look for them in ``grad``
+        self._looking = [o for o in optimizers if not takes_gradients(o)]
+        self._hooks = StepHooks() if policy.has_masters else None
         for optimizer in optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
-            if policy.has_masters:
+            if self._hooks is not None:
                 self.handles += self._hooks.surround(optimizer, weakref.ref(self))
         self._loaded = Loaded()
         if policy.keeps_more_than_weights:
             self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
-        self._adopt_all()
+        self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # what is frozen, or no optimizer's
-            cast_parameters_(model, parameter_dtypes(policy, model))
+            cast_parameters_(model, placed.dtypes())
 
     # What is trained
 
@@ -162,7 +169,7 @@ class MasterWeights:
             if isinstance(optimizer, KeepsMasters):
                 self._take_in(optimizer)
         with torch.inference_mode(False):  # a master made inside could never be updated
-            self._adopt_all()
+            self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
         strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
         if strangers:
             raise PrecisionError(
@@ -172,15 +179,13 @@ class MasterWeights:
             )
 
     @torch.no_grad()
-    def _adopt_all(self) -> None:
-        held = self._held()
-        dtypes: dict[str, torch.dtype] = {}
+    def _adopt_all(self, placed: PlacedModel) -> None:
+        held, dtypes = self._held(), placed.dtypes()
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 continue
             known = self._weights.get(parameter)
             if known is None or (parameter in held and not known.held):
-                dtypes = dtypes or parameter_dtypes(self._policy, self._model)
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
             if parameter in held:
@@ -189,6 +194,7 @@ class MasterWeights:
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
     ) -> Weight:
+        sharded = is_sharded(parameter)
         exact = local_part(parameter).detach()  # before the cast
         low = dtype in LOW
         if parameter.dtype != dtype:
@@ -199,7 +205,7 @@ class MasterWeights:
         keeper = held.get(parameter) if low and self._policy.update != "nearest" else None
         if copied:
             target = nn.Parameter(exact.to(torch.float32, copy=True))
-        elif is_sharded(parameter):
+        elif sharded:
             target = nn.Parameter(local_part(parameter))
         if target is not parameter:
             self._to_target[parameter], self._to_parameter[target] = target, parameter
@@ -208,7 +214,7 @@ class MasterWeights:
         if keeper is not None:
             with self.installed():
                 keeper.write_master_(target, exact.float())
-        return Weight(name, parameter, target, dtype, copied, parameter in held, keeper)
+        return Weight(name, parameter, target, dtype, copied, sharded, parameter in held, keeper)
 
     def _held(self) -> dict[Tensor, KeepsMasters | None]:
         """The optimizers' parameters, as the model has them, and whether one keeps masters."""
@@ -289,7 +295,7 @@ class MasterWeights:
             if weight is None:  # frozen
                 continue
             weight.require_unconverted()
-            gradient = local_gradient(parameter)
+            gradient = weight.gradient
             if gradient is not None:
                 found[weight.target] = gradient
         return found
@@ -335,10 +341,14 @@ class MasterWeights:
         """Let what stands behind one weight take over what was written into it."""
         if weight.keeper is None and not weight.copied:
             return
-        if self._loaded.changed(weight.name, weight.visible):
+        if self._was_loaded(weight):
             self._set_(weight, weight.visible)
         elif weight.copied:
             _follow_(weight.target.detach(), weight.visible)
+
+    def _was_loaded(self, weight: Weight) -> bool:
+        before = self._loaded.before
+        return bool(before) and self._loaded.changed(weight.name, weight.visible)
 
     @torch.no_grad()
     def take_all_(self) -> None:
@@ -358,12 +368,25 @@ class MasterWeights:
 
     def update_(self, gradients: Gradients, factor: float) -> None:
         """Let the optimizers step with the gradients times ``factor``, down to the weights."""
+        hooks = self._hooks
         with self.installed():
-            others = [o for o in self._optimizers if not takes_gradients(o)]
-            self.hand_over(others, gradients, factor)
-            with self._hooks.stepping(self, gradients):
-                step_optimizers(self._optimizers, gradients, factor)
+            self.hand_over(self._looking, gradients, factor)
+            with nullcontext() if hooks is None else hooks.stepping(self, gradients):
+                self._step(gradients, factor)
         self.push_(gradients)
+
+    def _step(self, gradients: Gradients, factor: float) -> None:
+        """Step: those that take them with these gradients times ``factor``, others as they are."""
+        if len(self._optimizers) > 1:  # a single one checks for itself
+            for keeper in self._optimizers:
+                if isinstance(keeper, KeepsMasters):
+                    keeper.check_step(gradients)
+        for optimizer in self._optimizers:
+            if optimizer in self._looking:
+                optimizer.step()
+            else:
+                step: Any = optimizer.step
+                step(gradients=gradients, multiplier=factor)
 
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
@@ -442,7 +465,7 @@ class MasterWeights:
         keeper = None if weight is None else self._keeper(weight)
         if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
-        if self._loaded.changed(weight.name, weight.visible):
+        if self._was_loaded(weight):
             return weight.visible.to(torch.float32, copy=True)
         if keeper is None:  # the master stays: what was written may be there for a while only
             value = weight.target.detach().clone(memory_format=torch.preserve_format)

@@ -1,5 +1,7 @@
 """Rounding that loses nothing, or nothing on average: split masters, stochastic, Kahan.
 
+:data:`ROUNDING` at the end is the table of rounding modes, from which all else derives.
+
 Split masters. The bf16 weight is the upper half of an fp32 master rounded to nearest; what is left
 is the signed distance from the weight to the master, which 16 bits always hold::
 
@@ -27,10 +29,17 @@ CACM 8(1), 1965; the integer hash is ``lowbias32`` of Wellons' hash-prospector (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from halfstep.errors import PrecisionError
+
+Update = Literal["nearest", "split", "split24", "kahan", "stochastic"]
+"""The names of the rounding modes."""
 
 _MASK = 0xFFFFFFFF
 _ABS = 0x7FFFFFFF
@@ -216,15 +225,134 @@ def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
     return torch.where(fits, total, own)
 
 
-def kahan_add(weight: Tensor, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-    """Add an fp32 update to a bf16 weight and carry what rounding loses to the next addition.
+def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance from a number to its neighbour: what a smaller update rounds back from.
 
     Args:
-        weight: bf16, any shape.
-        residual: bf16, same shape: what earlier additions lost; 0 at the start.
-        update: fp32, same shape.
+        value: Numbers of ``dtype``, in fp64, any shape.
+        direction: The sign says on which side; below a power of two the gap is half as wide.
+        dtype: A floating dtype.
 
     Returns:
-        The new weight and the new residual, both bf16.
+        fp64, of the same shape.
+
+    **Source:** IEEE 754-2019, 4.3.1, round to nearest.
     """
-    return kahan_split(kahan_join(weight, residual) + update)
+    info = torch.finfo(dtype)
+    fraction, exponent = torch.frexp(value.abs())  # fraction in [1/2, 1)
+    narrow = (fraction == 0.5) & (value * direction < 0)
+    smallest = torch.tensor(info.tiny, dtype=torch.float64).frexp().exponent
+    exponent = torch.where(value == 0, smallest, exponent - narrow.int())
+    gap = torch.ldexp(torch.full_like(value, info.eps), exponent.clamp(smallest) - 1)
+    return gap / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingMode:
+    """How an fp32 value is kept in a weight from one step to the next.
+
+    Its number in the C++ kernel is its position in :data:`ROUNDING`; Triton knows it by name.
+
+    Attributes:
+        name: How policies, optimizers and kernels know it.
+        policy: The named policy that uses it, with bf16 weights; empty where several do.
+        master_dtype: What such a policy calls its master: the weight's own format where the two
+            together are less than fp32.
+        remainder_dtype: What is stored beside the weight; None for nothing.
+        random: Whether ``split`` draws random bits, so that updates are right on average.
+        split: An fp32 value, and int32 random bits where it draws some, to weight and remainder.
+        join: Weight and remainder to the fp32 value.
+        weight_text: What ``explain`` says of the weights.
+        master_text: What ``explain`` says of the master.
+        advice: Policies that keep the updates which this mode loses; empty where it loses none.
+    """
+
+    name: Update
+    policy: str = ""
+    master_dtype: torch.dtype = torch.float32
+    remainder_dtype: torch.dtype | None = None
+    random: bool = False
+    split: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
+    join: Callable[[Tensor, Tensor], Tensor] | None = None
+    weight_text: str
+    master_text: str = "what the optimizer updates"
+    advice: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes per parameter beside the weight."""
+        return 0 if self.remainder_dtype is None else self.remainder_dtype.itemsize
+
+    def half_gap(
+        self, weight: Tensor, remainder: Tensor | None, value: Tensor, direction: Tensor
+    ) -> Tensor:
+        """Half the gap around ``value`` that an update in this direction falls into, in fp64.
+
+        With random bits any update counts that changes the fp32 sum before it.
+        """
+        if self.remainder_dtype is None and not self.random:
+            return half_gap(value, direction, weight.dtype)
+        fine = half_gap(value, direction, torch.float32)
+        if remainder is None or not remainder.is_floating_point():
+            return fine
+        return torch.maximum(fine, half_gap(remainder.double(), direction, remainder.dtype))
+
+
+_MODES = (
+    RoundingMode(
+        name="nearest",
+        split=lambda value, _: (value, None),  # copying into the weight rounds
+        weight_text="16 bit, rounded to nearest: small updates are lost",
+        advice="bf16-split, bf16-kahan, bf16-sr or bf16-master",
+    ),
+    RoundingMode(
+        name="split",
+        policy="bf16-split",
+        remainder_dtype=torch.int16,
+        split=lambda value, _: split(value),
+        join=join,
+        weight_text="the upper 16 bits of the master, rounded to nearest",
+        master_text="what the optimizer updates: weight and 16-bit remainder together, exact",
+    ),
+    RoundingMode(
+        name="split24",
+        policy="bf16-split24",
+        remainder_dtype=torch.int8,
+        random=True,
+        split=split24,
+        join=join24,
+        weight_text="the upper 16 bits of the master, rounded to nearest",
+        master_text="its upper 24 bits: weight and 8-bit remainder, the last bit right on average",
+    ),
+    RoundingMode(
+        name="kahan",
+        policy="bf16-kahan",
+        master_dtype=torch.bfloat16,
+        remainder_dtype=torch.bfloat16,
+        split=lambda value, _: kahan_split(value),
+        join=kahan_join,
+        weight_text="16 bit, rounded to nearest; what is lost is carried along in bf16",
+        advice="bf16-split or bf16-master",
+    ),
+    RoundingMode(
+        name="stochastic",
+        policy="bf16-sr",
+        master_dtype=torch.bfloat16,
+        random=True,
+        split=lambda value, bits: (round_stochastic(value, bits), None),
+        weight_text="16 bit, rounded stochastically: updates are right on average",
+    ),
+)
+ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
+"""Every rounding mode by name. CONTRIBUTING.md says how to add one."""
+
+
+def rounding_mode(update: str) -> RoundingMode:
+    """The rounding mode of a name.
+
+    Raises:
+        PrecisionError: If there is none.
+    """
+    if update not in ROUNDING:
+        raise PrecisionError(f"update={update!r}; allowed: {', '.join(ROUNDING)}")
+    return ROUNDING[update]

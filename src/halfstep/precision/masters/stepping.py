@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.scaling.gradients import global_norm
 
 Gradients = Mapping[nn.Parameter, Tensor]
 
@@ -49,18 +48,6 @@ class KeepsMasters(Protocol):
         """Round fp32 numbers into a parameter and what is kept beside it."""
 
 
-def common_norm(optimizers: Sequence[Optimizer], gradients: Sequence[Tensor]) -> Tensor:
-    """The gradients' 2-norm as fp32 scalar on their device, by halfstep's kernel if one is there.
-
-    See :func:`halfstep.precision.scaling.gradients.global_norm`.
-    """
-    if not any(gradient.is_sparse for gradient in gradients):
-        for optimizer in optimizers:
-            if isinstance(optimizer, KeepsMasters):
-                return optimizer.norm(gradients)
-    return global_norm(gradients)
-
-
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` can be given gradients; a user's subclass may have a ``step`` of its own."""
     return isinstance(optimizer, KeepsMasters) and _has_gradients(type(optimizer))
@@ -72,19 +59,6 @@ def _has_gradients(kind: type[Any]) -> bool:
     return {"gradients", "multiplier"} <= accepted.keys() or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     )
-
-
-def step_optimizers(optimizers: Sequence[Optimizer], gradients: Gradients, factor: float) -> None:
-    """Step: those that take them with these gradients times ``factor``, others as they are."""
-    own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-    for optimizer in own if len(optimizers) > 1 else ():  # a single one checks for itself
-        optimizer.check_step(gradients)
-    for optimizer in optimizers:
-        if takes_gradients(optimizer):
-            step: Any = optimizer.step
-            step(gradients=gradients, multiplier=factor)
-        else:
-            optimizer.step()
 
 
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:

@@ -7,19 +7,19 @@ three give the same value, and ``str(policy)`` gives the canonical spelling back
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 """The formats of 16 bits."""
 Casts = Literal["op", "module"]
-Update = Literal["nearest", "split", "split24", "stochastic", "kahan"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
 # They separate rules and fields; a module name that holds one is matched with ? in its place.
 _NOT_IN_RULES = frozenset("|,=:\"'")
@@ -70,19 +70,18 @@ class PrecisionPolicy:
     master_dtype: torch.dtype = torch.float32
     """What the optimizer updates. Equal to ``param_dtype`` means no second copy."""
     update: Update = "nearest"
-    """How an update reaches a 16-bit weight without a second fp32 copy: ``"split"`` (the weight and
-    a 16-bit remainder are the exact fp32 master), ``"split24"`` (an 8-bit remainder, its last bit
-    rounded stochastically), ``"kahan"`` (a bf16 residual), ``"stochastic"`` (right on average); or
-    ``"nearest"``: from an fp32 copy where ``master_dtype`` is fp32; else small updates get lost."""
+    """How an update reaches a 16-bit weight without a second fp32 copy: an entry of ``ROUNDING`` in
+    ``rounding.py``. ``"nearest"``: from an fp32 copy where ``master_dtype`` is fp32; else small
+    updates get lost."""
     moments: Moments = "master"
     """The optimizer's moments: in ``master_dtype``, or ``"fp32"``, ``"bf16"`` or ``"8bit"``."""
+    casts: Casts = "op"
+    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for a
+    module when FSDP2 gathers its weights: cheaper, and residual streams are 16 bit too."""
     tf32: bool = False
     """Whether fp32 matrix products may round their operands to tf32 (10 mantissa bits)."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """How the loss is scaled."""
-    casts: Casts = "op"
-    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for a
-    module when FSDP2 gathers its weights: cheaper, and residual streams are 16 bit too."""
     rules: tuple[tuple[str, str], ...] = ()
     """Modules with another format: pairs of a glob over module names (or ``type:`` and a glob over
     class names) and ``"fp32"`` or the compute format. See ``rules.py``."""
@@ -103,7 +102,7 @@ class PrecisionPolicy:
                 "weights themselves"
             )
         if self.update != "nearest":
-            kept = torch.float32 if self.update in ("split", "split24") else torch.bfloat16
+            kept = ROUNDING[self.update].master_dtype
             if p != torch.bfloat16 or m != kept:
                 raise PrecisionError(
                     f"update={self.update} with params={dtype_name(p)}, master={dtype_name(m)}: "
@@ -138,8 +137,8 @@ class PrecisionPolicy:
 
     def _check_values(self) -> None:
         """Refuse values that no field of this kind may have, whatever the others are."""
-        for name in ("param", "compute", "output", "grad", "reduce", "master"):
-            dtype = getattr(self, f"{name}_dtype")
+        for field_ in POLICY_FIELDS.values():
+            dtype, name = getattr(self, field_), field_.removesuffix("_dtype")
             if dtype not in DTYPES.values():
                 if isinstance(dtype, str):
                     raise PrecisionError(
@@ -152,8 +151,7 @@ class PrecisionPolicy:
                 f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
                 "LossScaleConfig(kind='dynamic')"
             )
-        ways = (("update", Update), ("moments", Moments), ("casts", Casts))
-        for key, allowed in ((key, get_args(kind)) for key, kind in ways):
+        for key, allowed in CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
 
@@ -177,7 +175,7 @@ class PrecisionPolicy:
     @property
     def keeps_more_than_weights(self) -> bool:
         """Whether the numbers that are trained are finer than the module's weights."""
-        return self.has_masters or self.update in ("split", "split24", "kahan")
+        return self.has_masters or ROUNDING[self.update].remainder_dtype is not None
 
     @property
     def needs_own_optimizer(self) -> bool:
@@ -203,6 +201,17 @@ class PrecisionPolicy:
         return self.name
 
 
+_TYPES = get_type_hints(PrecisionPolicy)
+POLICY_FIELDS = {
+    "params" if name == "param_dtype" else name.removesuffix("_dtype"): name
+    for name, kind in _TYPES.items()
+    if kind is torch.dtype
+}
+"""Key in a field string to the field, for fields that hold a dtype."""
+CHOICES = {name: get_args(kind) for name, kind in _TYPES.items() if get_origin(kind) is Literal}
+"""Field, which is its own key, to what it may be, for fields that hold a word."""
+
+
 def _master(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
     return PrecisionPolicy(
         param_dtype=dtype, compute_dtype=dtype, loss_scale=LossScaleConfig(kind=kind)
@@ -220,12 +229,12 @@ def _pure(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
     )
 
 
-def _kept(update: Update, master: torch.dtype) -> PrecisionPolicy:
+def _kept(mode: RoundingMode) -> PrecisionPolicy:
     return PrecisionPolicy(
         param_dtype=torch.bfloat16,
         compute_dtype=torch.bfloat16,
-        master_dtype=master,
-        update=update,
+        master_dtype=mode.master_dtype,
+        update=mode.name,
     )
 
 
@@ -239,61 +248,49 @@ POLICIES: dict[str, PrecisionPolicy] = {
     ),
     "bf16-master": _master(torch.bfloat16, "none"),
     "fp16-master": _master(torch.float16, "dynamic"),
-    "bf16-split": _kept("split", torch.float32),
-    "bf16-split24": _kept("split24", torch.float32),
-    "bf16-kahan": _kept("kahan", torch.bfloat16),
-    "bf16-sr": _kept("stochastic", torch.bfloat16),
+    **{mode.policy: _kept(mode) for mode in ROUNDING.values() if mode.policy},
     "bf16-pure": _pure(torch.bfloat16, "none"),
     "fp16-pure": _pure(torch.float16, "dynamic"),
 }
-ALIASES = {
-    "32": "fp32",
-    "32-true": "fp32",
-    "float32": "fp32",
-    "fp32-true": "fp32",
-    "no": "fp32",
-    "bf16": "bf16-mixed",
-    "bfloat16": "bf16-mixed",
-    "mixed_bfloat16": "bf16-mixed",
-    "amp_bf16": "bf16-mixed",
-    "fp16": "fp16-mixed",
-    "float16": "fp16-mixed",
-    "half": "fp16-mixed",
-    "16": "fp16-mixed",
-    "mixed_float16": "fp16-mixed",
-    "16-mixed": "fp16-mixed",
-    "amp": "fp16-mixed",
-    "amp_fp16": "fp16-mixed",
-    "bf16-true": "bf16-pure",
-    "16-true": "fp16-pure",
-    "fp16-true": "fp16-pure",
+_ALIASES = {
+    "fp32": "32 32-true float32 fp32-true no",
+    "bf16-mixed": "bf16 bfloat16 mixed_bfloat16 amp_bf16",
+    "fp16-mixed": "fp16 float16 half 16 mixed_float16 16-mixed amp amp_fp16",
+    "bf16-pure": "bf16-true",
+    "fp16-pure": "16-true fp16-true",
 }
-POLICY_FIELDS = {
-    "params": "param_dtype",
-    "compute": "compute_dtype",
-    "output": "output_dtype",
-    "grad": "grad_dtype",
-    "reduce": "reduce_dtype",
-    "master": "master_dtype",
-}
-WAYS = {"update": "nearest", "moments": "master", "casts": "op"}
+ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known.split()}
 
 
 def _spell(policy: PrecisionPolicy) -> str:
-    parts = [f"{key}={dtype_name(getattr(policy, name))}" for key, name in POLICY_FIELDS.items()]
-    parts += [f"{key}={getattr(policy, key)}" for key in WAYS if getattr(policy, key) != WAYS[key]]
-    if policy.tf32:
-        parts[1] = "compute=tf32"
-    default = LossScaleConfig(kind=policy.loss_scale.kind)
-    parts.append(f"scale={policy.loss_scale.kind}")
-    if policy.loss_scale.calibrate:
-        parts.append("init_scale=auto")
-    for key in LOSS_SCALE_FIELDS:
-        value = getattr(policy.loss_scale, key)
-        measured = policy.loss_scale.calibrate and key == "init_scale"
-        if value != getattr(default, key) and not measured:
-            parts.append(f"{key}={value!r}")
-    return ",".join([*parts, *_spell_rules(policy.rules)])
+    """Every field, so that none can be lost between two runs; words only where not the default."""
+    keys = {name: key for key, name in POLICY_FIELDS.items()}
+    parts = []
+    for field_ in fields(policy):
+        value = getattr(policy, field_.name)
+        if field_.name in keys:
+            parts.append(f"{keys[field_.name]}={dtype_name(value)}")
+        elif isinstance(value, LossScaleConfig):
+            parts += _spell_scale(value)
+        elif field_.name == "rules":
+            parts += _spell_rules(value)
+        elif field_.name == "tf32":
+            parts[1] = "compute=tf32" if value else parts[1]
+        elif value != field_.default:
+            parts.append(f"{field_.name}={value}")
+    return ",".join(parts)
+
+
+def _spell_scale(scale: LossScaleConfig) -> list[str]:
+    default = LossScaleConfig(kind=scale.kind)
+    changed = {
+        key: repr(getattr(scale, key))
+        for key in LOSS_SCALE_FIELDS
+        if getattr(scale, key) != getattr(default, key)
+    }
+    if scale.calibrate:  # what its init_scale is will be measured
+        changed = {"init_scale": "auto", **{k: v for k, v in changed.items() if k != "init_scale"}}
+    return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 
 
 def _spell_rules(rules: tuple[tuple[str, str], ...]) -> list[str]:

@@ -10,7 +10,7 @@ every module::
 So a rule on a module holds for all below it, a rule that matches deeper down overrides it there in
 whatever order they stand, and among rules that match the same module the later one wins.
 
-What "fp32" means for a module is in :class:`cast.FormatRegion`; a module that
+What "fp32" means for a module is in ``FormatRegion`` of ``casting/cast.py``; a module that
 calls no submodule's forward but uses its weights (``torch.nn.MultiheadAttention``) is one piece.
 """
 
@@ -50,8 +50,47 @@ class Placement:
     around_fp32: bool
 
 
-def place(policy: PrecisionPolicy, model: nn.Module) -> list[Placement]:
-    """Apply the rules to every module, a shared one under each of its names; parents first.
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """What a policy says of a model: made once by :func:`place`, and handed to all who ask.
+
+    Attributes:
+        policy: The policy.
+        model: The model.
+        modules: Every module, a shared one under each of its names; parents first.
+    """
+
+    policy: PrecisionPolicy
+    model: nn.Module
+    modules: tuple[Placement, ...]
+
+    @property
+    def regions(self) -> list[Placement]:
+        """The modules that must set their format themselves, as no other code does it."""
+        if not self.policy.rules or self.policy.compute_dtype == torch.float32:
+            return []
+        return [placement for placement in self.modules if needs_region(placement)]
+
+    def kept(self) -> set[str]:
+        """Names of the parameters that rules keep in fp32."""
+        if not self.policy.rules:
+            return set()
+        modules = (placement.module for placement in self.modules if placement.fp32)
+        kept = {id(parameter) for module in modules for parameter in module._parameters.values()}
+        return {name for name, p in self.model.named_parameters() if id(p) in kept}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which the model stores each floating parameter, by its name."""
+        kept = self.kept()
+        return {
+            name: torch.float32 if name in kept else self.policy.param_dtype
+            for name, parameter in self.model.named_parameters()
+            if parameter.is_floating_point()
+        }
+
+
+def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
+    """Apply the rules to every module.
 
     Raises:
         PrecisionError: If a rule matches no module, or rules contradict each other about a shared
@@ -74,7 +113,7 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> list[Placement]:
     placements = list(found.values())
     if policy.rules:
         _check_shared(policy, placements)
-    return placements
+    return PlacedModel(policy, model, tuple(placements))
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -82,37 +121,6 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
     if pattern.startswith("type:"):
         return fnmatchcase(type(module).__name__, pattern.removeprefix("type:"))
     return fnmatchcase(name, pattern)
-
-
-def parameter_dtypes(policy: PrecisionPolicy, model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtype in which the model stores each floating parameter, by its name in the model.
-
-    Raises:
-        PrecisionError: As :func:`place`.
-    """
-    kept = kept_parameters(policy, model)
-    return {
-        name: torch.float32 if name in kept else policy.param_dtype
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point()
-    }
-
-
-def kept_parameters(policy: PrecisionPolicy, model: nn.Module) -> set[str]:
-    """Names of the parameters that rules keep in fp32.
-
-    Raises:
-        PrecisionError: As :func:`place`.
-    """
-    if not policy.rules:
-        return set()
-    kept = {
-        id(parameter)
-        for placement in place(policy, model)
-        for parameter in placement.module._parameters.values()
-        if placement.fp32
-    }
-    return {name for name, parameter in model.named_parameters() if id(parameter) in kept}
 
 
 def root_is_fp32(policy: PrecisionPolicy, model: nn.Module) -> bool:

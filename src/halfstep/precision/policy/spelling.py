@@ -12,12 +12,13 @@ from typing import Any, get_args
 import torch
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.policy import (
     ALIASES,
+    CHOICES,
     DTYPES,
     POLICIES,
     POLICY_FIELDS,
-    WAYS,
     PrecisionPolicy,
 )
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
@@ -28,14 +29,13 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
 
     Grammar: ``key=value`` pairs joined by commas, after a name to start from if there is one. Keys:
     ``params compute output grad reduce master`` (fp32, bf16, fp16; compute also tf32), ``update``
-    (nearest, split, split24, kahan, stochastic), ``moments`` (master, fp32, bf16, 8bit), ``scale``
-    (none, static, dynamic), the fields of
-    :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module names,
-    joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after those of ``keep_fp32``).
-    What is left out follows from what is there: compute from params; master is fp32, or bf16 with
-    update kahan or stochastic; grad and reduce follow master; scale is dynamic where compute is
-    fp16. A file holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list
-    of globs, and rules as a table ``[rules]`` of ``"glob" = "format"``.
+    (a rounding mode, as split), ``moments`` (master, fp32, bf16, 8bit), ``scale`` (none, static,
+    dynamic), the fields of :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module
+    names, joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after ``keep_fp32``'s).
+    What is left out follows from what is there: compute from params; master is fp32, or what the
+    rounding mode calls it; grad and reduce follow master; scale is dynamic where compute is fp16. A
+    file holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs,
+    and rules as a table ``[rules]`` of ``"glob" = "format"``.
 
     Raises:
         PrecisionError: For an unknown name, key or value, or fields that contradict each other.
@@ -47,13 +47,11 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
         'fp16-master'
         >>> parse_policy("bf16-split,moments=8bit").moments
         '8bit'
-        >>> parse_policy("fp16-mixd")
+        >>> parse_policy("fp16-mixd")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
-'fp16-mixed'? Allowed: fp32, tf32, bf16-mixed, bf16-module, fp16-mixed, bf16-master, fp16-master, \
-bf16-split, bf16-split24, bf16-kahan, bf16-sr, bf16-pure, fp16-pure, with fields such as \
-'bf16-split,moments=8bit', or a .toml file
+'fp16-mixed'? Allowed: fp32, tf32, ...
     """
     if isinstance(spec, PrecisionPolicy):
         return spec
@@ -149,14 +147,14 @@ def _from_fields(
 ) -> PrecisionPolicy:
     """Build a policy from spelled fields over a base, filling what was left out."""
     rules = [*rules, *_keep_fp32(values.pop("keep_fp32", None)), *_rules(values.pop("rules", None))]
-    allowed = [*POLICY_FIELDS, *WAYS, "scale", *LOSS_SCALE_FIELDS, "keep_fp32", "rules"]
+    allowed = [*POLICY_FIELDS, *CHOICES, "scale", *LOSS_SCALE_FIELDS, "keep_fp32", "rules"]
     for key in values:
         if key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
             raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(allowed)}")
     tf32 = values.get("compute") == "tf32"
-    ways: dict[str, Any] = {key: values[key] for key in WAYS if key in values}
+    ways: dict[str, Any] = {key: values[key] for key in CHOICES if key in values}
     dtypes: dict[str, Any] = {
         POLICY_FIELDS[key]: _read_dtype(key, value)
         for key, value in values.items()
@@ -165,9 +163,10 @@ def _from_fields(
     if base is None:
         params = dtypes.setdefault("param_dtype", torch.float32)
         compute = dtypes.setdefault("compute_dtype", torch.float32 if tf32 else params)
-        compensated = ways.get("update") in ("kahan", "stochastic")
-        master = dtypes.setdefault("master_dtype", params if compensated else torch.float32)
-        added = torch.float32 if compensated else master
+        mode = ROUNDING.get(ways.get("update", "nearest"))
+        alone = mode is not None and mode.master_dtype == torch.bfloat16
+        master = dtypes.setdefault("master_dtype", params if alone else torch.float32)
+        added = torch.float32 if alone else master
         dtypes.setdefault("grad_dtype", added)
         dtypes.setdefault("reduce_dtype", added)
         scale = LossScaleConfig(kind="dynamic" if compute == torch.float16 else "none")

@@ -35,7 +35,7 @@ def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float =
     nothing), and the graph is kept for the real backward. ``Tensor.register_hook`` and full
     backward hooks of modules do run, once a trial, since they are part of the gradient's function.
     A trial needs memory for one more set of gradients. On a CPU that simulates fp16, call it
-    inside the same context as the backward (``halfstep.precision.casting.autocast.arithmetic``).
+    inside the same context as the backward (:meth:`Autocast.arithmetic`).
 
     Args:
         loss: A finite scalar of any floating dtype that depends on at least one leaf tensor.

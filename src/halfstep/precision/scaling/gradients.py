@@ -1,14 +1,27 @@
-"""What happens to finished gradients: their norm, whether they are finite, unscaling, clipping."""
+"""A step's finished gradients: their norm, whether they are finite, and what follows from that.
+
+:class:`Examiner` looks at them once a step, over all ranks. Where the run has one process,
+:class:`OneRank` stands for the ranks, and nothing outside of this file decides; several agree in
+``agreement.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from halfstep.precision.masters.stepping import KeepsMasters
 from halfstep.precision.result import Reason
+
+Gradients = Mapping[int, Sequence[Tensor]]
+"""Number of ranks with different parts (:meth:`Ranks.parts_of`) to gradients."""
+Norm = Callable[[Sequence[Tensor]], Tensor]
 
 # Elements that are widened at a time: 1 MiB of fp32.
 _PIECE = 2**18
@@ -108,3 +121,142 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
+
+
+class Ranks(Protocol):
+    """The ranks that train one model together; :class:`OneRank` is the null object."""
+
+    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
+        """The loss of the whole step, and the 2-norm of all its gradients, on the host.
+
+        Args:
+            loss: fp32 scalar: this rank's.
+            gradients: What this rank holds of the step's gradients.
+            norm: Gives the 2-norm of some of them as a scalar tensor.
+        """
+
+    def cannot(self) -> None:
+        """Take part in :meth:`measure` as one that cannot step; the others then raise, too."""
+
+    def worst(self, marks: Sequence[int]) -> list[int]:
+        """The largest of all ranks' marks, place by place; every rank gives as many."""
+
+    def worst_(self, marks: Tensor) -> None:
+        """As :meth:`worst`, in place, without waiting for the device."""
+
+    def parts_of(self, parameter: Tensor) -> int:
+        """How many ranks hold different parts of a parameter; 1 where all hold the whole."""
+
+    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
+        """What any rank found; ``names`` are all there are, the same on every rank."""
+
+
+class OneRank:
+    """A run of one process, or of processes that have nothing to do with each other."""
+
+    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
+        """This process's own loss and norm: there is nobody to add up with."""
+        every = [gradient for some in gradients.values() for gradient in some]
+        total = norm(every).to(loss.device)
+        value, length = torch.stack([loss.to(total.dtype), total]).tolist()
+        return value, length
+
+    def cannot(self) -> None:
+        """Do nothing: no other rank waits for this one."""
+
+    def worst(self, marks: Sequence[int]) -> list[int]:
+        """The marks as they were given."""
+        return list(marks)
+
+    def worst_(self, marks: Tensor) -> None:
+        """They stay as they are."""
+
+    def parts_of(self, parameter: Tensor) -> int:
+        """1: what this process has is all there is."""
+        return 1
+
+    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
+        """What this process found, as it is."""
+        return found
+
+
+# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
+_SQUARES_FIT = 1e-15
+_STRANGER = "a tensor that is not the model's"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a step's gradients and loss turned out to be, the same on every rank.
+
+    Attributes:
+        loss: Of the whole step.
+        norm: The global 2-norm of its gradients, in fp64 where squares leave the range of fp32.
+        found: What is not finite in them; None if the loss itself is not.
+    """
+
+    loss: float
+    norm: float
+    found: NonFinite | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the step must not be applied."""
+        return self.found is None or bool(self.found.names)
+
+
+class Trained(Protocol):
+    """What the optimizers update: see :class:`halfstep.precision.masters.masters.MasterWeights`."""
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Its tensors, by the model's names."""
+
+    def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
+        """The model's own parameter that one of them stands for."""
+
+
+class Examiner:
+    """Measures a step's gradients, and names what is broken in them."""
+
+    def __init__(
+        self, model: nn.Module, masters: Trained, optimizers: Sequence[Optimizer], ranks: Ranks
+    ) -> None:
+        self._model = model
+        self._masters = masters
+        self._ranks = ranks
+        own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+        self._dense_norm: Norm = own[0].norm if own else global_norm
+
+    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
+        """Measure a step, with one host synchronisation.
+
+        Args:
+            loss: This rank's, fp32 scalar.
+            gradients: By what the optimizers are about to update.
+        """
+        by_parts: dict[int, list[Tensor]] = {}
+        for target, gradient in gradients.items():
+            parts = self._ranks.parts_of(self._masters.parameter_of(target))
+            by_parts.setdefault(parts, []).append(gradient)
+        value, norm = self._ranks.measure(loss, by_parts, self._norm)
+        if not math.isfinite(value):
+            return Judged(value, norm, None)
+        found = NonFinite((), ())
+        if not math.isfinite(norm):
+            named = zip(self._names(gradients), gradients.values(), strict=True)
+            every = [*self._masters.named_parameters(), _STRANGER]
+            found = self._ranks.union(find_nonfinite(named), every)
+        if not found.names and not _SQUARES_FIT < norm < math.inf:
+            _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
+        return Judged(value, norm, found)
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """By halfstep's kernel if an optimizer has one, which takes dense gradients."""
+        if any(gradient.is_sparse for gradient in gradients):
+            return global_norm(gradients)
+        return self._dense_norm(gradients)
+
+    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
+        names = {parameter: name for name, parameter in named}
+        return tuple(names.get(p, _STRANGER) for p in parameters)

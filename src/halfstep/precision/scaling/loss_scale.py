@@ -4,13 +4,9 @@ A 16-bit gradient below 2^-24 (fp16) is 0. Multiplying the loss by S multiplies 
 on its way through the 16-bit operations; dividing the finished fp32 gradient by S restores it. S is
 always a power of two here, so both are exact.
 
-Algorithm (dynamic)::
-
-    overflow:  tracker <- tracker - 1 ; good <- 0
-               if tracker <= 0: scale <- max(scale * backoff_factor, min_scale)
-    good step: good <- good + 1
-               if good == growth_interval: good <- 0 ; tracker <- hysteresis
-                                           scale <- min(scale * growth_factor, max_scale)
+The algorithm of a dynamic scale is :meth:`Limits.after`: a state, and whether the step overflowed,
+give the next state. ``Precision`` and ``GradScaler`` call it; ``triton_decide.py`` repeats it on a
+GPU, and is tested against it.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
 3.2 and 4; start, factors and interval as ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor and
@@ -22,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -42,6 +38,43 @@ def _is_power_of_two(value: float) -> bool:
 def _is_number(value: object, kind: type[int] | type[float]) -> bool:
     """Whether a value is a plain number: bool is no number, an int may stand for a float."""
     return isinstance(value, (int, kind)) and not isinstance(value, bool)
+
+
+class ScaleState(NamedTuple):
+    """All that changes of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
+
+    value: float
+    """The scale that the next backward carries."""
+    good_steps: int
+    """Good steps since the last overflow or growth."""
+    hysteresis_left: int
+    """Overflows left before the next back-off."""
+
+
+class Limits(NamedTuple):
+    """How a dynamic loss scale moves; the fields are those of :class:`LossScaleConfig`."""
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+
+    def after(self, state: ScaleState, found_nonfinite: bool) -> ScaleState:
+        """Back off, hold or grow."""
+        value, good, left = state
+        if found_nonfinite:
+            left -= 1
+            smaller = max(value * self.backoff_factor, self.min_scale)
+            return ScaleState(smaller if left <= 0 else value, 0, left)
+        if good + 1 != self.growth_interval:
+            return ScaleState(value, good + 1, left)
+        return ScaleState(min(value * self.growth_factor, self.max_scale), 0, self.hysteresis)
+
+    def at_floor(self, state: ScaleState) -> bool:
+        """Whether the next overflow can no longer be answered by a smaller scale."""
+        return state.value <= self.min_scale and state.hysteresis_left <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +140,17 @@ class LossScaleConfig:
             )
 
 
-class LossScale(Protocol):
-    """What the training step needs of a loss scale; :class:`NoLossScale` is the null object."""
+class LossScale:
+    """What a training step needs of a loss scale; this one is 1, and nothing ever changes it."""
 
-    @property
-    def value(self) -> float:
-        """The present scale, a power of two."""
-
-    @property
-    def at_floor(self) -> bool:
-        """Whether the next overflow can no longer be answered by a smaller scale."""
+    value = 1.0
+    """The present scale, a power of two."""
+    at_floor = True
+    """Whether the next overflow can no longer be answered by a smaller scale."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the present scale, same shape; call ``backward`` on it."""
+        return loss
 
     def start_at(self, value: float) -> None:
         """Take a calibrated scale before the first step."""
@@ -129,37 +160,18 @@ class LossScale(Protocol):
 
     def state_dict(self) -> State:
         """Everything that changes, as plain numbers."""
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`; all or nothing."""
-
-
-class NoLossScale:
-    """No scaling: every method does nothing and ``value`` is 1."""
-
-    value = 1.0
-    at_floor = True
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss as it is, in its own dtype."""
-        return loss
-
-    def start_at(self, value: float) -> None:
-        """Do nothing: there is no scale to start."""
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Do nothing: there is no scale to adapt."""
-
-    def state_dict(self) -> State:
-        """An empty state: nothing here ever changes."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Accept only the empty state, so that a scaled run is not resumed unscaled in silence."""
+        """Continue from :meth:`state_dict`; all or nothing.
+
+        Raises:
+            PrecisionError: If the state is none of this configuration.
+        """
         _check_keys(state, set(), "no loss scale")
 
 
-class StaticLossScale:
+class StaticLossScale(LossScale):
     """The same scale in every step, whatever overflows."""
 
     at_floor = False
@@ -168,14 +180,8 @@ class StaticLossScale:
         self.value = float(config.init_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the constant scale, in fp32 where the loss is of lower precision."""
+        """The loss times the present scale, in fp32 where the loss is of lower precision."""
         return loss.float() * self.value
-
-    def start_at(self, value: float) -> None:
-        """Do nothing: the scale is constant."""
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Do nothing: the scale is constant."""
 
     def state_dict(self) -> State:
         """The scale, so that a resume can check it."""
@@ -192,52 +198,34 @@ class StaticLossScale:
             )
 
 
-class DynamicLossScale:
-    """The scale grows while steps are good and backs off on overflow; see the module's algorithm.
-
-    Attributes:
-        value: The present scale.
-        good_steps: Good steps since the last overflow or growth.
-        tracker: Overflows left before the next back-off.
-    """
+class DynamicLossScale(StaticLossScale):
+    """The scale grows while steps are good and backs off on overflow; see :class:`Limits`."""
 
     def __init__(self, config: LossScaleConfig) -> None:
-        self.config = config
-        self.value = float(config.init_scale)
-        self.good_steps = 0
-        self.tracker = config.hysteresis
+        super().__init__(config)
+        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
+        self.state = ScaleState(self.value, 0, config.hysteresis)
 
     @property
-    def at_floor(self) -> bool:
+    def at_floor(self) -> bool:  # type: ignore[override]
         """Whether the scale is at its floor and hysteresis is used up."""
-        return self.value <= self.config.min_scale and self.tracker <= 1
+        return self.limits.at_floor(self.state)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale, in fp32 where the loss is of lower precision."""
-        return loss.float() * self.value
+    def take(self, state: ScaleState) -> None:
+        """Go on from a state."""
+        self.state, self.value = state, state.value
 
     def start_at(self, value: float) -> None:
         """Start at this power of two between floor and ceiling."""
-        self.value = value
+        self.take(self.state._replace(value=value))
 
     def update(self, found_nonfinite: bool) -> None:
         """Back off, hold or grow."""
-        config = self.config
-        if found_nonfinite:
-            self.good_steps = 0
-            self.tracker -= 1
-            if self.tracker <= 0:
-                self.value = max(self.value * config.backoff_factor, config.min_scale)
-            return
-        self.good_steps += 1
-        if self.good_steps == config.growth_interval:
-            self.good_steps = 0
-            self.tracker = config.hysteresis
-            self.value = min(self.value * config.growth_factor, config.max_scale)
+        self.take(self.limits.after(self.state, found_nonfinite))
 
     def state_dict(self) -> State:
         """The scale and both counters."""
-        return {"value": self.value, "good_steps": self.good_steps, "tracker": self.tracker}
+        return self.state._asdict()
 
     def load_state_dict(self, state: State) -> None:
         """Continue from the saved scale and counters.
@@ -246,24 +234,26 @@ class DynamicLossScale:
             PrecisionError: If a key is missing or unknown, or a number cannot be a state of this
                 configuration; nothing is changed then.
         """
-        _check_keys(state, {"value", "good_steps", "tracker"}, "dynamic loss scale")
-        value, good, tracker = state["value"], state["good_steps"], state["tracker"]
-        if not (_is_number(value, float) and _is_number(good, int) and _is_number(tracker, int)):
+        if "tracker" in state:  # its name in older checkpoints
+            state = {"hysteresis_left" if k == "tracker" else k: v for k, v in state.items()}
+        _check_keys(state, {*ScaleState._fields}, "dynamic loss scale")
+        value, good, left = (state[name] for name in ScaleState._fields)
+        if not (_is_number(value, float) and _is_number(good, int) and _is_number(left, int)):
             raise PrecisionError(
                 f"saved loss-scale state {state!r} holds something that is not a number"
             )
-        low, high = self.config.min_scale, self.config.max_scale
+        low, high = self.limits.min_scale, self.limits.max_scale
         if not (_is_power_of_two(value) and low <= value <= high):
             raise PrecisionError(
                 f"saved loss scale {value!r} is not a power of two between {low:g} and {high:g}"
             )
-        if not 0 <= good < self.config.growth_interval or tracker > self.config.hysteresis:
+        if not 0 <= good < self.limits.growth_interval or left > self.limits.hysteresis:
             raise PrecisionError(
-                f"saved loss-scale counters good_steps={good}, tracker={tracker} do not fit "
-                f"growth_interval={self.config.growth_interval} and "
-                f"hysteresis={self.config.hysteresis}"
+                f"saved loss-scale counters good_steps={good}, hysteresis_left={left} do not fit "
+                f"growth_interval={self.limits.growth_interval} and "
+                f"hysteresis={self.limits.hysteresis}"
             )
-        self.value, self.good_steps, self.tracker = float(value), int(good), int(tracker)
+        self.take(ScaleState(float(value), int(good), int(left)))
 
 
 def make_loss_scale(config: LossScaleConfig) -> LossScale:
@@ -272,7 +262,7 @@ def make_loss_scale(config: LossScaleConfig) -> LossScale:
         return DynamicLossScale(config)
     if config.kind == "static":
         return StaticLossScale(config)
-    return NoLossScale()
+    return LossScale()
 
 
 def _check_keys(state: State, expected: set[str], what: str) -> None:

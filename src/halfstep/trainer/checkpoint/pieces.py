@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from halfstep.errors import CheckpointError
 
@@ -64,17 +63,18 @@ def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if not isinstance(tensor, DTensor):
+    dtensor: Any = tensor  # known by what it can do: importing its class takes as long as torch
+    if not hasattr(tensor, "device_mesh"):
         return Piece.whole(tensor.shape, written=rank == 0)
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    shape, mesh = tuple(tensor.shape), dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a rank outside the mesh
         return Piece(shape, (0,) * len(shape), (0,) * len(shape), written=False)
-    piece = local_piece(shape, tensor.placements, tuple(mesh.mesh.shape), coordinate)
-    held = tuple(tensor.to_local().shape)
+    piece = local_piece(shape, dtensor.placements, tuple(mesh.mesh.shape), coordinate)
+    held = tuple(dtensor.to_local().shape)
     if piece.local != held:
         raise CheckpointError(
-            f"a DTensor of shape {shape} placed {tensor.placements} holds {held} on rank {rank}, "
+            f"a DTensor of shape {shape} placed {dtensor.placements} holds {held} on rank {rank}, "
             f"its placements say {piece.local}: it cannot be saved; make it by distribute_tensor, "
             "fully_shard or parallelize_module"
         )
@@ -83,7 +83,7 @@ def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
 
 def local_piece(
     shape: Sequence[int],
-    placements: Sequence[Placement],
+    placements: Sequence[Any],
     sizes: Sequence[int],
     coordinate: Sequence[int],
 ) -> Piece:
@@ -109,12 +109,12 @@ def local_piece(
             written = written and number == 0
             continue
         factor = getattr(placement, "split_factor", None)
-        if factor is None and type(placement) is not Shard:
+        if factor is None and type(placement).__name__ != "Shard":
             raise CheckpointError(
                 f"a DTensor of shape {tuple(shape)} is placed {placement} on a mesh axis; a "
                 "checkpoint takes Shard and Replicate: redistribute it before"
             )
-        dim: int = placement.dim  # type: ignore[attr-defined]
+        dim: int = placement.dim
         indices[dim] = (
             _chunk(indices[dim], parts, number)
             if factor is None

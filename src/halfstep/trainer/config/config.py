@@ -1,82 +1,32 @@
-"""The run configuration: one tree of frozen dataclasses, from TOML and dotted overrides.
+"""Configurations from TOML files and overrides, and back.
 
-Each leaf lives with the code that reads it; this file only assembles them and finds the class of a
-file's task.
+Text becomes values here and nowhere else: TOML and words of the command line become the fields'
+types, and the spellings of policy, layout and ``on_nonfinite`` what they mean.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import tomli_w
 
+from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.recovery import OnNonFinite
+from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.read import build, did_you_mean, insert, shown
-from halfstep.trainer.config.run import BaseConfig, RunConfig
-from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.models.gpt.config import GPTConfig
-from halfstep.trainer.optimizer import ScheduleConfig
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRunConfig(RunConfig):
-    """How a GPT is trained on text."""
-
-    block_size: int = 0
-    """Tokens of one training sequence; 0: the model's block_size."""
-    init_from: str = ""
-    """A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape takes
-    the place of ``model``'s, whose dropout and activation_checkpointing stay."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        RunConfig.__post_init__(self)
-        if self.block_size < 0:
-            raise ConfigError(f"run.block_size={self.block_size}; allowed: >= 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(BaseConfig):
-    """A GPT trained on text."""
-
-    TASK: ClassVar[str] = "pretrain"
-
-    model: GPTConfig
-    data: DataConfig = field(default_factory=DataConfig)
-    run: TextRunConfig = field(default_factory=TextRunConfig)
-
-    def __post_init__(self) -> None:
-        """Raise for contradictions between the parts."""
-        BaseConfig.__post_init__(self)
-        if self.run.init_from and self.data.tokenizer.startswith("bpe:"):
-            raise ConfigError(
-                f"data.tokenizer={self.data.tokenizer} would give the words of run.init_from="
-                f"{self.run.init_from} other ids than it was trained with; give --tokenizer its "
-                "tokenizer.json or folder"
-            )
-        if not self.run.init_from and self.block_size > self.model.block_size:
-            raise ConfigError(
-                f"run.block_size={self.run.block_size} is over model.block_size="
-                f"{self.model.block_size}; shorten the sequences or raise --model.block_size"
-            )
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one training sequence."""
-        return self.run.block_size or self.model.block_size
-
-
-TASKS: Mapping[str, type[BaseConfig]] = {
-    kind.TASK: kind for kind in (TrainConfig, ClassifyConfig, LMConfig)
-}
-"""The value of a file's key ``task``, absent for ``pretrain``, to the class of its tree."""
+__all__ = ["TASKS", "TrainConfig", "config_from_table", "config_to_table", "config_to_toml",
+           "load_config", "read_table", "shipped_configs"]  # fmt: skip
 
 
 def shipped_configs() -> dict[str, str]:
@@ -86,17 +36,8 @@ def shipped_configs() -> dict[str, str]:
     return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
 
 
-def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseConfig:
-    """Read a shipped configuration by name, or a TOML file by path, and apply overrides.
-
-    Args:
-        spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
-        overrides: Pairs of dotted key and value, later ones win; strings are converted to the
-            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too.
-
-    Raises:
-        ConfigError: Naming the file, the key, what was given and what is allowed.
-    """
+def read_table(spec: str) -> tuple[str, dict[str, Any]]:
+    """What to call a configuration in messages, and its TOML, unchecked; the rest as below."""
     shipped = shipped_configs()
     if spec in shipped:
         text, where = shipped[spec], f"configuration {spec}"
@@ -116,27 +57,39 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
     except (ValueError, RecursionError) as error:  # thousands of digits or of brackets, too
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     table.setdefault("name", Path(spec).stem)
+    return where, table
+
+
+def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseConfig:
+    """Read a shipped configuration by name, or a TOML file by path, and apply overrides.
+
+    Args:
+        spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
+        overrides: Pairs of dotted key and value, later ones win; strings are converted to the
+            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too.
+
+    Raises:
+        ConfigError: Naming the file, the key, what was given and what is allowed.
+    """
+    where, table = read_table(spec)
     try:
         for key, value in overrides:
             insert(table, key, value)
-        _shorten_warmup(table, {key for key, _ in overrides})
+        given = {key for key, _ in overrides}
+        # A warm-up that is given beside the length of the run stays: the two contradict each other.
+        if "run.max_steps" in given and "schedule.warmup_steps" not in given:
+            _shorten_warmup(table)
         return config_from_table(table)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _shorten_warmup(table: dict[str, Any], given: Set[str]) -> None:
-    """Let a file's warm-up end with a run that the command line makes shorter than it.
-
-    A warm-up that is given beside the length of the run stays: the two contradict each other.
-    """
-    if "run.max_steps" not in given or "schedule.warmup_steps" in given:
-        return
-    run, schedule = table.get("run"), table.setdefault("schedule", {})
+def _shorten_warmup(table: dict[str, Any]) -> None:
+    """Let a file's warm-up end with a run that the command line makes shorter than it."""
+    schedule = table.setdefault("schedule", {})
     try:
-        steps = int(run["max_steps"]) if isinstance(run, Mapping) else 0
-        own = ScheduleConfig().warmup_steps if table.get("task", "") in ("", "pretrain") else 0
-        warmup = int(schedule.get("warmup_steps", own))
+        steps = int(table["run"]["max_steps"])
+        warmup = int(schedule.get("warmup_steps", ScheduleConfig().warmup_steps))
     except (AttributeError, TypeError, ValueError):
         return  # refused, with the key, when the configuration is built
     if 1 <= steps < warmup:
@@ -151,13 +104,33 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
         raise ConfigError(
             f"key task: {shown(task)}{did_you_mean(str(task), TASKS)}; allowed: {', '.join(TASKS)}"
         )
-    config: BaseConfig = build(TASKS[task], values, "")
-    return config
+    config: BaseConfig = build(TASKS[task], values)
+    run = config.run
+    return replace(
+        config,
+        # a value from here on, so that a run does not depend on a policy file after it has started
+        precision=parse_policy(config.precision),
+        run=replace(
+            run,
+            parallel=run.parallel and Layout.of(run.parallel),
+            on_nonfinite=OnNonFinite.parse(run.on_nonfinite),
+        ),
+    )
 
 
 def config_to_table(config: BaseConfig) -> dict[str, Any]:
     """The configuration as nested plain values."""
-    return {"task": config.TASK, **dataclasses.asdict(config)}
+    return {"task": config.TASK, **_plain(config)}
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, PrecisionPolicy | Layout | OnNonFinite):
+            value = str(value)
+        table[field.name] = _plain(value) if is_dataclass(value) else value
+    return table
 
 
 def config_to_toml(config: BaseConfig) -> str:

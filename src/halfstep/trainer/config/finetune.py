@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.run import BaseConfig, RunConfig
@@ -47,10 +48,49 @@ class FinetuneRunConfig(RunConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainedConfig:
+    """What the model sections of both kinds have."""
+
+    source: str = ""
+    """A Hugging Face folder, or a name on the hub."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; empty: the main one."""
+    dropout: float = -1.0
+    """Dropout of all the model's own layers; below 0: as the model has it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for code that you have read."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values outside their range."""
+        if not self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig(BaseConfig):
     """What both kinds of fine-tuning have."""
 
+    """What both kinds of fine-tuning have."""
+
+    SHORT: ClassVar[Mapping[str, str]] = {"model": "model.source"}
+
+    model: PretrainedConfig = field(default_factory=PretrainedConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
+
+    @property
+    def runs_foreign_code(self) -> bool:
+        """Whether Python code that comes with the model may run."""
+        return self.model.trust_remote_code
+
+    def filled(self, saved: Self) -> Self:
+        """With the run's warm-up and its commit of the model."""
+        warmup = self.schedule.warmup_steps or saved.schedule.warmup_steps
+        revision = self.model.revision or saved.model.revision
+        return dataclasses.replace(
+            self,
+            schedule=dataclasses.replace(self.schedule, warmup_steps=warmup),
+            model=dataclasses.replace(self.model, revision=revision),
+        )
 
     def resolved(self, steps_per_epoch: int) -> Self:
         """The configuration with steps in place of epochs.
@@ -68,25 +108,6 @@ class FinetuneConfig(BaseConfig):
             ),
             schedule=dataclasses.replace(schedule, warmup_steps=warmup),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PretrainedConfig:
-    """What the model sections of both kinds have."""
-
-    source: str = ""
-    """A Hugging Face folder, or a name on the hub."""
-    revision: str = ""
-    """Branch, tag or commit on the hub; empty: the main one."""
-    dropout: float = -1.0
-    """Dropout of all the model's own layers; below 0: as the model has it."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        if not self.dropout < 1:
-            raise ConfigError(f"model.dropout={self.dropout}; allowed: below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +140,19 @@ class ClassifierConfig(PretrainedConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyConfig(FinetuneConfig):
-    """A text classifier trained on labelled examples."""
+    """Train a text classifier: CSV, TSV, JSONL, JSON or a dataset of the hub."""
 
     TASK: ClassVar[str] = "classify"
+    COMMAND: ClassVar[str] = "finetune classify"
 
     model: ClassifierConfig = field(default_factory=ClassifierConfig)
     data: LabelledConfig = field(default_factory=LabelledConfig)
+
+    @classmethod
+    def shipped(cls, given: Mapping[str, Any]) -> str:
+        """A classifier that is loaded takes smaller steps than one from scratch."""
+        scratch = str(given.get("model.source", "scratch:")).startswith("scratch:")
+        return "classify-scratch" if scratch else "classify-pretrained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +183,23 @@ class CausalLMConfig(PretrainedConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LMConfig(FinetuneConfig):
-    """A causal language model tuned on texts, instructions or chats."""
+    """Tune a causal language model on texts, instructions or chats, by LoRA or in full."""
 
     TASK: ClassVar[str] = "lm"
+    COMMAND: ClassVar[str] = "finetune lm"
 
     model: CausalLMConfig = field(default_factory=CausalLMConfig)
     data: InstructionsConfig = field(default_factory=InstructionsConfig)
+
+    @classmethod
+    def shipped(cls, given: Mapping[str, Any]) -> str:
+        """All weights of a language model take smaller steps than its adapters."""
+        return "lm-full" if str(given.get("model.lora_r", "")).strip() == "0" else "lm-lora"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleConfig(FinetuneConfig):
+    """A module of the user's own, trained by :class:`halfstep.Trainer`."""
+
+    TASK: ClassVar[str] = "module"
+    COMMAND: ClassVar[str] = ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
 
@@ -25,21 +25,25 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def build(cls: type[Any], table: Any, path: str) -> Any:
+def build(
+    cls: type[Any], table: Any, path: str = "", named: Callable[[str], str] = "key {}".format
+) -> Any:
     """A dataclass, and those it consists of, from a nested mapping.
 
     Args:
         cls: A dataclass.
         table: Field name to value or section; strings are converted to the field's type.
         path: Of the table itself, for complaints: ``""``, or ``"section."``.
+        named: What complaints call a dotted key.
 
     Raises:
         ConfigError: For an unknown or missing key, or a value of another type.
     """
     if not isinstance(table, Mapping):
-        raise ConfigError(f"key {path.rstrip('.')}: {shown(table)} given, a section is expected")
+        where = named(path.rstrip("."))
+        raise ConfigError(f"{where}: {shown(table)} given, a section is expected")
     hints = get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
+    names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in names:
@@ -47,40 +51,40 @@ def build(cls: type[Any], table: Any, path: str) -> Any:
                 f"unknown key {path}{key:.80}{did_you_mean(key, names)}; "
                 f"allowed: {', '.join(names)}"
             )
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            values[key] = build(hint, value, f"{path}{key}.")  # type: ignore[arg-type]
+        if is_dataclass(hints[key]):
+            values[key] = build(hints[key], value, f"{path}{key}.", named)
         else:
-            values[key] = _convert(value, hint, f"{path}{key}")
-    for f in dataclasses.fields(cls):
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and f.name not in values:
-            raise ConfigError(f"key {path}{f.name} is missing")
+            values[key] = _convert(value, hints[key], named(path + key))
+    for f in fields(cls):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
+            raise ConfigError(f"{named(path + f.name)} is missing")
     return cls(**values)
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
+def _convert(value: Any, hint: Any, where: str) -> Any:
     """Convert a TOML value or a command-line string to a field's type, or complain."""
-    origin = get_origin(hint)
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:  # X | None
+        return _convert(value, parts[0], where)
     if origin is Literal:
-        if value in get_args(hint):
+        if value in parts:
             return value
-        allowed = ", ".join(str(choice) or "''" for choice in get_args(hint))
-        raise ConfigError(f"key {path}: {shown(value)}; allowed: {allowed}")
-    if origin in (Union, types.UnionType):
-        raise AssertionError(f"{path}: optional fields are spelled with an empty value")
+        allowed = ", ".join(str(choice) or "''" for choice in parts)
+        raise ConfigError(f"{where}: {shown(value)}; allowed: {allowed}")
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence):
-            raise ConfigError(f"key {path}: {shown(value)}; allowed: a list of strings")
-        return tuple(_convert(item, get_args(hint)[0], path) for item in items)
+            raise ConfigError(f"{where}: {shown(value)}; allowed: a list of strings")
+        return tuple(_convert(item, parts[0], where) for item in items)
+    if hint is Any:  # a spelling, which is parsed later
+        hint = str
     if hint is str and isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"key {path}: {shown(value)} holds a NUL character")
+        raise ConfigError(f"{where}: {shown(value)} holds a NUL character")
     try:
         return _scalar(value, hint)
     except (ValueError, OverflowError):
         allowed = _ALLOWED.get(hint, hint)
-        raise ConfigError(f"key {path}: {shown(value)}; allowed: {allowed}") from None
+        raise ConfigError(f"{where}: {shown(value)}; allowed: {allowed}") from None
 
 
 def _scalar(value: Any, hint: Any) -> Any:

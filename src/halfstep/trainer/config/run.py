@@ -1,15 +1,17 @@
-"""The part of a run's configuration that every task has."""
+"""The part of a run's configuration that every task has; no torch here, so that --help is quick."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.recovery import OnNonFinite
-from halfstep.trainer.optimizer import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
+
+Spelled: TypeAlias = Any
+"""What a user writes as text. ``load_config`` parses it, once, and the value takes its place; the
+value's class is not named here because it would import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,10 @@ class RunConfig:
     """Evaluate every this many steps and at the end; 0: at the end only."""
     eval_batches: int = 16
     """Validation batches per evaluation, spread over the file; 0: all of it."""
-    on_nonfinite: str = "stop"
+    ema_decay: float = 0.0
+    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and handed
+    out; 0: none."""
+    on_nonfinite: Spelled = "stop"
     """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
     lost_update_every: int = 50
@@ -45,9 +50,9 @@ class RunConfig:
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
     patience: int = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: Literal["none", "tensorboard"] = "none"
-    """Where metrics go besides metrics.jsonl."""
-    parallel: str = ""
+    report_to: tuple[Literal["none", "csv", "mlflow", "tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl; none, as older files say, is nowhere."""
+    parallel: Spelled = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
     sequence_parallel: bool = False
@@ -76,11 +81,12 @@ class RunConfig:
         ):  # fmt: skip
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"run.ema_decay={self.ema_decay}; allowed: 0 <= x < 1")
         if not self.rank_timeout > 0:
             raise ConfigError(f"run.rank_timeout={self.rank_timeout}; allowed: seconds > 0")
+        object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n != "none"))
         _require_path(self.output_dir)
-        Layout.parse(self.parallel)
-        OnNonFinite.parse(self.on_nonfinite)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"run.seed={self.seed}; allowed: 0 to 2^63 - 1")
         if self.batch_size % self.grad_accum:
@@ -106,21 +112,38 @@ class BaseConfig:
 
     TASK: ClassVar[str]
     """Name of the task in files: the key ``task``."""
+    COMMAND: ClassVar[str]
+    """The command that trains it."""
+    SHORT: ClassVar[Mapping[str, str]] = {}
+    """Options to keys, besides each key's last part."""
 
     name: str = "custom"
     """A name for the run folder."""
-    precision: str = "bf16-mixed"
-    """A precision policy: a name, a field string or a .toml file."""
+    precision: Spelled = "bf16-mixed"
+    """A precision policy by name (halfstep explain lists them), fields such as
+    bf16-mixed,reduce=bf16, or a .toml file."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         """Raise for contradictions between the parts."""
-        # Spelled out, so that a run does not depend on a policy file after it has started.
-        object.__setattr__(self, "precision", str(parse_policy(self.precision)))
         if self.schedule.warmup_steps > self.run.max_steps >= 1:
             raise ConfigError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is longer than the run of "
                 f"run.max_steps={self.run.max_steps}; lower --schedule.warmup_steps"
             )
+
+    @classmethod
+    def shipped(cls, given: Mapping[str, Any]) -> str:
+        """The shipped configuration that a command starts from, by the keys that it was given."""
+        raise NotImplementedError
+
+    @property
+    def runs_foreign_code(self) -> bool:
+        """Whether Python code that comes with the model may run."""
+        return False
+
+    def filled(self, saved: Self) -> Self:
+        """The same command line once more, with what only its run's first start could know."""
+        return self

@@ -13,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,10 +31,7 @@ T = TypeVar("T")
 
 
 def cache_root(configured: str) -> Path:
-    """Finds the cache folder: the configured one, else as the environment says.
-
-    Args:
-        configured: ``DataConfig.cache_dir``.
+    """Finds the cache folder: ``configured``, else as the environment says.
 
     Returns:
         The configured folder, else $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else
@@ -70,13 +68,17 @@ def fetch(
         if found is not None:
             return found
         temporary = root / f"{TEMPORARY_PREFIX}{name[:16]}-{uuid.uuid4().hex}"
+        new = temporary / "new"
         try:
             root.mkdir(parents=True, exist_ok=True)
             remove_stale(root)
-            temporary.mkdir()
-            build(temporary)
-            sync_folder(temporary)
-            _publish(temporary, final, damaged=lambda: load(final) is None)
+            new.mkdir(parents=True)
+            # Out of the way by a rename, so that nobody meets half of a damaged result.
+            with suppress(FileNotFoundError):
+                os.rename(final, temporary / "damaged")
+            build(new)
+            sync_folder(new)
+            _publish(new, final)
         except OSError as error:
             raise cannot_write(Path(error.filename or final), error) from None
         finally:
@@ -87,14 +89,19 @@ def fetch(
     )
 
 
-def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
-    """Words an operating system's refusal to write; returns the error for the caller to raise.
+def _publish(new: Path, final: Path) -> None:
+    """Renames a finished folder to its final name, unless another process was first."""
+    try:
+        os.rename(new, final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+    else:
+        sync(final.parent)
 
-    Args:
-        path: What was being written.
-        error: The refusal. A quota and a limit on file size are full disks to the user.
-        hint: More about the amount, for instance ``" (3 of about 9 bytes written)"``.
-    """
+
+def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
+    """Words an operating system's refusal to write; a quota is a full disk to the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         why = f"no space left{hint}; free some"
     else:
@@ -112,33 +119,3 @@ def remove_stale(root: Path) -> None:
             continue
         if now - newest > STALE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(temporary: Path, final: Path, damaged: Callable[[], bool]) -> None:
-    """Renames a finished folder to its final name, or leaves it when a good one came first."""
-    while True:
-        try:
-            os.rename(temporary, final)
-        except OSError as error:
-            # ENOTDIR: a stray file has the name. The others: a folder does (POSIX allows both).
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise
-        else:
-            sync(final.parent)
-            return
-        if not damaged():
-            return
-        _discard(final)
-
-
-def _discard(path: Path) -> None:
-    """Takes a damaged result out of the way by renaming, so that nobody meets half of it."""
-    trash = path.parent / f"{TEMPORARY_PREFIX}trash-{uuid.uuid4().hex}"
-    try:
-        os.rename(path, trash)
-    except FileNotFoundError:  # another process was faster
-        return
-    if trash.is_dir():
-        shutil.rmtree(trash, ignore_errors=True)
-    else:
-        trash.unlink()

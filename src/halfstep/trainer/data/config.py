@@ -31,53 +31,60 @@ class DataConfig:
     """Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
 
     def __post_init__(self) -> None:
-        _check_paths("train", self.train)
-        _check_paths("validation", self.validation)
+        check_paths("train", self.train)
+        check_paths("validation", self.validation)
         _check_tokenizer(self.tokenizer)
-        fraction = self.validation_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
-            raise ConfigError(
-                f"data.validation_fraction must be a number between 0 and 1 (both excluded), "
-                f"got {fraction!r}; to validate on other text give data.validation"
-            )
-        _check_string("cache_dir", self.cache_dir)
+        hint = "validate on other text give data.validation"
+        check_fraction("validation_fraction", self.validation_fraction, hint)
+        check_string("cache_dir", self.cache_dir)
 
 
 def bpe_size(tokenizer: str) -> int | None:
-    """Tells how many ids ``bpe:N`` asks for; None for every other tokenizer.
-
-    Args:
-        tokenizer: A value of ``DataConfig.tokenizer``, already checked.
-
-    Returns:
-        N, or None for ``bytes`` and for paths.
-    """
+    """Tells how many ids ``bpe:N`` asks for; None for ``bytes`` and for paths."""
     return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
 
 
-def _check_string(field: str, value: object) -> None:
+# Checks that the data sections of all tasks share; each raises a ConfigError that names the field.
+
+
+def check_string(field: str, value: object) -> None:
+    """Makes sure that a value is a string that a path may be."""
     if not isinstance(value, str) or "\0" in value:
         raise ConfigError(f"data.{field} must be a string without NUL characters, got {value!r}")
 
 
-def _check_paths(field: str, value: object) -> None:
-    if not isinstance(value, tuple):
+def check_paths(field: str, value: object) -> None:
+    """Makes sure that a value is a tuple of paths."""
+    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f"data.{field} must be a list of paths, got {value!r}")
     for path in value:
-        _check_string(field, path)
-        if not path.strip():
-            raise ConfigError(f"data.{field} holds an empty path; remove it or name a file")
+        if "\0" in path or not path.strip():
+            raise ConfigError(f"data.{field} holds the path {path!r}; remove it or name a file")
+
+
+def check_fraction(field: str, value: object, instead: str) -> None:
+    """Makes sure that a value is a share in (0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, float) or not 0 < value < 1:
+        raise ConfigError(
+            f"data.{field} must be a number between 0 and 1 (both excluded), got {value!r}; to "
+            f"{instead}"
+        )
+
+
+def check_bool(field: str, value: object) -> None:
+    """Makes sure that a value is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"data.{field} must be true or false, got {value!r}")
 
 
 def _check_tokenizer(value: object) -> None:
-    _check_string("tokenizer", value)
+    check_string("tokenizer", value)
     text = str(value)
     if not text.strip():
         raise ConfigError("data.tokenizer is empty; give bytes, bpe:N or the path of a tokenizer")
-    if text.startswith("bpe:"):
-        size = bpe_size(text)
-        if size is None or size < MIN_BPE_IDS:
-            raise ConfigError(
-                f"data.tokenizer must be bytes, bpe:N with N of at least {MIN_BPE_IDS} (256 bytes "
-                f"and the end-of-text token), or a path, got {text!r}"
-            )
+    size = bpe_size(text)
+    if text.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
+        raise ConfigError(
+            f"data.tokenizer must be bytes, bpe:N with N of at least {MIN_BPE_IDS} (256 bytes and "
+            f"the end-of-text token), or a path, got {text!r}"
+        )

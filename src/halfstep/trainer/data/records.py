@@ -1,223 +1,242 @@
-"""Tables and lists of objects become records, one after the other, each with its place.
+"""Tables, JSON and datasets become records, one after the other, each with its place.
 
-A record is a list (a row of a table, or a JSON list) or a dict (a JSON object). Everything is read
-strictly as UTF-8, a byte order mark at the start is dropped, and only a line feed ends a line.
+Text is read strictly as UTF-8, a byte order mark at the start is dropped, and only a line feed ends
+a line. The readers of CSV and JSON in ``datasets`` do not serve: they shift fields, turn strings
+into dates, and name no line (``docs/decisions/0015-reading-records.md``).
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus.documents import BYTE_ORDER_MARK, MAX_RECORD_BYTES
-from halfstep.trainer.data.sources import inspect_file, unreadable
+from halfstep.trainer.data.hub_datasets import HUB_PREFIX, read_dataset
+from halfstep.trainer.data.sources import inspect_file, read_chunks, unreadable
 
 Record: TypeAlias = list[Any] | dict[str, Any]
+Lines: TypeAlias = Iterable[tuple[int, str]]
+"""(number from 1, line with its end)."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_RECORD_BYTES = 64 << 20
+"""Longest line. JSON cannot be parsed in pieces, so memory needs a limit."""
+MAX_LIST_BYTES = 1 << 30
+"""Largest ``.json`` file. It is parsed out of one string, so memory needs a limit."""
 
 TABLE_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
+class Records(NamedTuple):
     """The records of one input, read as they are asked for."""
 
     name: str
     """The input, for messages."""
-    rows: Iterator[tuple[int, Record]]
-    """(number, record); the number is that of the line, row or list item, counted from 1."""
+    rows: Iterator[tuple[str, Record]]
+    """(place for messages, record): ``file:line`` where it begins, or ``dataset: row N``."""
     header: tuple[str, ...] | None = None
     """Names of the columns of a table; None where there are none or objects name their own."""
-    unit: str = "line"
-    """What the numbers count: ``line``, ``item`` or ``row``."""
 
-    def at(self, number: int) -> str:
-        """Words a place, as every message begins."""
-        return (
-            f"{self.name}:{number}" if self.unit == "line" else f"{self.name}: {self.unit} {number}"
+
+def open_records(given: str, role: str, *, header: bool = True) -> Records:
+    """Opens one input: a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a name.
+
+    Args:
+        given: A path, or ``datasets:NAME[/CONFIG][@SPLIT]``.
+        role: ``train``, ``dev`` or ``test``, for the usual split of a dataset.
+        header: Whether the first line of a table names the columns.
+
+    Returns:
+        Its records: rows of a table or items of a JSON list are lists, the others objects.
+
+    Raises:
+        ConfigError: ``datasets`` is needed and missing, or a name is malformed.
+        DataError: The input is missing, empty, or of another kind; later, while records are asked
+            for: one of them cannot be read. The message names the place.
+    """
+    path = Path(given).expanduser()
+    suffix = path.suffix.lower()
+    if given.startswith(HUB_PREFIX):
+        return _dataset(given, role)
+    if suffix not in READERS:
+        hint = f"; a folder is {HUB_PREFIX}FOLDER" if path.is_dir() else ""
+        raise DataError(
+            f"{given}: records are read from {', '.join(READERS)} files and "
+            f"{HUB_PREFIX}NAME, not from {suffix or 'names without suffix'}{hint}; convert or "
+            f"rename it"
         )
+    return READERS[suffix](path, header)
 
 
-def check_file(path: Path) -> None:
-    """Makes sure that a path is a regular file with something in it.
+def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str]]:
+    """Reads a file line by line.
+
+    Args:
+        path: A regular file that is not empty.
+        start: Byte at which a line begins.
+        stop: Byte at which one ends; None means the end of the file.
+
+    Yields:
+        (number from 1 within the whole file, line with its end).
 
     Raises:
-        DataError: It is not.
+        DataError: The file is missing, empty or unreadable; a line is not UTF-8 or longer than
+            ``MAX_RECORD_BYTES``.
     """
-    if inspect_file(path).size == 0:
+    source = inspect_file(path)
+    if source.size == 0:
         raise DataError(f"{path}: the file is empty; fill it or leave it out")
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields (number from 1, line with its end).
-
-    Raises:
-        DataError: A line is not UTF-8 or longer than ``MAX_RECORD_BYTES``, or the file cannot be
-            read.
-    """
-    number = 0
+    number = sum(chunk.count(b"\n") for chunk in read_chunks(source, 0, start))
     try:
         with open(path, "rb") as file:
+            file.seek(start)
             while line := file.readline(MAX_RECORD_BYTES + 1):
                 number += 1
                 if len(line) > MAX_RECORD_BYTES:
-                    raise DataError(
-                        f"{path}:{number}: longer than {MAX_RECORD_BYTES} bytes; split the record"
-                    )
-                if number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                yield number, _decode(line, path, number)
+                    why = f"longer than {MAX_RECORD_BYTES} bytes; split the record"
+                    raise DataError(f"{path}:{number}: {why}")
+                start += len(line)
+                content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                yield number, _decode(content, f"{path}:{number}")
+                if start == stop:
+                    return
+        if stop is not None:
+            raise DataError(f"{path}:{number + 1}: the file ended while it was read")
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def read_table(path: Path, *, header: bool) -> Records:
-    """Reads a CSV or TSV file: quoted fields may hold separators, quotes ("") and line ends.
-
-    Args:
-        path: A file whose suffix is in ``TABLE_SEPARATORS``.
-        header: Whether the first line names the columns.
-
-    Returns:
-        Rows that all have as many fields as the first line.
-
-    Raises:
-        DataError: The file is empty; later, while rows are asked for: a row has another number of
-            fields, or its quotes do not match.
-    """
-    check_file(path)
-    rows = _table_rows(path, TABLE_SEPARATORS[path.suffix.lower()])
-    if not header:
-        return Records(str(path), _even(rows, path, None))
-    first = next(rows, None)
-    if first is None:
-        raise DataError(f"{path}: only blank lines; the first line must name the columns")
-    return Records(str(path), _even(rows, path, len(first[1])), header=tuple(first[1]))
-
-
-def read_jsonl(path: Path) -> Records:
-    """Reads a file of one JSON object a line; blank lines are left out.
-
-    Raises:
-        DataError: The file is empty; later, while rows are asked for: a line is no JSON object.
-    """
-    check_file(path)
-    return Records(str(path), parse_objects(read_lines(path), str(path)))
-
-
-def read_json(path: Path) -> Records:
-    """Reads a JSON list of lists or of objects, or such a list as ``data`` of an object.
-
-    Raises:
-        DataError: It is something else.
-    """
-    check_file(path)
-    found = load_json(path)
-    if isinstance(found, dict):
-        if "data" not in found:
-            keys = ", ".join(sorted(found)[:5]) or "none"
-            raise DataError(f'{path}: a JSON object without "data" (keys here: {keys}); {_FORMS}')
-        found = found["data"]
-    if not isinstance(found, list):
-        raise DataError(f"{path}: a JSON {type(found).__name__} where a list is needed; {_FORMS}")
-    items = Records(str(path), iter(()), unit="item")
-    for number, item in enumerate(found, 1):
-        if not isinstance(item, list | dict):
-            kind = type(item).__name__
-            raise DataError(f"{items.at(number)}: a JSON {kind}, neither list nor object; {_FORMS}")
-    return Records(str(path), iter(enumerate(found, 1)), unit="item")
-
-
-def load_json(path: Path) -> Any:
-    """Reads a whole JSON file.
-
-    Raises:
-        DataError: It is not UTF-8, not JSON, or cannot be read.
-    """
-    text = "".join(line for _, line in read_lines(path))
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}; one object a "
-            f"line is .jsonl"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not usable JSON: {error}") from None
-
-
-def parse_objects(lines: Iterable[tuple[int, str]], name: str) -> Iterator[tuple[int, Record]]:
-    """Yields (number, object) for each line that is not blank.
+def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place, object) for each line that is not blank.
 
     Raises:
         DataError: A line is no JSON object.
     """
     for number, line in lines:
-        if line.isspace() or not line:
-            continue
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{name}:{number}: not JSON: {error.msg} at column {error.colno}; write one object "
-                f"a line"
-            ) from None
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, [[[[[...
-            raise DataError(f"{name}:{number}: not usable JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise DataError(
-                f"{name}:{number}: a JSON {type(found).__name__}, not an object; write "
-                f'{{"text": ...}} on every line'
-            )
-        yield number, found
+        if line and not line.isspace():
+            place = f"{name}:{number}"
+            try:
+                value = json.loads(line.rstrip("\r\n"))
+            except (ValueError, RecursionError) as error:
+                raise _not_json(error, name, number) from None
+            if not isinstance(value, dict):
+                kind = f"a JSON {type(value).__name__}, not an object"
+                raise DataError(f'{place}: {kind}; write {{"text": ...}} on every line')
+            yield place, value
 
 
-_FORMS = 'write [["text", "label"], ...], [{"text": ..., "label": ...}, ...] or {"data": [...]}'
+def read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Reads the items of a JSON list, of the list ``data`` of an object, or objects line by line.
+
+    Raises:
+        DataError: It is something else, not UTF-8, or too large.
+    """
+    size = inspect_file(path).size
+    if size > MAX_LIST_BYTES:
+        why = f"{size} bytes are too many for one JSON value"
+        raise DataError(f"{path}: {why}; write one object a line into a .jsonl file")
+    text = "".join(line for _, line in read_lines(path))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith("{") or getattr(error, "msg", "") != "Extra data":
+            raise _not_json(error, path, 1) from None
+        yield from parse_objects(read_lines(path), path)
+        return
+    if isinstance(found, dict):
+        found = found["data"] if isinstance(found.get("data"), list) else [found]
+    if not isinstance(found, list):
+        raise DataError(f"{path}: must hold a JSON list of objects, or one object a line")
+    for number, item in enumerate(found, 1):
+        yield f"{path}: item {number}", item
 
 
-def _table_rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields (number of the line where the row begins, fields); blank lines are left out."""
+def is_text(string: str) -> bool:
+    """Tells whether a string can be written as UTF-8: it holds no half of a surrogate pair."""
+    try:
+        string.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _dataset(given: Path | str, role: str) -> Records:
+    rows = read_dataset(str(given), role)
+    return Records(str(given), ((f"{given}: row {number}", row) for number, row in rows))
+
+
+def _jsonl(path: Path) -> Records:
+    return Records(str(path), parse_objects(read_lines(path), path))
+
+
+def _table(path: Path, header: bool) -> Records:
+    """Reads rows; quoted fields may hold separators, quotes ("") and line ends."""
+    rows = _table_rows(path, TABLE_SEPARATORS[path.suffix.lower()])
+    if not header:
+        return Records(str(path), rows)
+    _, names = next(rows, ("", None))
+    if names is None:
+        raise DataError(f"{path}: only blank lines; the first line must name the columns")
+    return Records(str(path), rows, tuple(names))
+
+
+def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Record]]:
+    """Yields (place where the row begins, fields); blank lines are left out."""
     lines = (line for _, line in read_lines(path))
     # strict: without it, a quote that is never closed swallows the rest of the file.
     reader = csv.reader(lines, delimiter=separator, strict=True)
+    width = None
     while True:
-        number = reader.line_num + 1
+        place = f"{path}:{reader.line_num + 1}"
         try:
             row = next(reader, None)
         except csv.Error as error:
             raise DataError(
-                f"{path}:{number}: the fields of the row that begins here cannot be told apart: "
-                f'{error}; close every quote, write quotes within a quoted field twice (""), or '
-                f"use .jsonl"
+                f"{place}: the fields of the row that begins here cannot be told apart: {error}; "
+                f'close every quote, write quotes within a quoted field twice (""), or use .jsonl'
             ) from None
         if row is None:
             return
-        if row:
-            yield number, row
-
-
-def _even(
-    rows: Iterator[tuple[int, list[str]]], path: Path, width: int | None
-) -> Iterator[tuple[int, Record]]:
-    for number, row in rows:
-        width = len(row) if width is None else width
+        if not row:
+            continue
+        width = width or len(row)
         if len(row) != width:
             raise DataError(
-                f"{path}:{number}: {len(row)} fields where the first line has {width}; put quotes "
-                f"around a field that holds the separator or a line end"
+                f"{place}: {len(row)} fields where the first line has {width}; put quotes around a "
+                f"field that holds the separator or a line end"
             )
-        yield number, row
+        yield place, row
 
 
-def _decode(raw: bytes, path: Path, number: int) -> str:
+def _not_json(error: Exception, name: Path | str, number: int) -> DataError:
+    """Words why text from a line on is no JSON; returns the error for the caller to raise."""
+    why = f"not usable JSON: {error}"  # a number of 5,000 digits, [[[[[...
+    if isinstance(error, json.JSONDecodeError):
+        number += error.lineno - 1
+        why = f"not JSON: {error.msg} at column {error.colno}"
+    return DataError(f"{name}:{number}: {why}; write one object a line, or a .json list of objects")
+
+
+def _decode(raw: bytes, place: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{number}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1} "
-            f"of the line; convert the file to UTF-8"
+            f"{place}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1} of the "
+            f"line; convert the file to UTF-8"
         ) from None
+
+
+READERS: dict[str, Callable[[Path, bool], Records]] = {
+    ".csv": _table,
+    ".tsv": _table,
+    ".jsonl": lambda path, header: _jsonl(path),
+    ".ndjson": lambda path, header: _jsonl(path),
+    ".json": lambda path, header: Records(str(path), read_json(path)),
+    ".parquet": lambda path, header: _dataset(inspect_file(path).path, "train"),
+}
+"""How a file is read, by its suffix; the second argument: whether a table's first line names the
+columns. A format is added by its line here."""

@@ -46,7 +46,7 @@ def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
         field: Name for messages, ``data.train`` or ``data.validation``.
 
     Returns:
-        At least one source, none of them empty, either all token files or none.
+        Sources that are not empty, either all token files or none.
 
     Raises:
         DataError: Something is missing, unreadable, empty, or token files and text are mixed.
@@ -100,14 +100,7 @@ def read_chunks(source: Source, start: int, stop: int) -> Iterator[bytes]:
 
 
 def content_sha256(sources: Iterable[Source], progress: Progress = no_progress) -> str:
-    """Hashes what the files hold, in order, and nothing of where they lie.
-
-    Args:
-        sources: The files; kind, size and content of each count, names and times do not.
-        progress: Told about every chunk.
-
-    Returns:
-        64 hexadecimal digits.
+    """Hashes kind, size and content of the files in order, and nothing of where they lie.
 
     Raises:
         DataError: A file cannot be read or is no longer as long as when it was listed.

@@ -18,28 +18,18 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from torch import Tensor
+from typing import IO
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.checkpoint.commit import checkpoint_path
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
-from halfstep.trainer.config.config import (
-    TrainConfig,
-    config_from_table,
-    config_to_toml,
-    load_config,
-)
+from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.data.tokenizers.files import load_tokenizer
-from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
 from halfstep.trainer.environment import environment
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.session import Session
+from halfstep.trainer.session import Session, exported
+from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -139,49 +129,6 @@ def run_config(path: Path) -> BaseConfig:
     return load_config(str(path / "config.toml"))
 
 
-def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
-    """The model of a run's newest checkpoint in fp32, its tokenizer and configuration.
-
-    Raises:
-        ConfigError: If the folder holds no run.
-        CheckpointError: If it has no checkpoint, or a damaged one.
-    """
-    saved = run_config(path)
-    if not isinstance(saved, TrainConfig):
-        raise ConfigError(
-            f"{path} is a run of finetune {saved.TASK}: its result is the folder {path / 'model'}, "
-            "and of a classifier the report beside it"
-        )
-    found = list_checkpoints(path / CHECKPOINTS)
-    if not found:
-        raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
-    checkpoint = load_checkpoint(found[-1])
-    config = _config_of(checkpoint.state.get("config"), found[-1])
-    model = GPT(config.model, seed=0)
-    expected = dict(model.named_parameters())
-    if {n: w.shape for n, w in checkpoint.weights.items()} != {
-        n: p.shape for n, p in expected.items()
-    }:
-        raise CheckpointError(f"{found[-1]}: its weights do not fit its own configuration")
-    for name, parameter in expected.items():
-        parameter.data.copy_(checkpoint.weights[name])
-    return model, load_tokenizer(path / "tokenizer"), config
-
-
-def _config_of(table: Any, where: Path) -> TrainConfig:
-    """The configuration in a checkpoint's state."""
-    try:
-        config = config_from_table(table) if isinstance(table, dict) else None
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: the configuration in its state: {error}") from error
-    if not isinstance(config, TrainConfig):
-        raise CheckpointError(
-            f"{where}: its state has no configuration of a run of train: it is damaged or foreign. "
-            "Remove it to take the one before"
-        )
-    return config
-
-
 def finish_run(session: Session, path: Path) -> str:
     """Write what a finished run leaves to its user, from its best state; rank 0.
 
@@ -196,12 +143,12 @@ def finish_run(session: Session, path: Path) -> str:
         session, path
     )  # once more: a kill may have come between a checkpoint and its report
 
-    def weights() -> Mapping[str, Tensor]:
-        best = session.best
-        found = checkpoint_path(folder, best.step) if best else list_checkpoints(folder)[-1]
-        return {name: weight.float() for name, weight in load_checkpoint(found).weights.items()}
+    def best() -> Exported:
+        step = session.best.step if session.best and session.task.keeps_best else None
+        found = list_checkpoints(folder)[-1] if step is None else checkpoint_path(folder, step)
+        return exported(load_checkpoint(found))
 
-    return session.task.finish(path, weights)
+    return session.task.finish(path, best)
 
 
 def report_best(session: Session, path: Path) -> None:

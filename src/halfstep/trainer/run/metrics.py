@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
 import os
 import resource
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +37,8 @@ class Record:
     """Of a classifier: share of the validation examples whose class was found."""
     val_macro_f1: float | None = None
     """Of a classifier: mean of the classes' F1."""
+    val_measures: dict[str, float] | None = None
+    """What a function of the user's own measured on the validation data, by name."""
     learning_rate: float | None = None
     """Learning rate of the step."""
     grad_norm: float | None = None
@@ -151,11 +156,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
 
 
-# Metrics to TensorBoard, for runs that ask for it.
+# Where metrics go besides metrics.jsonl, for runs that ask for it.
 
 
 class MetricsSink(Protocol):
-    """Where records go besides ``metrics.jsonl``."""
+    """Where records go besides ``metrics.jsonl``; a logger of one's own is such an object."""
 
     def write(self, record: Record) -> None:
         """Take one step's record."""
@@ -164,14 +169,15 @@ class MetricsSink(Protocol):
         """Write out what is buffered, and take no more."""
 
 
-class NoSink:
-    """The null object: records go to ``metrics.jsonl`` alone."""
-
-    def write(self, record: Record) -> None:
-        """Pass over the record: nobody asked for it."""
-
-    def close(self) -> None:
-        """Close nothing: no writer is open."""
+def numbers_of(record: Record) -> dict[str, float]:
+    """The finite numbers of a record but its step; those of a group are ``key/group``."""
+    found: dict[str, float] = {}
+    for key, value in asdict(record).items():
+        parts = {f"{key}/{n}": v for n, v in value.items()} if isinstance(value, dict) else {}
+        for name, number in (parts or {key: value}).items():
+            if isinstance(number, int | float) and math.isfinite(number) and key != "step":
+                found[name] = float(number)
+    return found
 
 
 class TensorBoardSink:
@@ -179,37 +185,113 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Open a writer; steps from ``first_step`` on replace those of an earlier process."""
-        # An optional dependency, the extra "tensorboard"; require_sink has asked for it.
+        # An optional dependency, the extra "tensorboard"; require_sinks has asked for it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, record: Record) -> None:
         """Write every finite number of the record."""
-        for key, value in dataclasses.asdict(record).items():
-            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
-                self._writer.add_scalar(key, float(value), record.step)
+        for key, value in numbers_of(record).items():
+            self._writer.add_scalar(key, value, record.step)
 
     def close(self) -> None:
         """Write out what is buffered, and close the writer."""
         self._writer.close()
 
 
-def require_sink(report_to: str) -> None:
+class CSVSink:
+    """``metrics.csv``: one row a step, one column a number that every run may have."""
+
+    COLUMNS = tuple(f.name for f in dataclasses.fields(Record) if "dict" not in str(f.type))
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open the file; rows from ``first_step`` on are written anew."""
+        path = folder / "metrics.csv"
+        kept: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = csv.DictReader(file)
+                kept = [row for row in rows if (row["step"] or "").isdecimal()]
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._rows = csv.DictWriter(self._file, self.COLUMNS, extrasaction="ignore")
+        self._rows.writeheader()
+        self._rows.writerows(row for row in kept if int(row["step"]) < first_step)
+
+    def write(self, record: Record) -> None:
+        """Append a row; what the step does not have stays empty."""
+        self._rows.writerow(json.loads(record.to_json()))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases; a resumed run goes on under the same id."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Begin or go on; where to and as whom is W&B's own configuration (``wandb login``)."""
+        import wandb
+
+        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "halfstep"), name=folder.name, id=name,
+            dir=str(folder), resume="allow",
+        )  # fmt: skip
+
+    def write(self, record: Record) -> None:
+        """Log every finite number of the record."""
+        self._run.log(numbers_of(record), step=record.step)
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+class MLflowSink:
+    """A run of MLflow; where to is MLflow's own configuration (``MLFLOW_TRACKING_URI``)."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Begin a run there."""
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.start_run(run_name=folder.name)
+
+    def write(self, record: Record) -> None:
+        """Log every finite number of the record."""
+        self._mlflow.log_metrics(numbers_of(record), step=record.step)
+
+    def close(self) -> None:
+        """End the run there."""
+        self._mlflow.end_run()
+
+
+SINKS: Mapping[str, Callable[[Path, int], MetricsSink]] = {
+    "csv": CSVSink,
+    "mlflow": MLflowSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+"""Every name that ``run.report_to`` takes, and what it opens."""
+
+
+def require_sinks(names: Sequence[str]) -> None:
     """Refuse a sink whose package is missing, before any work is done.
 
     Raises:
         ConfigError: With what to install.
     """
-    if report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "run.report_to=tensorboard needs the package tensorboard: pip install "
-            "'halfstep[tensorboard]'"
-        )
+    for name in names:
+        if name != "csv" and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"run.report_to={name} needs the package {name}, which is not installed: pip "
+                f"install {name}"
+            )
 
 
-def open_sink(report_to: str, folder: Path, first_step: int) -> MetricsSink:
-    """The sink that ``run.report_to`` names."""
-    if report_to == "tensorboard":
-        return TensorBoardSink(folder / "tensorboard", first_step)
-    return NoSink()
+def open_sinks(names: Sequence[str], folder: Path, first_step: int) -> list[MetricsSink]:
+    """The sinks that ``run.report_to`` names; records from ``first_step`` on will come."""
+    return [SINKS[name](folder, first_step) for name in names]

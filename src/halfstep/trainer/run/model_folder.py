@@ -9,9 +9,24 @@ from pathlib import Path
 
 from torch import nn
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync
 from halfstep.trainer.models.pretrained.weights import new_folder
+
+
+def model_folder(run: Path) -> Path:
+    """Where a run of ``finetune`` left its best state.
+
+    Raises:
+        ConfigError: It has not ended yet.
+    """
+    folder = run / "model"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--run {run} has no model yet: it is written when the run ends; go on with it by "
+            f"halfstep finetune classify (or lm) --resume --output-dir {run}"
+        )
+    return folder
 
 
 def matrix_parameters(model: nn.Module) -> int:

@@ -34,6 +34,8 @@ class SavedProgress:
     best: Best | None
     made_with: dict[str, str]
     """Names and hashes of what the run read."""
+    ema_updates: int
+    """How often the weights' average has moved; 0 where there is none."""
 
 
 def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
@@ -51,7 +53,8 @@ def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
     if not isinstance(precision.get("policy"), str):
         _refuse(where, "precision.policy", precision.get("policy"), "a policy")
     best = _best(_table(state, "best", where), where) if "best" in state else None
-    return SavedProgress(step, tokens, precision, best, _made_with(state, where))
+    updates = _count({"ema_updates": 0, **state}, "ema_updates", where)
+    return SavedProgress(step, tokens, precision, best, _made_with(state, where), updates)
 
 
 def _made_with(state: Mapping[str, Any], where: Path) -> dict[str, str]:
@@ -75,6 +78,8 @@ def _best(saved: dict[str, Any], where: Path) -> Best:
     for key in ("bits_per_byte", "accuracy", "macro_f1"):
         if found.get(key) is not None:
             _number(found, key, where, "best.evaluation.")
+    for key in _table({"measures": {}, **found}, "measures", where, "best.evaluation."):
+        _number(found["measures"], key, where, "best.evaluation.measures.")
     _count(found, "targets", where, "best.evaluation.")
     if not isinstance(found["text"], str):
         _refuse(where, "best.evaluation.text", found["text"], "text")

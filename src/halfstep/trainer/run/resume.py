@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.checkpoint.commit import checkpoint_path, passed_over
@@ -75,9 +75,9 @@ def _flat(config: BaseConfig) -> dict[str, object]:
     """Key to value; the run's own keys without their section, as the table above spells them."""
     values: dict[str, object] = {"task": config.TASK}
     for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
-        part = getattr(config, name)
-        if isinstance(part, str):
-            values[name] = part
+        part: Any = getattr(config, name, "")  # a module of the user's own has no section
+        if name == "precision" or part == "":
+            values[name] = str(part)
             continue
         prefix = "" if name == "run" else f"{name}."
         for key in type(part).__dataclass_fields__:

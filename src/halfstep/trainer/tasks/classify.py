@@ -5,43 +5,47 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.finetune import ClassifierConfig, ClassifyConfig
 from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled.examples import Examples, encode_examples, padded
 from halfstep.trainer.data.labelled.labelled import read_labelled
-from halfstep.trainer.data.labelled.length_batches import EpochBatches, dropout_keys
-from halfstep.trainer.data.tokenizers.text_tokenizer import train_text_tokenizer
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import Need, require_room
-from halfstep.trainer.models.encoder.config import VOCAB_SIZES, encoder_config
-from halfstep.trainer.models.encoder.encoder import Encoder
-from halfstep.trainer.models.encoder.files import is_encoder_folder
-from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer, require_vocabulary
+from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
+from halfstep.trainer.models.pretrained.scratch import (
+    SCRATCH,
+    make_classifier,
+    refuse_old_run,
+    scratch_parameters,
+    scratch_size,
+    train_tokenizer,
+)
+from halfstep.trainer.models.pretrained.tokenizer import (
+    PretrainedTokenizer,
+    open_tokenizer,
+    require_vocabulary,
+)
 from halfstep.trainer.run.model_folder import matrix_parameters, replace_folder
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.scores import classifier_scores, example_batches, write_report
-from halfstep.trainer.tasks.task import Progress, pinned
-
-SCRATCH = "scratch:"
+from halfstep.trainer.tasks.task import Exported, Progress, Task, pinned
 
 
-class ClassifyTask:
+class ClassifyTask(Task):
     """A classifier and its examples: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     keeps_best = True
 
-    def __init__(self, config: ClassifyConfig, world: World, progress: Progress) -> None:
+    def __init__(
+        self, config: ClassifyConfig, device: torch.device, world: World, progress: Progress
+    ) -> None:
         """Read the data, make or load tokenizer and model; arguments as of ``open_session``.
 
         Raises:
@@ -54,16 +58,10 @@ class ClassifyTask:
         weights = None
         if choice.class_weights == "balanced":
             weights = balanced(data.train.labels, len(data.names))
-        self.tokenizer: Any
-        self.model: Any
+        self.tokenizer: PretrainedTokenizer
+        self.model: PretrainedClassifier
         if choice.source.startswith(SCRATCH):
-            self._make(config, data, weights)
-        elif is_encoder_folder(Path(choice.source)):
-            raise ConfigError(
-                f"model.source={choice.source} is a classifier that was trained from scratch here; "
-                "it predicts (halfstep predict --model), but cannot be trained on: give "
-                "scratch:NAME, or a Hugging Face encoder"
-            )
+            self._make(config, device, data, weights)
         else:
             config = self._load(config, weights, world)
         self._train = self._encoded("training", data.train, progress)
@@ -81,29 +79,33 @@ class ClassifyTask:
         self._matrices = matrix_parameters(self.model)
 
     def _make(
-        self, config: ClassifyConfig, data: LabelledData, weights: list[float] | None
+        self,
+        config: ClassifyConfig,
+        device: torch.device,
+        data: LabelledData,
+        weights: list[float] | None,
     ) -> None:
-        """A tokenizer trained on the data, and a model of our own."""
+        """A tokenizer trained on the data, and a model from random weights."""
         choice = config.model
-        size = choice.source.removeprefix(SCRATCH)
-        vocabulary = choice.vocab_size or VOCAB_SIZES.get(size, 0)
-        every = ("dropout", "token_dropout", "ngram_dropout")
-        changes: dict[str, Any] = {} if choice.dropout < 0 else dict.fromkeys(every, choice.dropout)
-        shape = {"labels": data.names, "max_length": choice.max_length, **changes}
-        # refuses an unknown size before a tokenizer is trained
-        planned = encoder_config(choice.source, vocab_size=vocabulary or 1000, **shape)
+        size = scratch_size(choice.source)
+        refuse_old_run(Path(config.run.output_dir))
+        vocabulary = choice.vocab_size or size.vocabulary
         require_room(
-            Need(dataclasses.replace(planned.as_gpt(), vocab_size=0).parameters),
-            parse_policy(config.precision),
-            choose_device(config.run.device),
+            Need(scratch_parameters(size, 0, choice.max_length)),
+            config.precision,
+            device,
             advice="--max-length",
         )
-        self.tokenizer = train_text_tokenizer(data.train.texts, vocabulary, choice.max_length)
-        self.model = Encoder(
-            encoder_config(size, vocab_size=self.tokenizer.vocab_size, **shape),
-            seed=config.run.seed,
-            label_smoothing=choice.label_smoothing,
+        self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
+        self.model = make_classifier(
+            size,
+            self.labels,
+            vocab_size=self.tokenizer.vocab_size,
+            max_length=choice.max_length,
+            dropout=None if choice.dropout < 0 else choice.dropout,
             class_weights=weights,
+            label_smoothing=choice.label_smoothing,
+            seed=config.run.seed,
         )
 
     def _load(
@@ -164,12 +166,9 @@ class ClassifyTask:
         return len(self._batches.indices(step))
 
     def batch(self, step: int, rows: range) -> Batch:
-        """(ids_BT int64, mask_BT bool, labels_B int64, dropout keys_B int64)."""
+        """(ids_BT int64, mask_BT bool, labels_B int64)."""
         indices = self._batches.indices(step)
-        keys = dropout_keys(self.config.run.seed, step, len(indices))
-        here = slice(rows.start, rows.stop)
-        part = padded(self._train, indices[here], self.tokenizer.pad_id)
-        return *part, torch.from_numpy(keys[here].copy())
+        return padded(self._train, indices[rows.start : rows.stop], self.tokenizer.pad_id)
 
     def targets(self, batch: Batch) -> float:
         """Examples, or the sum of their classes' weights."""
@@ -208,16 +207,16 @@ class ClassifyTask:
         about = {
             "step": step,
             "loss": evaluation.loss,
-            "precision": self.config.precision,
+            "precision": str(self.config.precision),
             "data": self.identity["data"],
         }
         write_report(folder, evaluation.confusion, self.labels, about)
 
-    def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write the best state as a folder that ``halfstep predict`` and transformers load."""
 
         def write(empty: Path) -> None:
-            self.model.save_(empty, weights())
+            self.model.save_(empty, exported().weights)
             self.tokenizer.save(empty)
 
         replace_folder(folder / "model", write)

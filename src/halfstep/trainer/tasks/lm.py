@@ -7,11 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import Tensor
-
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.finetune import LMConfig
 from halfstep.trainer.data.instructions.config import InstructionsConfig
 from halfstep.trainer.data.instructions.instructions import read_instructions
@@ -23,7 +20,7 @@ from halfstep.trainer.models.pretrained.lora import add_lora
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer, require_vocabulary
 from halfstep.trainer.run.model_folder import frozen_fingerprint, matrix_parameters, replace_folder
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.task import Progress, pinned
+from halfstep.trainer.tasks.task import Exported, Progress, Task, pinned
 from halfstep.trainer.tasks.tuned_lm import (
     PROMPT_FILE,
     InstructionTokenizer,
@@ -33,7 +30,7 @@ from halfstep.trainer.tasks.tuned_lm import (
 )
 
 
-class LMTask:
+class LMTask(Task):
     """A language model and its rows of tokens: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     keeps_best = True
@@ -93,7 +90,7 @@ class LMTask:
             "base model": frozen_fingerprint(self.model),  # of the weights as stored
         }
         world.require_same(self.identity)
-        held = hold_weights_(self.model, parse_policy(config.precision))
+        held = hold_weights_(self.model, config.precision)
         self.notes = [*notes, *self.data.notes, *([held] if held else [])]
         self._lengths = self.data.train_rows.lengths
         self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
@@ -145,7 +142,7 @@ class LMTask:
             judge.rank,
             judge.ranks,
         )
-        return measure(batches, judge, self.config.precision)
+        return measure(batches, judge, str(self.config.precision))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer, and how prompts are written."""
@@ -157,14 +154,11 @@ class LMTask:
         }
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
-    def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Nothing: metrics.jsonl has it."""
-
-    def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write the best state: the adapter, or the whole model."""
 
         def write(empty: Path) -> None:
-            self.model.save_(empty, weights())
+            self.model.save_(empty, exported().weights)
             self.tokenizer.wrapped.save(empty)
 
         replace_folder(folder / "model", write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -12,21 +14,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.errors import ConfigError, NonFiniteError
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.casting.cast import around_model, cast_to_policy_
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.labelled.config import LabelledTexts
 from halfstep.trainer.data.labelled.examples import encode_examples, padded
+from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
 from halfstep.trainer.data.labelled.length_batches import evaluation_batches
-from halfstep.trainer.data.tokenizers.text_tokenizer import load_text_tokenizer
+from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.encoder.encoder import load_encoder
-from halfstep.trainer.models.encoder.files import is_encoder_folder
 from halfstep.trainer.models.pretrained.classifier import open_classifier
 from halfstep.trainer.models.pretrained.folder import open_folder
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
-from halfstep.trainer.tasks.scores import classifier_scores, example_batches
+from halfstep.trainer.run.model_folder import copy_folder, model_folder
+from halfstep.trainer.tasks.scores import (
+    classifier_scores,
+    example_batches,
+    report_table,
+    report_values,
+)
+from halfstep.trainer.tasks.task import Measured, Progress, Trained
 
 _BATCHES_AT_ONCE = 32  # as many are sorted by length together
 
@@ -37,7 +47,7 @@ class Predictor:
     def __init__(
         self,
         folder: Path,
-        precision: str,
+        precision: str | PrecisionPolicy,
         device: torch.device,
         *,
         max_length: int | None = None,
@@ -60,27 +70,20 @@ class Predictor:
         self.policy = parse_policy(precision)
         require_support(self.policy, device)
         self.device = device
-        self.model: Any
-        self.tokenizer: Any
-        if is_encoder_folder(folder):
-            self.model = load_encoder(folder)
-            self.labels: tuple[str, ...] = tuple(self.model.config.labels)
-            self.tokenizer = load_text_tokenizer(folder)
-        else:
-            names = open_folder(folder, trust_remote_code=trust_remote_code).config.id2label
-            self.labels = tuple(names[number] for number in sorted(names))
-            self.model = open_classifier(folder, self.labels, trust_remote_code=trust_remote_code)
-            if self.model.head_is_new:
-                raise ConfigError(
-                    f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
-                    "classify --model first"
-                )
-            self.tokenizer = open_tokenizer(
-                folder,
-                max_length=max_length,
-                model_limit=self.model.max_length,
-                trust_remote_code=trust_remote_code,
+        names = open_folder(folder, trust_remote_code=trust_remote_code).config.id2label
+        self.labels: tuple[str, ...] = tuple(names[number] for number in sorted(names))
+        self.model = open_classifier(folder, self.labels, trust_remote_code=trust_remote_code)
+        if self.model.head_is_new:
+            raise ConfigError(
+                f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
+                "classify --model first"
             )
+        self.tokenizer = open_tokenizer(
+            folder,
+            max_length=max_length,
+            model_limit=self.model.max_length,
+            trust_remote_code=trust_remote_code,
+        )
         cast_to_policy_(self.model, self.policy)
         self.model.to(device).eval()
 
@@ -94,7 +97,7 @@ class Predictor:
                 part.to(self.device) for part in padded(examples, indices, self.tokenizer.pad_id)
             )
             with around_model(self.policy, self.model, self.device):
-                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B, labels_B - 1))
+                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
             found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
         if not np.isfinite(found).all():
             first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
@@ -141,3 +144,82 @@ class Predictor:
             best = table.argmax(axis=1)
             for text, number, row in zip(chunk, best, table, strict=True):
                 yield text, self.labels[number], float(row[number])
+
+
+class TrainedClassifier(Trained):
+    """What a run of ``finetune classify`` left, or the folder of a classifier."""
+
+    def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
+        """(text, label, probability) of each text, in their order."""
+        predictor = self._open(use)
+
+        def found() -> Iterator[tuple[str, str, float]]:
+            yield from predictor.predict(texts, use.batch_size)
+            self.notes += _cut(predictor)
+
+        return found()
+
+    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+        """The report on the run's validation texts, or on others."""
+        predictor = self._open(use)
+        texts, notes = self._texts(use, predictor.labels)
+        found = predictor.evaluate(texts, use.batch_size, use.max_batches)
+        precision = str(predictor.policy)
+        values = {"loss": found.loss, "examples": found.targets, "precision": precision}
+        head = f"loss {found.loss:.4f}, macro F1 {found.macro_f1:.4f} in {precision}\n"
+        return Measured(
+            head + report_table(found.confusion, predictor.labels),
+            values | report_values(found.confusion, predictor.labels),
+            notes + _cut(predictor),
+        )
+
+    def export(self, use: Exporting) -> str:
+        """Copy the best state, which is a folder for others already."""
+        if use.adapter:
+            raise ConfigError(f"--adapter: {self.path} is not a run of finetune lm; leave it out")
+        if use.dtype not in ("", "fp32"):
+            raise ConfigError(f"--dtype {use.dtype}: a classifier is written in fp32")
+        copy_folder(model_folder(self.path), Path(use.output))
+        return f"{use.output}: classifier in fp32"
+
+    def _open(self, use: Use) -> Predictor:
+        return Predictor(
+            model_folder(self.path) if self.config else self.path,
+            use.precision or (self.config.precision if self.config else "fp32"),
+            choose_device(use.device),
+            max_length=self.config.model.max_length if self.config else None,
+            trust_remote_code=use.trust_remote_code,
+        )
+
+    def _texts(self, use: Evaluating, labels: tuple[str, ...]) -> tuple[LabelledTexts, list[str]]:
+        """``--data``, or what the run was validated on, in the classifier's numbers; and notes."""
+        config = self.config
+        if config is None:
+            raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
+        given = {"text_column": use.text_column, "label_column": use.label_column}
+        changes = {key: value for key, value in given.items() if value}
+        drop = use.drop_empty or config.data.drop_empty
+        data = dataclasses.replace(config.data, drop_empty=drop, **changes)
+        if use.data or data.dev:
+            role = "test" if use.data else "dev"
+            texts, note = read_known(use.data or data.dev, data, labels, role)
+            return texts, [note] if note else []
+        whole = read_labelled(data, config.run.seed)
+        report = self.path / "report.json"
+        try:
+            before = json.loads(report.read_text(encoding="utf-8"))["data"]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{report} is missing or damaged: {error!r}") from error
+        if whole.sha256 != before:
+            raise ConfigError(
+                f"{', '.join(data.train)} has changed since the run, so the validation texts drawn "
+                "from it would be others; put it back, or give --data"
+            )
+        return whole.dev, list(whole.notes)
+
+
+def _cut(predictor: Predictor) -> list[str]:
+    """A note on texts that were too long, if there were any."""
+    tokenizer = predictor.tokenizer
+    cut = tokenizer.truncated
+    return [f"{cut} texts were cut at {tokenizer.max_length} tokens"] * bool(cut)

@@ -25,12 +25,12 @@ from halfstep.trainer.step import Batch, to_device
 def example_batches(
     examples: Examples, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches without dropout, as :func:`evaluation_shares` deals them."""
+    """A rank's batches, as :func:`evaluation_shares` deals them."""
     for indices, counts in evaluation_shares(examples.lengths, batch_size, most, rank, ranks):
         ids_BT, mask_BT, labels_B = padded(examples, indices, pad_id)
         if not counts:
             labels_B = torch.full_like(labels_B, IGNORED_LABEL)
-        yield ids_BT, mask_BT, labels_B, torch.full_like(labels_B, -1)
+        yield ids_BT, mask_BT, labels_B
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def classifier_scores(
     confusion = torch.zeros(size * size, dtype=torch.float64)
     total = 0.0
     for batch in batches:
-        *_, labels_B, _ = here = to_device(batch, judge.device)
+        *_, labels_B = here = to_device(batch, judge.device)
         with judge.around():
             logits_BC = model.logits(here)
         losses_B = functional.cross_entropy(

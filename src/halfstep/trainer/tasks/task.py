@@ -4,46 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin
+from halfstep.trainer.optimizer import learning_rate, make_optimizer
 from halfstep.trainer.step import Batch
 
 Progress = Callable[[str, int, int], None]
 """Called while data is prepared: what, how far, of how much."""
 
 
+class Exported(NamedTuple):
+    """What a checkpoint hands out, by name: fp32 weights, and what modules keep besides them."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 class Task(Protocol):
-    """A model, its data and its measure.
+    """A model, its data and its measure; what most tasks do alike is done here.
 
     All ranks call all methods together, but for those of which it is said otherwise.
     """
 
     model: Any
-    """A module with ``loss_sum(batch) -> (sum, count)``, both fp32 scalars."""
+    """What is trained: a module, which for :meth:`loss_sum` has a method of that name."""
+    config: BaseConfig
+    """With everything filled in that only data and model could tell."""
     identity: Mapping[str, str]
     """What a checkpoint must have been made with, such as its data: name to hash."""
     smallest_batch: int
     """Rows of the smallest batch of a step, over all ranks."""
     notes: list[str]
     """What a user should know of the data, one sentence each."""
+    evaluates: bool = True
+    """Whether there is anything to measure the model on."""
     keeps_best: bool
     """Whether the state with the best evaluation is kept, besides the newest."""
 
-    @property
-    def config(self) -> BaseConfig:
-        """With everything filled in that only data and model could tell."""
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The model's summed loss and count, both fp32 scalars."""
+        found: tuple[Tensor, Tensor] = self.model.loss_sum(batch)
+        return found
+
+    def plan(self, layout: Layout) -> ParallelPlan:
+        """How the model may be split."""
+        return plan_of(self.model)
+
+    def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
+        """What trains the model, which lies on its device and over the ranks by now."""
+        config = self.config
+        return make_optimizer(self.model, config.optimizer, policy, seed=config.run.seed)
+
+    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
+        """The next step's rate of a parameter group; see :func:`learning_rate`."""
+        config = self.config
+        return learning_rate(peak, config.schedule, taken, applied, config.run.max_steps)
 
     def summary(self) -> str:
         """What is trained, and on what, in a few words."""
@@ -67,21 +101,81 @@ class Task(Protocol):
         """Measure the model, which is in evaluation mode; every target once over all ranks."""
 
     def save(self, folder: Path) -> None:
-        """Write into a new run folder what the model's use needs besides weights; rank 0."""
+        """Write into a new run folder what the model's use needs besides weights; rank 0.
+
+        A model that is the user's own needs nothing.
+        """
+        return
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write what there is to tell of an evaluation that is the best so far; rank 0."""
+        return
 
-    def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write what the user takes away, at the run's end; rank 0.
 
         Args:
             folder: The run's.
-            weights: Gives the fp32 weights of the state to take, by name.
+            exported: Gives the state to take.
 
         Returns:
             What was written, in words; empty for nothing.
         """
+        return ""
+
+    def close(self) -> None:
+        """Let go of what the data needed, such as other processes."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How good a trained model is: in words, as plain values, and what a user should know of it."""
+
+    text: str
+    values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class Trained:
+    """What a run left, or the folder of a model, in use; a task has some of the verbs.
+
+    Every verb raises a HalfstepError for a run that has not ended, damaged files, or a policy that
+    cannot be honoured.
+    """
+
+    def __init__(self, path: Path, config: Any = None) -> None:
+        """Load nothing yet.
+
+        Args:
+            path: Of the run, or of the model.
+            config: The run's; None for a model's folder.
+        """
+        self.path, self.config = path, config
+        self.notes: list[str] = []
+
+    def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
+        """(text, label, probability) of each text, in their order."""
+        raise self._without("predict")
+
+    def generate(self, use: Generating) -> str:
+        """The text that the model writes."""
+        raise self._without("generate")
+
+    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+        """How good the model is on the run's validation data, or on other data."""
+        raise self._without("evaluate")
+
+    def export(self, use: Exporting) -> str:
+        """Write the model as a folder for others; what was written, in words."""
+        raise self._without("export")
+
+    def _without(self, verb: str) -> ConfigError:
+        verbs = ("predict", "generate", "evaluate", "export")
+        own = [verb for verb in verbs if getattr(type(self), verb) is not getattr(Trained, verb)]
+        by = self.config.COMMAND or "halfstep.Trainer"
+        instead = f"there is {', '.join(own)}" if own else f"load {self.path / 'model'} yourself"
+        return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 
 # What ranks have alike, and what each has for itself.
@@ -90,7 +184,7 @@ class Task(Protocol):
 def facts(config: BaseConfig) -> dict[str, str]:
     """What all ranks must have alike: versions, and every key but where data is kept."""
     table = config_to_table(config)
-    table["data"].pop("cache_dir", None)
+    table.get("data", {}).pop("cache_dir", None)
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
     facts = {"torch version": torch.__version__, "halfstep version": metadata.version("halfstep")}
     facts |= {name: str(value) for name, value in table.items() if name not in sections}
@@ -104,6 +198,20 @@ def facts(config: BaseConfig) -> dict[str, str]:
 def share_of(size: int, rank: int, ranks: int) -> range:
     """Which of ``size`` things a rank takes; the shares follow each other without a gap."""
     return range(rank * size // ranks, (rank + 1) * size // ranks)
+
+
+def micro_batches(size: int, share: int, shares: int, grad_accum: int) -> list[range]:
+    """The rows of each micro-batch of a rank.
+
+    Args:
+        size: Rows of the step's batch, over all ranks.
+        share: Which share of them the rank takes.
+        shares: How many there are.
+        grad_accum: Micro-batches that each share is split into.
+    """
+    mine = share_of(size, share, shares)
+    parts = [share_of(len(mine), number, grad_accum) for number in range(grad_accum)]
+    return [mine[part.start : part.stop] for part in parts]
 
 
 def dropout_seed(seed: int, step: int, first_row: int) -> int:

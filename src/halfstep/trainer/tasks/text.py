@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, DataError
-from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.config.config import TrainConfig
+from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.corpus.batches import IGNORED, batch, validation_batches
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
 from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
-from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import Need, require_room
 from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.task import Progress, share_of
+from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 
-class TextTask:
+class TextTask(Task):
     """A GPT, and windows of a token file: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     keeps_best = False
 
     def __init__(
-        self, config: TrainConfig, layout: Layout, world: World, progress: Progress, resuming: bool
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        layout: Layout,
+        world: World,
+        progress: Progress,
+        resuming: bool,
     ) -> None:
         """Prepare the data and build the model; arguments as of ``open_session``.
 
         Raises:
             HalfstepError: For data, a model folder or a layout that cannot be used.
         """
-        self._require_room(config, layout, config.model)  # before the data is prepared
+        self._require_room(config, device, layout, config.model)  # before the data is prepared
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)
         )
@@ -52,7 +55,7 @@ class TextTask:
         }
         world.require_same(self.identity)
         named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
-        self._require_room(config, layout, named)
+        self._require_room(config, device, layout, named)
         self.model = _make_model(config, data.tokenizer, resuming)
         shape = self.model.config
         self.config: TrainConfig = dataclasses.replace(config, model=shape)
@@ -78,7 +81,9 @@ class TextTask:
             raise DataError(f"the {part} data is too short: {error}") from error
 
     @staticmethod
-    def _require_room(config: TrainConfig, layout: Layout, shape: GPTConfig) -> None:
+    def _require_room(
+        config: TrainConfig, device: torch.device, layout: Layout, shape: GPTConfig
+    ) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
         loaded = bool(run.init_from)  # its shape is its folder's, which has the weights
@@ -89,8 +94,8 @@ class TextTask:
                 config.block_size,
                 0 if loaded else shape.n_embd,
             ),
-            parse_policy(config.precision),
-            choose_device(run.device),
+            config.precision,
+            device,
             grad_accum=run.grad_accum,
             layout=layout,
             advice="--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
@@ -137,13 +142,6 @@ class TextTask:
     def save(self, folder: Path) -> None:
         """Write the tokenizer to ``folder/tokenizer``."""
         self.data.tokenizer.save(folder / "tokenizer")
-
-    def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Nothing: metrics.jsonl has it."""
-
-    def finish(self, folder: Path, weights: Callable[[], Mapping[str, Tensor]]) -> str:
-        """Nothing: checkpoints are what ``halfstep generate`` and ``export`` read."""
-        return ""
 
     def _validation(self, rank: int, ranks: int) -> Iterable[Batch]:
         """A rank's rows of what one evaluation measures."""

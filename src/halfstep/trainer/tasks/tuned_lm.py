@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,19 +14,23 @@ import torch
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.casting.cast import add_regions_, around_model, cast_to_policy_
-from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.instructions import prompt_ids
+from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.instructions.packing import Rows, lm_batch
 from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
-from halfstep.trainer.models.pretrained.lora import open_adapted_lm
+from halfstep.trainer.models.pretrained.lora import LoraLM, open_adapted_lm
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer, open_tokenizer
-from halfstep.trainer.run.model_folder import frozen_fingerprint
+from halfstep.trainer.run.model_folder import copy_folder, frozen_fingerprint, model_folder
 from halfstep.trainer.step import Batch
+from halfstep.trainer.tasks.task import Measured, Progress, Trained
 
 PROMPT_FILE = "prompt.json"
 """In a run folder: how prompts are written, and a hash of the base that adapters belong to."""
@@ -78,7 +83,7 @@ def open_tuned_lm(
     run: Path,
     config: LMConfig,
     device: torch.device,
-    precision: str | None = None,
+    precision: str = "",
     *,
     trust_remote_code: bool = False,
 ) -> TunedLM:
@@ -88,7 +93,7 @@ def open_tuned_lm(
         run: Its folder.
         config: Its configuration.
         device: To put the model on.
-        precision: A policy; None: the run's.
+        precision: A policy; empty: the run's.
         trust_remote_code: Let code that comes with the model run; a run's own configuration is not
             believed in this.
 
@@ -100,18 +105,12 @@ def open_tuned_lm(
     policy = parse_policy(precision or config.precision)
     require_support(policy, device)
     folder, about = model_folder(run), prompt_settings(run)
-    model: PretrainedLM
-    if config.model.lora_r:
-        model = open_adapted_lm(
-            folder, revision=config.model.revision, trust_remote_code=trust_remote_code
+    model = _open_model(folder, config, trust_remote_code)
+    if config.model.lora_r and frozen_fingerprint(model) != about["base_model"]:
+        raise ConfigError(
+            f"{run}: the base model {config.model.source} has changed since the run, and the "
+            "adapter belongs to what it was; put it back"
         )
-        if frozen_fingerprint(model) != about["base_model"]:
-            raise ConfigError(
-                f"{run}: the base model {config.model.source} has changed since the run, and the "
-                "adapter belongs to what it was; put it back"
-            )
-    else:
-        model = open_causal_lm(folder, trust_remote_code=trust_remote_code)
     tokenizer = open_tokenizer(
         folder,
         max_length=config.data.max_length,
@@ -122,21 +121,6 @@ def open_tuned_lm(
     model.to(device).eval()
     source = InstructionTokenizer(tokenizer, str(folder))
     return TunedLM(model, source, about["template"], policy, device)
-
-
-def model_folder(run: Path) -> Path:
-    """Where a run of ``finetune`` left its best state.
-
-    Raises:
-        ConfigError: It has not ended yet.
-    """
-    folder = run / "model"
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--run {run} has no model yet: it is written when the run ends; go on with it by "
-            f"halfstep finetune classify (or lm) --resume --output-dir {run}"
-        )
-    return folder
 
 
 def prompt_settings(run: Path) -> dict[str, str]:
@@ -172,6 +156,83 @@ def measure(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluatio
         f"{targets:,} tokens in {precision}"
     )
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
+
+
+class TrainedLM(Trained):
+    """What a run of ``finetune lm`` left."""
+
+    def generate(self, use: Generating) -> str:
+        """The answer to a prompt; its continuation where there is no template."""
+        lm = self._open(use)
+        if not (use.prompt or use.raw or lm.template == "plain"):
+            raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
+        return lm.answer(
+            use.prompt,
+            raw=use.raw,
+            max_new_tokens=use.max_new_tokens,
+            temperature=use.temperature,
+            top_k=use.top_k,
+            top_p=use.top_p,
+            seed=use.seed,
+        )
+
+    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+        """Loss and perplexity on the run's validation records, or on others."""
+        lm, data = self._open(use), self.config.data
+        if use.data:
+            data = dataclasses.replace(data, train=use.data, dev=use.data)
+        rows = read_instructions(data, lm.tokenizer, self.config.run.seed).dev_rows
+        if data.packing:
+            lm.model.check_packing()
+        pad_id = lm.tokenizer.wrapped.pad_id
+        batches = validation_batches(rows, use.batch_size, pad_id, use.max_batches)
+        found = measure(batches, Judge(lm.model.loss_sum, lm.around, lm.device), str(lm.policy))
+        values = {
+            "loss": found.loss,
+            "perplexity": perplexity(found.loss),
+            "tokens": found.targets,
+            "precision": str(lm.policy),
+        }
+        return Measured(found.text.removeprefix("validation "), values)
+
+    def export(self, use: Exporting) -> str:
+        """Write the best state as one model, or as an adapter."""
+        choice, target, folder = self.config.model, Path(use.output), model_folder(self.path)
+        if use.adapter:
+            if not choice.lora_r:
+                raise ConfigError(f"--adapter: {self.path} trained all weights; leave it out")
+            if use.dtype:
+                raise ConfigError(
+                    "--dtype with --adapter: an adapter is written as trained, in fp32"
+                )
+            copy_folder(folder, target)
+            return f"{target}: adapter of {choice.source}"
+        dtype = DTYPES[use.dtype] if use.dtype else None
+        trust = use.trust_remote_code
+        model = _open_model(folder, self.config, trust)
+        length = self.config.data.max_length
+        tokenizer = open_tokenizer(folder, max_length=length, trust_remote_code=trust)
+        model.save_(target, {}, merge=True, dtype=dtype)
+        tokenizer.save(target)
+        count = sum(p.numel() for n, p in model.named_parameters() if ".lora_" not in n)
+        written = f"{target}: {count:,} parameters in {dtype_name(dtype or model.stored_dtype)}"
+        return f"{written}\n{model.last_merge}" if isinstance(model, LoraLM) else written
+
+    def _open(self, use: Use) -> TunedLM:
+        return open_tuned_lm(
+            self.path,
+            self.config,
+            choose_device(use.device),
+            use.precision,
+            trust_remote_code=use.trust_remote_code,
+        )
+
+
+def _open_model(folder: Path, config: LMConfig, trust: bool) -> PretrainedLM:
+    """The whole model, or the adapter on its base."""
+    if config.model.lora_r:
+        return open_adapted_lm(folder, revision=config.model.revision, trust_remote_code=trust)
+    return open_causal_lm(folder, trust_remote_code=trust)
 
 
 # In which dtype a model's weights are held while it is tuned under a policy.
@@ -228,7 +289,7 @@ def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
     """
     hold_weights_(model, policy)
     if policy.param_dtype == torch.float32 and policy.casts == "op":
-        add_regions_(model, policy)  # a frozen base stays in 16 bits
+        add_regions_(place(policy, model))  # a frozen base stays in 16 bits
     else:
         cast_to_policy_(model, policy)
 

@@ -1,25 +1,26 @@
-"""Spans of files become documents, and documents come in pieces that fit in memory.
+"""Spans of files become documents, their pieces, and at last one stream of ids.
 
 A text file is one document, a line of a ``.jsonl`` file is one document (its ``text``). Everything
-is read strictly as UTF-8: a byte order mark at the start of a file is dropped, line ends stay as
-they are, and a byte that is not UTF-8 is an error with its offset.
+is read strictly as UTF-8: a byte order mark at the start of a file is dropped, and line ends stay
+as they are. Text of any length becomes pieces that fit in memory and join to exactly that text.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.sources import Source, read_chunks, unreadable
+from halfstep.trainer.data.corpus.token_file import Encoded
+from halfstep.trainer.data.progress import ENCODE, Progress, no_progress
+from halfstep.trainer.data.records import BYTE_ORDER_MARK, is_text, parse_objects, read_lines
+from halfstep.trainer.data.sources import Source, read_chunks
+from halfstep.trainer.data.tokenizers.tokenizer import Ids, Tokenizer
 
-# Text of any length becomes pieces that fit in memory, and the pieces join to exactly that text.
-#
-# A cut falls after the last newline that fits, else before the last blank, else between two
-# characters. Where the cuts fall depends on the text and the piece size alone, never on how the
-# bytes arrived, so the tokens of a file are the same on every machine.
-
+Item = TypeVar("Item")
 
 PIECE_BYTES = 1 << 18
 """256 KiB: a batch of several keeps every core busy, and the tokens of one take some 10 MB."""
@@ -27,9 +28,17 @@ PIECE_BYTES = 1 << 18
 MIN_PIECE_BYTES = 4
 """The longest UTF-8 character; smaller pieces could not hold it."""
 
+BATCH_BYTES = 4 << 20
+"""Text encoded at once. The library's own record of a token is about 100 bytes, so 4 MiB of text
+cost some 150 MB of memory while they are encoded."""
+
 
 def split_pieces(chunks: Iterable[bytes], size: int = PIECE_BYTES) -> Iterator[bytes]:
     """Cuts a stream of UTF-8 bytes into pieces that each hold whole characters.
+
+    A cut falls after the last newline that fits, else before the last blank, else between two
+    characters. Where it falls depends on the text and the piece size alone, never on how the bytes
+    arrived, so the tokens of a file are the same on every machine.
 
     Args:
         chunks: The bytes, in chunks of any length.
@@ -80,12 +89,6 @@ def character_start(data: bytes, index: int) -> int:
         if data[index - back] & 0b1100_0000 != 0b1000_0000:
             return index - back
     return index
-
-
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-MAX_RECORD_BYTES = 64 << 20
-"""Longest line of a ``.jsonl`` file. JSON cannot be parsed in pieces, so memory needs a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,68 +150,27 @@ def _text(span: Span, size: int) -> Iterator[Piece]:
 
 
 def _records(span: Span, size: int) -> Iterator[Piece]:
-    for offset, line in _lines(span):
-        consumed, begins = len(line), True
-        for raw in split_pieces([_record_text(line, span.source, offset)], size):
-            yield Piece(raw.decode("utf-8"), len(raw), consumed, begins)
-            consumed, begins = 0, False
+    path = span.source.path
+    for line in read_lines(path, span.start, span.stop):
+        consumed = len(line[1].encode("utf-8"))
+        for place, record in parse_objects([line], path):
+            begins = True
+            for raw in split_pieces([_record_text(record, place)], size):
+                yield Piece(raw.decode("utf-8"), len(raw), consumed, begins)
+                consumed, begins = 0, False
 
 
-def _lines(span: Span) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset in the file, line with its end); only a line feed ends a line.
-
-    **Source:** https://jsonlines.org, "Line Terminator".
-    """
-    source, offset = span.source, span.start
-    try:
-        with open(source.path, "rb") as file:
-            file.seek(offset)
-            while offset < span.stop:
-                line = file.readline(MAX_RECORD_BYTES + 1)
-                if len(line) > MAX_RECORD_BYTES:
-                    raise _bad_line(
-                        source,
-                        offset,
-                        f"longer than {MAX_RECORD_BYTES} bytes; split the record into several",
-                    )
-                if not line:
-                    raise _bad_line(source, offset, "the file ended while it was read")
-                yield offset, line
-                offset += len(line)
-    except OSError as error:
-        raise unreadable(source.path, error) from None
-
-
-def _record_text(line: bytes, source: Source, offset: int) -> bytes:
-    """Takes the ``text`` out of one line, as UTF-8; blank lines give the empty text."""
-    content = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
-    string = _decode(content, source, offset + len(line) - len(content))
-    if not string.strip():
-        return b""
-    try:
-        record = json.loads(string)
-    except json.JSONDecodeError as error:
-        raise _bad_line(
-            source,
-            offset,
-            f"not JSON: {error.msg} at column {error.colno}; write one object a line",
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, [[[[[...
-        raise _bad_line(source, offset, f"not usable JSON: {error}") from None
-    if not isinstance(record, dict):
-        found = f"a JSON {type(record).__name__}, not an object"
-        raise _bad_line(source, offset, f'{found}; write {{"text": "..."}} on every line')
+def _record_text(record: dict[str, Any], place: str) -> bytes:
+    """Takes the ``text`` out of one record, as UTF-8."""
     if "text" not in record:
         keys = ", ".join(sorted(record)[:5]) or "none"
-        raise _bad_line(source, offset, f'no field "text" (fields here: {keys}); rename one')
+        raise DataError(f'{place}: no field "text" (fields here: {keys}); rename one')
     text = record["text"]
     if not isinstance(text, str):
-        raise _bad_line(source, offset, f'"text" must be a string, got {type(text).__name__}')
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        why = '"text" holds half a surrogate pair (\\ud800 to \\udfff); remove it'
-        raise _bad_line(source, offset, why) from None
+        raise DataError(f'{place}: "text" must be a string, got {type(text).__name__}')
+    if not is_text(text):
+        raise DataError(f'{place}: "text" holds half a surrogate pair; mend it')
+    return text.encode("utf-8")
 
 
 def _decode(raw: bytes, source: Source, offset: int) -> str:
@@ -222,7 +184,50 @@ def _decode(raw: bytes, source: Source, offset: int) -> str:
         ) from None
 
 
-def _bad_line(source: Source, offset: int, why: str) -> DataError:
-    # Counted only now: a span may start in the middle of the file, and errors are rare.
-    number = 1 + sum(chunk.count(b"\n") for chunk in read_chunks(source, 0, offset))
-    return DataError(f"{source.path}:{number}: {why}")
+def encode(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, total: int, progress: Progress = no_progress
+) -> Iterator[Encoded]:
+    """Encodes documents batch by batch, with a separator between two of them.
+
+    Args:
+        pieces: The documents.
+        tokenizer: Its end-of-text id, else its ids of a newline, are the separator.
+        total: Bytes of input that ``pieces`` uses up in all.
+        progress: Told after each batch.
+
+    Yields:
+        The ids of each batch.
+    """
+    end = tokenizer.end_of_text
+    ids = tokenizer.encode("\n") if end is None else [end]
+    separator, separator_bytes = np.array(ids, dtype=np.uint32), 1 if end is None else 0
+    done, first = 0, True
+    for batch in in_batches(pieces, lambda piece: piece.text_bytes):
+        parts: list[Ids] = []
+        text_bytes = 0
+        for piece, encoded in zip(
+            batch, tokenizer.encode_arrays([piece.text for piece in batch]), strict=True
+        ):
+            if piece.begins and not first:
+                parts.append(separator)
+                text_bytes += separator_bytes
+            first = False
+            parts.append(encoded)
+            text_bytes += piece.text_bytes
+            done += piece.source_bytes
+        yield Encoded(np.concatenate(parts), text_bytes, done)
+        progress(ENCODE, done, total)
+
+
+def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Groups items until their sizes reach ``BATCH_BYTES``; the last group may be smaller."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.cache import cache_root, fetch
 from halfstep.trainer.data.config import DataConfig, bpe_size
-from halfstep.trainer.data.corpus.documents import Span, read_pieces, whole
-from halfstep.trainer.data.corpus.encode import encode
+from halfstep.trainer.data.corpus.documents import Span, encode, read_pieces, whole
 from halfstep.trainer.data.corpus.split import held_out, split, too_small
 from halfstep.trainer.data.corpus.token_file import TokenFile, load_tokens, write_tokens
 from halfstep.trainer.data.progress import CHECK, Progress, no_progress
@@ -45,67 +42,44 @@ from halfstep.trainer.data.tokenizers.training import MIN_FREQUENCY, SAMPLE_BYTE
 #
 # **Source:** nanoGPT ``data/openwebtext/prepare.py``, which writes them, and ``train.py``.
 
-
 ITEM_BYTES = 2
 """Bytes of a token."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """The tokens ``start`` to ``stop`` of a ``.bin`` file."""
-
-    source: Source
-    start: int
-    stop: int
-
-
-def whole_file(sources: tuple[Source, ...], field: str) -> TokenSpan:
-    """Takes every token of the one ``.bin`` file.
-
-    Args:
-        sources: The files given; more than one could not be used without a copy.
-        field: Name for messages, ``data.train`` or ``data.validation``.
+def whole_file(sources: tuple[Source, ...], field: str) -> Span:
+    """Takes every token of the one ``.bin`` file; ``field`` is its name for messages.
 
     Raises:
         DataError: There is more than one file, or it does not hold whole tokens.
     """
+    source = sources[0]
     if len(sources) > 1:
         raise DataError(
-            f"{field} names {len(sources)} .bin files ({sources[0].path}, {sources[1].path}, ...), "
-            f"but one is used in place; name one each for data.train and data.validation, or join "
-            f"the shards with cat"
+            f"{field} names {len(sources)} .bin files ({source.path}, {sources[1].path}, ...), but "
+            f"one is used in place; name one for data.validation, or join the shards with cat"
         )
-    source = sources[0]
     if source.size % ITEM_BYTES:
         raise DataError(
             f"{source.path}: {source.size} bytes are not a whole number of uint16 tokens (2 bytes "
             f"each); the file is cut short or no nanoGPT .bin file: write it again"
         )
-    return TokenSpan(source, 0, source.size // ITEM_BYTES)
+    return Span(source, 0, source.size)
 
 
-def split_file(span: TokenSpan, fraction: float) -> tuple[TokenSpan, TokenSpan]:
+def split_file(span: Span, fraction: float) -> tuple[Span, Span]:
     """Cuts the tokens into train and the last ``fraction``, validation.
 
     Raises:
         DataError: One of the two would be empty.
     """
-    cut = span.stop - held_out(span.stop - span.start, fraction)
+    cut = span.stop - held_out((span.stop - span.start) // ITEM_BYTES, fraction) * ITEM_BYTES
     if cut <= span.start:
         raise too_small([span.source.path], span.source.size)
-    return (
-        TokenSpan(span.source, span.start, cut),
-        TokenSpan(span.source, cut, span.stop),
-    )
+    return replace(span, stop=cut), replace(span, start=cut)
 
 
-def check_ids(span: TokenSpan, tokenizer: Tokenizer, progress: Progress = no_progress) -> TokenFile:
+def check_ids(span: Span, tokenizer: Tokenizer, progress: Progress = no_progress) -> TokenFile:
     """Reads every token once and makes sure that the tokenizer knows it.
-
-    Args:
-        span: The tokens to use.
-        tokenizer: The tokenizer that wrote them, as far as the user knows.
-        progress: Told about every chunk.
 
     Returns:
         A view of the file. ``text_bytes`` is exact where the tokenizer knows the bytes of each id.
@@ -113,31 +87,31 @@ def check_ids(span: TokenSpan, tokenizer: Tokenizer, progress: Progress = no_pro
     Raises:
         DataError: An id is outside the vocabulary, or the file cannot be read.
     """
-    source, vocab_size = span.source, tokenizer.vocab_size
-    lengths = tokenizer.token_bytes
+    source, vocab_size, lengths = span.source, tokenizer.vocab_size, tokenizer.token_bytes
     digest = hashlib.sha256()
-    position, text_bytes, held = span.start, 0, b""
-    for chunk in read_chunks(source, span.start * ITEM_BYTES, span.stop * ITEM_BYTES):
+    at, text_bytes, held = span.start, 0, b""
+    for chunk in read_chunks(source, span.start, span.stop):
         digest.update(chunk)
         raw = held + chunk  # a short read may end within a token
         held = raw[len(raw) - len(raw) % ITEM_BYTES :]
         ids = np.frombuffer(raw, dtype="<u2", count=len(raw) // ITEM_BYTES)
         bad = np.flatnonzero(ids >= vocab_size)
         if len(bad):
+            place = at + int(bad[0]) * ITEM_BYTES
             raise DataError(
-                f"{source.path}: token {ids[bad[0]]} at offset {position + bad[0]} (byte "
-                f"{(position + bad[0]) * ITEM_BYTES}) is outside the vocabulary of {vocab_size} "
-                f"ids; give the tokenizer that wrote the file as data.tokenizer"
+                f"{source.path}: token {ids[bad[0]]} at offset {place // ITEM_BYTES} (byte "
+                f"{place}) is outside the vocabulary of {vocab_size} ids; give the tokenizer that "
+                f"wrote the file as data.tokenizer"
             )
         if lengths is not None:
             text_bytes += int(lengths[ids].sum())
-        position += len(ids)
-        progress(CHECK, (position - span.start) * ITEM_BYTES, (span.stop - span.start) * ITEM_BYTES)
+        at += ids.nbytes
+        progress(CHECK, at - span.start, span.stop - span.start)
     return TokenFile(
         path=source.path,
         dtype="uint16",
-        offset=span.start,
-        count=span.stop - span.start,
+        offset=span.start // ITEM_BYTES,
+        count=(span.stop - span.start) // ITEM_BYTES,
         text_bytes=None if lengths is None else text_bytes,
         vocab_size=vocab_size,
         sha256=digest.hexdigest(),
@@ -169,16 +143,17 @@ def standard_library(folder: Path | None = None) -> tuple[Source, ...]:
         DataError: This Python has no library as source files (a zipped or frozen one).
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-        found.extend(Path(parent, name) for name in files if name.endswith(".py"))
+    found = [
+        path
+        for path in folder.rglob("*.py")
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts[:-1])
+    ]
     ordered = sorted(found, key=lambda path: _rank(path.relative_to(folder)))
     sources = [inspect_file(path) for path in ordered if _is_text(path)]
     if not sources:
         raise DataError(
-            f"{folder}: this Python carries no standard library as .py files, so there is no "
-            f"default corpus; name text of your own with --data (data.train)"
+            f"{folder}: this Python carries no standard library as .py files; name text of your "
+            f"own with --data (data.train)"
         )
     return tuple(sources)
 
@@ -204,22 +179,19 @@ FINGERPRINT_FILE = "fingerprint"
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """The text of train or of validation."""
+class Part:
+    """What becomes train or validation: text, or one span of a ``.bin`` file."""
 
     field: str
     """Name for messages, ``data.train`` or ``data.validation``."""
     spans: tuple[Span, ...]
-    identity: str
+    identity: str = ""
     """Equal for equal text: the content hash of the corpus and which part of it this is."""
 
     @property
     def source_bytes(self) -> int:
         """Bytes of input in all spans."""
         return sum(span.stop - span.start for span in self.spans)
-
-
-Part: TypeAlias = TextPart | TokenSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +237,7 @@ def prepare_one(
     cache_dir: str = "",
     progress: Progress = no_progress,
 ) -> TokenFile:
-    """Finds or makes the token file of one corpus, all of it, for a tokenizer that exists.
+    """Finds or makes the token file of one whole corpus for a tokenizer that exists.
 
     Args:
         paths: Files, globs and folders, as ``DataConfig.train``; at least one.
@@ -282,29 +254,28 @@ def prepare_one(
 
 def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
     """Lists and hashes the files, and decides which bytes are train and which validation."""
-    train = find_sources(config.train, "data.train") if config.train else standard_library()
-    validation = find_sources(config.validation, "data.validation") if config.validation else ()
+    names = "data.train", "data.validation"
+    train = find_sources(config.train, names[0]) if config.train else standard_library()
+    validation = find_sources(config.validation, names[1]) if config.validation else ()
     _check_combination(config.tokenizer, train, validation)
     if validation:
-        return (
-            _whole(train, "data.train", progress),
-            _whole(validation, "data.validation", progress),
-        )
+        return _whole(train, names[0], progress), _whole(validation, names[1], progress)
     fraction = config.validation_fraction
     if _is_bin(train):
-        return split_file(whole_file(train, "data.train"), fraction)
+        one, other = split_file(whole_file(train, names[0]), fraction)
+        return Part(names[0], (one,)), Part(names[1], (other,))
     content = content_sha256(train, progress)
     first, last = split(train, fraction)
     return (
-        TextPart("data.train", first, f"{content} without its last {fraction!r}"),
-        TextPart("data.validation", last, f"{content} only its last {fraction!r}"),
+        Part(names[0], first, f"{content} without its last {fraction!r}"),
+        Part(names[1], last, f"{content} only its last {fraction!r}"),
     )
 
 
 def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> Part:
     if _is_bin(sources):
-        return whole_file(sources, field)
-    return TextPart(field, whole(sources), content_sha256(sources, progress))
+        return Part(field, (whole_file(sources, field),))
+    return Part(field, whole(sources), content_sha256(sources, progress))
 
 
 def _is_bin(sources: tuple[Source, ...]) -> bool:
@@ -329,29 +300,23 @@ def _check_combination(
             )
 
 
-def _tokenizer(spec: str, train: Part, root: Path, progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, part: Part, root: Path, progress: Progress) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     size = bpe_size(spec)
     if size is None:
         return load_tokenizer(spec)
-    # _check_combination refused bpe:N with anything but text.
-    assert isinstance(train, TextPart)
-    part, ids = train, size
+    ids = size
 
     def build(folder: Path) -> None:
         pieces = read_pieces(part.spans)
         trained = train_bpe(pieces, ids, total_bytes=part.source_bytes, progress=progress)
         check_unchanged(span.source for span in part.spans)
         trained.save(folder)
-        _write_fingerprint(folder, trained)
+        (folder / FINGERPRINT_FILE).write_text(trained.fingerprint + "\n", encoding="utf-8")
 
     name = _name("bpe", ids, SAMPLE_BYTES, MIN_FREQUENCY, part.identity)
     return fetch(root / "tokenizers", name, load=_cached_tokenizer, build=build)
-
-
-def _write_fingerprint(folder: Path, tokenizer: Tokenizer) -> None:
-    (folder / FINGERPRINT_FILE).write_text(tokenizer.fingerprint + "\n", encoding="utf-8")
 
 
 def _cached_tokenizer(folder: Path) -> Tokenizer | None:
@@ -364,8 +329,8 @@ def _cached_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _token_file(part: Part, tokenizer: Tokenizer, root: Path, progress: Progress) -> TokenFile:
-    if isinstance(part, TokenSpan):
-        return check_ids(part, tokenizer, progress)
+    if part.spans[0].source.kind == "bin":
+        return check_ids(part.spans[0], tokenizer, progress)
 
     def build(folder: Path) -> None:
         stream = encode(read_pieces(part.spans), tokenizer, part.source_bytes, progress)

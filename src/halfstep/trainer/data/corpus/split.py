@@ -21,10 +21,6 @@ def split(
     before, else a blank, else between two characters), a ``.jsonl`` file at the start of the line,
     so that its records stay whole.
 
-    Args:
-        sources: Text and ``.jsonl`` files.
-        fraction: Share of bytes for validation, in (0, 1).
-
     Returns:
         (train, validation), which together hold every byte once, in order.
 

@@ -102,8 +102,8 @@ def write_tokens(
 
     Args:
         folder: An empty folder that exists.
-        stream: The ids, in order.
-        vocab_size: Every id is below it.
+        stream: The ids, in order, each below ``vocab_size``.
+        vocab_size: Of the tokenizer.
         source_bytes: Bytes of input that the whole stream uses up, to foresee the final size.
 
     Returns:
@@ -143,11 +143,7 @@ def write_tokens(
 
 
 def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
-    """Opens what ``write_tokens`` wrote, if every byte of it is still there.
-
-    Args:
-        folder: The folder it was written to.
-        progress: Told about every chunk verified.
+    """Opens what ``write_tokens`` wrote into a folder, telling ``progress`` about every chunk.
 
     Returns:
         The token file; None if the folder is absent, or cut short or altered in any byte.

@@ -112,9 +112,8 @@ def read_prompt(value: object) -> Dialogue:
         DataError: As ``read_messages``; there must be a turn of the user.
     """
     messages = _messages(value)
-    if messages[-1].role == ASSISTANT:
-        messages = messages[:-1]
-    if messages[-1].role != USER:
+    messages = messages[:-1] if messages[-1].role == ASSISTANT else messages
+    if not messages or messages[-1].role != USER:
         raise DataError("the conversation has no turn of the user to answer; add one")
     return messages
 
@@ -141,7 +140,11 @@ def text_parts(example: Example, template: str, render: RenderChat | None) -> tu
         return (*pieces[:-1], pieces[-1]._replace(ends=True))
     if isinstance(example, Pair) and template in (PLAIN, ALPACA):
         return _pair(example, template)
-    dialogue = _dialogue(example) if isinstance(example, Pair) else example
+    if isinstance(example, Pair):
+        answer = () if example.answer is None else (Message(ASSISTANT, example.answer),)
+        dialogue: Dialogue = (Message(USER, _question(example)), *answer)
+    else:
+        dialogue = example
     if template == VICUNA:
         return _vicuna(dialogue)
     return _rendered(dialogue, render)
@@ -157,8 +160,7 @@ def _messages(value: object) -> Dialogue:
         if message.role != expected:
             raise DataError(
                 f"turn {first + place + 1} is by the {message.role}, but must be by the "
-                f"{expected}: an optional system message, then user and assistant by turns; put "
-                f"it right, or leave the record out"
+                f"{expected}, after an optional system message; put it right or leave it out"
             )
     return messages
 
@@ -202,11 +204,6 @@ def _pair(pair: Pair, template: str) -> tuple[Part, ...]:
         prompt = _question(pair)
     answer = () if pair.answer is None else (Part(pair.answer, True, ends=True),)
     return (Part(prompt, False), *answer)
-
-
-def _dialogue(pair: Pair) -> Dialogue:
-    answer = () if pair.answer is None else (Message(ASSISTANT, pair.answer),)
-    return (Message(USER, _question(pair)), *answer)
 
 
 def _question(pair: Pair) -> str:
@@ -274,9 +271,8 @@ def _grown(start: str, text: str) -> str:
     at = next((i for i, (a, b) in pairs if a != b), min(len(start), len(text)))
     raise DataError(
         f"the tokenizer's chat template writes the same turns in two ways "
-        f"({start[at : at + 20]!r} and {text[at : at + 20]!r} after character {at}), depending on "
-        f"what follows, so the answers cannot be told from the prompts; use the template {VICUNA}, "
-        f"or records with one answer each, or a tokenizer whose template only appends"
+        f"({start[at : at + 20]!r} and {text[at : at + 20]!r} after character {at}), so answers "
+        f"cannot be told from prompts; use the template {VICUNA}, or one answer a record"
     )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.data.labelled.config import check_inputs
+from halfstep.trainer.data.config import check_bool, check_fraction, check_paths
 
 Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
 Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
 DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
 
 AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
-FORMATS = (AUTO, ALPACA, CHAT, TEXT, COMPLETION)
+FORMATS: tuple[str, ...] = get_args(Format)
 """What a record is; ``auto`` tells it from the fields of the first record."""
 
 PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
-TEMPLATES = (PLAIN, ALPACA, VICUNA, TOKENIZER)
+TEMPLATES: tuple[str, ...] = get_args(Template)[1:]
 """The words around a prompt: none, Stanford Alpaca's, Vicuna's, the tokenizer's chat template."""
 
 TEMPLATES_OF = {
@@ -29,7 +29,7 @@ TEMPLATES_OF = {
 """Templates that can write each format; the first is the one that "" stands for."""
 
 TRUNCATE, DROP, REFUSE = "truncate", "drop", "refuse"
-DROP_LONG = (TRUNCATE, DROP, REFUSE)
+DROP_LONG: tuple[str, ...] = get_args(DropLong)
 """What becomes of a document of more than ``max_length`` tokens."""
 
 
@@ -38,7 +38,8 @@ class InstructionsConfig:
     """The data section of a causal-LM fine-tuning: which records, and how they become rows."""
 
     train: tuple[str, ...] = ()
-    """``.jsonl`` files, ``.json`` lists or ``.txt`` texts, globs and folders of them."""
+    """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of
+    them, or ``datasets:NAME[/CONFIG][@SPLIT]``."""
 
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
@@ -69,13 +70,8 @@ class InstructionsConfig:
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
-            check_inputs(field, getattr(self, field))
-        fraction = self.dev_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
-            raise ConfigError(
-                f"data.dev_fraction must be a number between 0 and 1 (both excluded), got "
-                f"{fraction!r}; to evaluate on other records give data.dev"
-            )
+            check_paths(field, getattr(self, field))
+        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other records give data.dev")
         _check_choice("format", self.format, FORMATS)
         _check_choice("template", self.template, ("", *TEMPLATES))
         _check_choice("drop_long", self.drop_long, DROP_LONG)
@@ -85,20 +81,14 @@ class InstructionsConfig:
                 f"data.max_length must be a whole number of at least 2 (a token and the one after "
                 f"it), got {length!r}"
             )
-        for field in ("packing", "mask_prompt"):
-            if not isinstance(getattr(self, field), bool):
-                got = getattr(self, field)
-                raise ConfigError(f"data.{field} must be true or false, got {got!r}")
+        check_bool("packing", self.packing)
+        check_bool("mask_prompt", self.mask_prompt)
         if self.format != AUTO:
             check_template(self.format, self.template)
 
 
 def check_template(format: str, template: str) -> None:
-    """Makes sure that a template can write a format.
-
-    Args:
-        format: One of ``FORMATS`` but ``auto``.
-        template: One of ``TEMPLATES``, or "".
+    """Makes sure that a template, or "", can write a format other than ``auto``.
 
     Raises:
         ConfigError: It cannot: a conversation has no place in Alpaca's words, for example.

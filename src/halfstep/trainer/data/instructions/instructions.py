@@ -1,11 +1,16 @@
-"""Files of instructions become rows to train on; what was left out, and why, is told in notes."""
+"""Inputs of instructions become rows to train on; what was left out, and why, is told in notes.
+
+Examples become ids and, beside each id, whether it is learned: flat arrays, no list per record. A
+document is ``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model
+is trained to write it; the first token of a document never is, as nothing stands before it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -13,14 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.documents import Span, whole
-from halfstep.trainer.data.corpus.encode import BATCH_BYTES
+from halfstep.trainer.data.corpus.documents import Span, in_batches
 from halfstep.trainer.data.corpus.split import held_out, split
 from halfstep.trainer.data.instructions.chat import (
     Example,
     Pair,
     Part,
-    RenderChat,
     Text,
     read_prompt,
     text_parts,
@@ -36,17 +39,40 @@ from halfstep.trainer.data.instructions.config import (
     InstructionsConfig,
     check_template,
 )
-from halfstep.trainer.data.instructions.documents import Documents, fit
 from halfstep.trainer.data.instructions.files import (
-    DOCUMENT,
     SHAPES,
+    Input,
     InstructionFiles,
-    Record,
-    file_kind,
+    PlacedExample,
+    find_inputs,
 )
-from halfstep.trainer.data.instructions.packing import Rows, pack
+from halfstep.trainer.data.instructions.packing import Documents, Rows, fit, pack
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.sources import find_sources
+from halfstep.trainer.data.records import is_text
+
+
+class LMTokenizer(Protocol):
+    """What fine-tuning needs to know of a tokenizer."""
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends an answer and a document."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that starts a document, unless a chat template wrote it; None for none."""
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Words that encoding turns into control tokens, so that data must not hold them."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turns each text into ids by itself, adding none and cutting nothing."""
+
+    def render_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool
+    ) -> str | None:
+        """Writes a conversation in the tokenizer's chat template; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +89,6 @@ class LMData:
     """Of the ids, targets and borders of all rows: equal hashes train on equal rows."""
     notes: tuple[str, ...]
     """What was read, cut and left out, one line each, to be shown and kept with the run."""
-
-    @property
-    def learned_tokens(self) -> int:
-        """Targets in an epoch of training."""
-        return self.train_rows.learned_tokens
 
 
 def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: int) -> LMData:
@@ -89,24 +110,25 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
-    encoder = TextEncoder(tokenizer)
-    train_spans, dev_spans = _spans(config)
-    files = InstructionFiles(train_spans, config.format)
+    train_inputs, dev_inputs = _inputs(config)
+    files = InstructionFiles(train_inputs, config.format)
     records = iter(files)
     first = next(records, None)
     if first is None:
-        raise DataError(f"{train_spans[0].source.path}: holds no record; fill it or name another")
-    template = _template(config.template, files.format, encoder)
+        given = train_inputs[0]
+        name = given.source.path if isinstance(given, Span) else given
+        raise DataError(f"{name}: holds no record; fill it or name another")
+    template = _template(config.template, files.format, tokenizer)
     train = encode_records(
-        chain([first], records), encoder, template, mask_prompt=config.mask_prompt
+        chain([first], records), tokenizer, template, mask_prompt=config.mask_prompt
     )
     notes = [f"format {files.format} ({files.origin}), template {template}"]
-    if dev_spans:
-        dev_files = files.of_same_format(dev_spans)
-        dev = encode_records(dev_files, encoder, template, mask_prompt=config.mask_prompt)
+    if dev_inputs:
+        dev_files = files.of_same_format(dev_inputs)
+        dev = encode_records(dev_files, tokenizer, template, mask_prompt=config.mask_prompt)
         files.unused |= dev_files.unused
     else:
-        train, dev = hold_out(train, config.dev_fraction, seed)
+        train, dev = _hold_out(train, config.dev_fraction, seed)
         notes.append(f"dev: {len(dev)} of {len(train) + len(dev)} documents, drawn by the seed")
     if files.unused:
         notes.append(f"fields not used: {', '.join(sorted(files.unused))}")
@@ -141,25 +163,11 @@ def prompt_ids(
         check_template(COMPLETION if bare else ALPACA, template)
     else:
         check_template(CHAT, template)
-    return prompt_tokens(example, TextEncoder(tokenizer), template)
+    return prompt_tokens(example, tokenizer, template)
 
 
-def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
-    """Draws documents for evaluation, the same for the same number of documents and seed.
-
-    Both parts keep the order of the files.
-
-    Args:
-        documents: All of them.
-        fraction: Share to hold out, in (0, 1); neither part is empty.
-        seed: 0 <= seed < 2**64.
-
-    Returns:
-        (train, dev).
-
-    Raises:
-        DataError: There are fewer than two documents.
-    """
+def _hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
+    """Draws documents for evaluation, the same for the same number of documents and seed."""
     count = len(documents)
     if count < 2:
         raise DataError(
@@ -171,23 +179,30 @@ def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Document
     return documents.select(np.sort(order[dev:])), documents.select(np.sort(order[:dev]))
 
 
-def _spans(config: InstructionsConfig) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def _inputs(config: InstructionsConfig) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
     """Lists what to read for train and dev; dev is empty where documents are to be drawn."""
-    train = find_sources(config.train, "data.train")
+    train = find_inputs(config.train, "data.train", config.format)
     if config.dev:
-        return whole(train), whole(find_sources(config.dev, "data.dev"))
-    if len(train) == 1 and file_kind(train[0], config.format) == DOCUMENT:
-        return split(train, config.dev_fraction)  # one document has no others to draw from
-    return whole(train), ()
+        return train, find_inputs(config.dev, "data.dev", config.format)
+    if len(train) == 1 and isinstance(train[0], Span):
+        return split((train[0].source,), config.dev_fraction)  # no other documents to draw from
+    return train, ()
 
 
-def _template(asked: str, format: str, encoder: TextEncoder) -> str:
+def _template(asked: str, format: str, tokenizer: LMTokenizer) -> str:
     check_template(format, asked)
     if asked:
         return asked
-    if format == CHAT and not encoder.has_chat_template():
+    if format == CHAT and not _has_chat_template(tokenizer):
         return VICUNA
     return TEMPLATES_OF[format][0]
+
+
+def _has_chat_template(tokenizer: LMTokenizer) -> bool:
+    try:
+        return tokenizer.render_chat([{"role": "user", "content": "?"}], True) is not None
+    except Exception:  # it has one, and whoever uses it is told what is wrong with it
+        return True
 
 
 def _rows(
@@ -237,108 +252,45 @@ def _prompt(prompt: str | Mapping[str, object]) -> Example:
     return Pair(str(value), str(context), None)
 
 
-# Examples become ids and, beside each id, whether it is learned: flat arrays, no list per record.
-#
-# A document is ``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the
-# model is trained to write it; the first token of a document never is, as nothing stands before it.
+def _check(example: Example, special: re.Pattern[str] | None) -> None:
+    """Makes sure that an example is text and nothing but text."""
+    for text in _texts(example):
+        if not is_text(text):
+            raise DataError("a text holds half a surrogate pair (\\ud800 to \\udfff); remove it")
+        if special and (found := special.search(text)):
+            raise DataError(
+                f"a text holds {found[0]!r}, which the tokenizer would turn into a control token; "
+                f"remove it (documents are separated by files or records)"
+            )
 
 
-class LMTokenizer(Protocol):
-    """What fine-tuning needs to know of a tokenizer.
-
-    These are used too where it has them: ``bos_id: int | None``, written at the start of a document
-    (a chat template writes its own); ``encode_batch(texts)``, each as ``encode`` would;
-    ``special_tokens: Sequence[str]``, words that ``encode`` turns into control tokens, so that data
-    must not hold them; ``render_chat(messages, add_generation_prompt) -> str | None``, its chat
-    template.
-    """
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends an answer and a document."""
-
-    def encode(self, text: str) -> list[int]:
-        """Turns a text into ids, adding none."""
+def _control_words(tokenizer: LMTokenizer) -> re.Pattern[str] | None:
+    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words))) if words else None
 
 
-class TextEncoder:
-    """A tokenizer with the optional members settled."""
+def _before(tokenizer: LMTokenizer, template: str) -> list[int]:
+    """The ids a document starts with: bos, unless the chat template writes it."""
+    return [] if template == TOKENIZER or tokenizer.bos_id is None else [tokenizer.bos_id]
 
-    def __init__(self, tokenizer: LMTokenizer) -> None:
-        self._encode = tokenizer.encode
-        self._encode_batch: Callable[[Sequence[str]], list[list[int]]] | None = getattr(
-            tokenizer, "encode_batch", None
-        )
-        self.eos_id = tokenizer.eos_id
-        bos_id: int | None = getattr(tokenizer, "bos_id", None)
-        self._bos = [] if bos_id is None else [bos_id]
-        self.render: RenderChat | None = getattr(tokenizer, "render_chat", None)
-        special: Sequence[str] = getattr(tokenizer, "special_tokens", ())
-        words = sorted(filter(None, special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, words))) if words else None
-        self._compared = False
 
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer can render a conversation; tried on one question."""
-        if self.render is None:
-            return False
-        try:
-            return self.render([{"role": "user", "content": "?"}], True) is not None
-        except Exception:  # it has one, and whoever uses it is told what is wrong with it
-            return True
-
-    def before(self, template: str) -> list[int]:
-        """Returns the ids a document starts with: bos, unless the chat template writes it."""
-        return [] if template == TOKENIZER else self._bos
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes each text by itself.
-
-        Raises:
-            ConfigError: ``encode_batch`` and ``encode`` of the tokenizer disagree.
-        """
-        if self._encode_batch is None:
-            return [self._encode(text) for text in texts]
-        found = self._encode_batch(texts)
-        if texts and not self._compared:
-            self._compared = True
-            if list(found[0]) != list(self._encode(texts[0])):
-                raise ConfigError(
-                    "the tokenizer's encode_batch gives other ids than encode (it must add no "
-                    "special token and cut nothing); mend it or take encode_batch away"
-                )
-        return found
-
-    def check(self, example: Example) -> None:
-        """Makes sure that an example is text and nothing but text.
-
-        Raises:
-            DataError: It holds half a surrogate pair, or a control token written out.
-        """
-        for text in _texts(example):
-            if not text.isascii():
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError:
-                    raise DataError(
-                        "a text holds half a surrogate pair (\\ud800 to \\udfff); remove it"
-                    ) from None
-            found = self._special.search(text) if self._special else None
-            if found:
-                raise DataError(
-                    f"a text holds {found[0]!r}, which the tokenizer would turn into a control "
-                    f"token; remove it (documents are separated by files or records)"
-                )
+def _texts(example: Example) -> Iterator[str]:
+    if isinstance(example, Pair):
+        yield from (example.prompt, example.context, example.answer or "")
+    elif isinstance(example, Text):
+        yield from example.pieces
+    else:
+        yield from (message.content for message in example)
 
 
 def encode_records(
-    records: Iterable[Record], encoder: TextEncoder, template: str, *, mask_prompt: bool
+    records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str, *, mask_prompt: bool
 ) -> Documents:
     """Writes records out in a template and encodes them, a few megabytes of text at a time.
 
     Args:
         records: What to encode.
-        encoder: The tokenizer.
+        tokenizer: Of the model.
         template: One of ``TEMPLATES`` that can write these records.
         mask_prompt: Whether prompts are left unlearned.
 
@@ -348,19 +300,20 @@ def encode_records(
     Raises:
         DataError: A record cannot be written or read; the message names its place.
     """
+    bos = _before(tokenizer, template)
+    parts = _parts(records, tokenizer, template)
     ids, learned, starts, places = array("i"), bytearray(), array("q", [0]), list[str]()
-    for batch in _batches(_parts(records, encoder, template)):
-        encoded = encoder.encode([part.text for _, part, _ in batch])
+    for batch in in_batches(parts, lambda item: len(item[1].text)):
+        encoded = tokenizer.encode_batch([part.text for _, part, _ in batch])
         for (place, part, last), tokens in zip(batch, encoded, strict=True):
             if len(ids) == starts[-1]:
-                bos = encoder.before(template)
                 ids.extend(bos)
                 learned.extend(bytes([not mask_prompt]) * len(bos))
             ids.extend(tokens)
             learn = part.learned or not mask_prompt
             learned.extend(bytes([learn]) * len(tokens))
             if part.ends:
-                ids.append(encoder.eos_id)
+                ids.append(tokenizer.eos_id)
                 learned.append(1)
             if last:
                 starts.append(len(ids))
@@ -375,51 +328,31 @@ def encode_records(
     return documents
 
 
-def prompt_tokens(example: Example, encoder: TextEncoder, template: str) -> list[int]:
+def prompt_tokens(example: Example, tokenizer: LMTokenizer, template: str) -> list[int]:
     """Encodes an example without its last answer, part by part as ``encode_records`` does.
 
     Raises:
         DataError: It cannot be written or read.
     """
-    encoder.check(example)
-    parts = text_parts(example, template, encoder.render)
-    ids = list(encoder.before(template))
-    for part, tokens in zip(parts, encoder.encode([part.text for part in parts]), strict=True):
-        ids += [*tokens, encoder.eos_id] if part.ends else tokens
+    _check(example, _control_words(tokenizer))
+    parts = text_parts(example, template, tokenizer.render_chat)
+    ids = _before(tokenizer, template)
+    encoded = tokenizer.encode_batch([part.text for part in parts])
+    for part, tokens in zip(parts, encoded, strict=True):
+        ids += [*tokens, tokenizer.eos_id] if part.ends else tokens
     return ids
 
 
-def _texts(example: Example) -> Iterator[str]:
-    if isinstance(example, Pair):
-        yield from (example.prompt, example.context, example.answer or "")
-    elif isinstance(example, Text):
-        yield from example.pieces
-    else:
-        yield from (message.content for message in example)
-
-
 def _parts(
-    records: Iterable[Record], encoder: TextEncoder, template: str
+    records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str
 ) -> Iterator[tuple[str, Part, bool]]:
     """Yields (place, part, whether it is the last of its document)."""
+    special = _control_words(tokenizer)
     for place, example in records:
         try:
-            encoder.check(example)
-            parts = text_parts(example, template, encoder.render)
+            _check(example, special)
+            parts = text_parts(example, template, tokenizer.render_chat)
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
         for number, part in enumerate(parts, 1):
             yield place, part, number == len(parts)
-
-
-def _batches(parts: Iterable[tuple[str, Part, bool]]) -> Iterator[list[tuple[str, Part, bool]]]:
-    batch: list[tuple[str, Part, bool]] = []
-    size = 0
-    for item in parts:
-        batch.append(item)
-        size += len(item[1].text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

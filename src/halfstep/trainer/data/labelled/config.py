@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.errors import ConfigError
-
-HUB_PREFIX = "datasets:"
-"""A path that begins so is read through the ``datasets`` library."""
+from halfstep.trainer.data.config import check_bool, check_fraction, check_paths, check_string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +14,7 @@ class LabelledConfig:
     """The data section of text classification."""
 
     train: tuple[str, ...] = ()
-    """Files (.csv .tsv .jsonl .json) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
+    """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
     Empty only as long as nothing is read: ``read_labelled`` wants at least one."""
 
     dev: tuple[str, ...] = ()
@@ -42,19 +40,11 @@ class LabelledConfig:
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
-            check_inputs(field, getattr(self, field))
-        fraction = self.dev_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
-            raise ConfigError(
-                f"data.dev_fraction must be a number between 0 and 1 (both excluded), got "
-                f"{fraction!r}; to evaluate on other texts give data.dev"
-            )
+            check_paths(field, getattr(self, field))
+        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other texts give data.dev")
         for field in ("text_column", "label_column", "labels_file"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or "\0" in value:
-                raise ConfigError(f"data.{field} must be a string without NUL, got {value!r}")
-        if not isinstance(self.drop_empty, bool):
-            raise ConfigError(f"data.drop_empty must be true or false, got {self.drop_empty!r}")
+            check_string(field, getattr(self, field))
+        check_bool("drop_empty", self.drop_empty)
         _check_columns(self.text_column, self.label_column)
         self._check_labels()
 
@@ -98,28 +88,8 @@ class LabelledData:
 
 
 def column_number(column: str) -> int | None:
-    """Reads a column that is given by number; None for a name.
-
-    Args:
-        column: A value of ``text_column`` or ``label_column``, already checked.
-
-    Returns:
-        The number, counted from 1.
-    """
+    """Reads a column that is given by its number, counted from 1; None for a name."""
     return int(column) if re.fullmatch(r"[0-9]{1,6}", column) else None
-
-
-def check_inputs(field: str, value: object) -> None:
-    """Makes sure that a value is a tuple of paths.
-
-    Raises:
-        ConfigError: It is something else, or a path in it is empty or holds a NUL.
-    """
-    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
-        raise ConfigError(f"data.{field} must be a list of paths, got {value!r}")
-    for path in value:
-        if "\0" in path or not path.strip():
-            raise ConfigError(f"data.{field} holds the path {path!r}; remove it or name a file")
 
 
 def check_column(field: str, column: str) -> None:

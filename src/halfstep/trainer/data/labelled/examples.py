@@ -51,15 +51,12 @@ class Examples:
 def encode_examples(
     tokenizer: TextTokenizer, labelled: LabelledTexts, progress: Progress = no_progress
 ) -> Examples:
-    """Encodes every text in chunks.
+    """Encodes every text in chunks, in order.
 
     Args:
         tokenizer: Gives ids of 0 to 2**31 - 1 with special tokens, already truncated.
         labelled: Texts and the numbers of their classes.
         progress: Told about every chunk, in UTF-8 bytes.
-
-    Returns:
-        As many examples as texts, in the same order.
 
     Raises:
         DataError: A text has no token at all.

@@ -14,9 +14,12 @@ import numpy.typing as npt
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.corpus.split import held_out
 from halfstep.trainer.data.labelled.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.labelled.files import NamedTexts, label_name, read_named
+from halfstep.trainer.data.labelled.texts import NamedTexts, label_name, read_named
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import check_file, load_json, read_lines
+from halfstep.trainer.data.records import read_json, read_lines
+
+SHOWN = 20
+"""Names listed in a message."""
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
@@ -36,7 +39,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     if not config.train:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     named = read_named(config.train, config, "train")
-    names = class_names(config, named)
+    names = _class_names(config, named)
     notes = [_dropped("train", named)]
     train = _numbered(named, names)
     if config.dev:
@@ -47,11 +50,12 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
         keep, out = stratified_split(train.labels, config.dev_fraction, seed)
         notes.extend(
             f"class {names[label]!r} has a single text: it is trained on and not evaluated"
-            for label in single_examples(train.labels)
+            for label, count in sorted(Counter(train.labels).items())
+            if count == 1
         )
         train, dev = _take(train, keep), _take(train, out)
     notes.extend(_odd(names, train, dev, split=not config.dev))
-    sha256 = content_sha256(names, train, dev)
+    sha256 = _content_sha256(names, train, dev)
     return LabelledData(names, train, dev, sha256, tuple(note for note in notes if note))
 
 
@@ -79,16 +83,12 @@ def read_known(
         DataError: As ``read_labelled``; a label is not among ``names``.
     """
     named = read_named(inputs, config, role)
-    check_known(named, names, why)
+    _check_known(named, names, why)
     return _numbered(named, names), _dropped(role, named)
 
 
-def content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
-    """Hashes names, texts and labels in order, every part with its length before it.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
+    """Hashes names, texts and labels in order, every part with its length before it."""
     digest = hashlib.sha256()
     _hash_strings(digest, names)
     for part in (train, dev):
@@ -122,9 +122,13 @@ def _odd(
     names: tuple[str, ...], train: LabelledTexts, dev: LabelledTexts, *, split: bool
 ) -> list[str]:
     """Notes on labels that are allowed but may surprise."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
     notes = [
-        f"classes {shown(group)} differ only in case or blanks, and count as different"
-        for group in look_alikes(names)
+        f"classes {_shown(group)} differ only in case or blanks, and count as different"
+        for group in alike.values()
+        if len(group) > 1
     ]
     first: dict[str, int] = {}
     conflicts = _conflicts(train, first)
@@ -138,7 +142,7 @@ def _odd(
             f"good"
         )
     if not split and (absent := sorted(set(range(len(names))) - set(dev.labels))):
-        notes.append(f"dev has no text of {shown(names[label] for label in absent)}")
+        notes.append(f"dev has no text of {_shown(names[label] for label in absent)}")
     return notes
 
 
@@ -151,34 +155,17 @@ def _conflicts(part: LabelledTexts, first: dict[str, int]) -> set[str]:
     }
 
 
-# The names of the classes: given in a list or a file, or found in the data.
-
-
-SHOWN = 20
-"""Names listed in a message."""
-
-
-def class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
-    """Settles the names and their order, and makes sure that the training texts fit them.
-
-    Names that are found are sorted by code point, or by value if all are integers.
-
-    Returns:
-        At least two different names, each the label of a training text.
-
-    Raises:
-        DataError: The file of names is unusable, the texts have a label that is not in the list, a
-            listed class has no text, or there is one class only.
-    """
+def _class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
+    """Settles the names and their order, and makes sure that the training texts fit them."""
     listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
     found = set(train.labels)
     names = tuple(listed) or sorted_names(found)
     if listed:
         where = config.labels_file or "data.labels"
-        check_known(train, names, f"{where} lacks it; add it there, or correct the text's label")
+        _check_known(train, names, f"{where} lacks it; add it there, or correct the text's label")
         if absent := [name for name in names if name not in found]:
             raise DataError(
-                f"{where}: no training text has the label {shown(absent)}, so that class would "
+                f"{where}: no training text has the label {_shown(absent)}, so that class would "
                 f"never be learned; add texts or remove the name"
             )
     if len(names) < 2:
@@ -189,21 +176,11 @@ def class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
     return names
 
 
-def check_known(named: NamedTexts, names: tuple[str, ...], why: str) -> None:
-    """Makes sure that every label is in a list.
-
-    Args:
-        named: Texts and labels.
-        names: The list.
-        why: How the message goes on after the label.
-
-    Raises:
-        DataError: A label is not; the message tells where it stands first, and what is allowed.
-    """
+def _check_known(named: NamedTexts, names: tuple[str, ...], why: str) -> None:
     allowed = set(names)
     for name, where in named.first.items():
         if name not in allowed:
-            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {shown(names)})")
+            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {_shown(names)})")
 
 
 def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -223,54 +200,29 @@ def read_names(given: str) -> tuple[str, ...]:
         DataError: The file cannot be read, holds a name twice, or no name.
     """
     path = Path(given).expanduser()
-    check_file(path)
     if path.suffix.lower() == ".json":
-        found = load_json(path)
-        if not isinstance(found, list):
-            kind = type(found).__name__
-            raise DataError(f'{path}: a JSON {kind}, not a list; write ["name", "name", ...]')
-        unit, numbered = f"{path}: item ", list(enumerate(found, 1))
+        found = read_json(path)
     else:
-        unit = f"{path}:"
-        numbered = [(n, line.strip()) for n, line in read_lines(path) if line.strip()]
-    seen: dict[str, int] = {}
-    for number, value in numbered:
+        found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
+    seen: dict[str, str] = {}
+    for place, value in found:
         try:
             name = label_name(value)
         except ValueError as error:
-            raise DataError(f"{unit}{number}: {error}") from None
+            raise DataError(f"{place}: {error}") from None
         if name in seen:
-            raise DataError(
-                f"{unit}{number}: the name {name!r} stands here and at {seen[name]}; remove one"
-            )
-        seen[name] = number
+            where = f"stands here and at {seen[name]}"
+            raise DataError(f"{place}: the name {name!r} {where}; remove one")
+        seen[name] = place
     if not seen:
         raise DataError(f"{path}: no names; write one a line")
     return tuple(seen)
 
 
-def look_alikes(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Groups names that differ only in case or in blanks around them."""
-    count = Counter(map(_plain, names))
-    return [
-        tuple(name for name in names if _plain(name) == plain)
-        for plain, times in count.items()
-        if times > 1
-    ]
-
-
-def shown(names: Iterable[str]) -> str:
-    """Lists names for a message, not more than ``SHOWN``."""
+def _shown(names: Iterable[str]) -> str:
     found = list(names)
     more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
     return ", ".join(map(repr, found[:SHOWN])) + more
-
-
-def _plain(name: str) -> str:
-    return name.strip().casefold()
-
-
-# Labelled texts without a dev file are split once, each class in the same proportion.
 
 
 def stratified_split(
@@ -347,8 +299,3 @@ def dev_sizes(counts: Sequence[int], total: int) -> list[int]:
         for c in neediest[: abs(wanted)]:
             sizes[c] += sign
     return sizes
-
-
-def single_examples(labels: Sequence[int]) -> list[int]:
-    """Lists the classes that have exactly one example, in order."""
-    return sorted(label for label, count in Counter(labels).items() if count == 1)

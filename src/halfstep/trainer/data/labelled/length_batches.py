@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.random_bits import permutation, random_bits
+from halfstep.trainer.data.random_bits import permutation
 
 Indices = npt.NDArray[np.int64]
 
@@ -32,12 +32,7 @@ class EpochBatches:
     """
 
     def __init__(self, lengths: npt.ArrayLike, batch_size: int, seed: int) -> None:
-        """Takes the lengths of all examples.
-
-        Args:
-            lengths: (n,) tokens of each example, whole numbers of at least 0.
-            batch_size: Most examples in a batch, at least 1.
-            seed: 0 <= seed < 2**64.
+        """Takes (n,) tokens of each example, batches of at most ``batch_size``, and a seed.
 
         Raises:
             ConfigError: ``batch_size`` or ``seed`` is out of range.
@@ -61,13 +56,10 @@ class EpochBatches:
         self._cached: tuple[int, Indices, Indices] | None = None
 
     def indices(self, step: int) -> Indices:
-        """Tells which examples the global batch of a step holds, shortest first.
+        """Numbers of the examples in the global batch of a step, shortest first; a copy.
 
         Args:
             step: Counted from 0 over all epochs.
-
-        Returns:
-            (at most batch_size,) numbers of examples; a copy.
 
         Raises:
             ConfigError: The step is negative.
@@ -94,12 +86,8 @@ class EpochBatches:
 def evaluation_batches(lengths: npt.ArrayLike, batch_size: int) -> list[Indices]:
     """Cuts all examples, sorted by length, into batches: every example once, shortest first.
 
-    Args:
-        lengths: (n,) tokens of each example.
-        batch_size: Most examples in a batch, at least 1; only the last may have fewer.
-
     Returns:
-        Numbers of examples; equal lengths keep their order.
+        Numbers of examples; equal lengths keep their order, and only the last batch may be smaller.
 
     Raises:
         ConfigError: ``batch_size`` is below 1.
@@ -130,28 +118,6 @@ def evaluation_shares(
     chosen = [batches[number * len(batches) // count] for number in range(count)]
     for mine in range(rank, math.ceil(count / ranks) * ranks, ranks):
         yield (chosen[mine], True) if mine < count else (chosen[0][:1], False)
-
-
-def dropout_keys(seed: int, step: int, count: int) -> Indices:
-    """Draws one number for each place in the global batch of a step.
-
-    The key of a place depends on nothing but (seed, step, place): not on the size of the batch, nor
-    on which rank computes it.
-
-    Args:
-        seed: 0 <= seed < 2**64.
-        step: 0 <= step < 2**64.
-        count: Places in the global batch, at least 0.
-
-    Returns:
-        (count,) int64, uniform over 0 to 2**63 - 1.
-
-    Raises:
-        ConfigError: An argument is out of range.
-    """
-    if count < 0:
-        raise ConfigError(f"count must not be negative, got {count}")
-    return (random_bits("dropout", seed, step, count) >> np.uint64(1)).astype(np.int64)
 
 
 def _checked(lengths: npt.ArrayLike, batch_size: int) -> Indices:

@@ -1,4 +1,4 @@
-"""Tokenizers turn text into ids and back; halfstep wraps two kinds behind one protocol.
+"""Tokenizers turn text into ids and back; halfstep has two kinds of them.
 
 Text is always data: ``<|endoftext|>`` inside a document is encoded letter by letter and never
 becomes the end-of-text id, which only ``prepare`` writes, between documents.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,42 +29,51 @@ END_OF_TEXT = "<|endoftext|>"
 """GPT-2's end-of-text token. **Source:** Radford et al. 2019, released ``encoder.json``."""
 
 
-class Tokenizer(Protocol):
-    """What the rest of halfstep needs to know of a tokenizer."""
+class Tokenizer(ABC):
+    """What the rest of halfstep needs to know of a tokenizer.
+
+    Attributes:
+        vocab_size: One more than the largest id.
+        fingerprint: SHA-256 (64 hexadecimal digits) of everything that decides which ids a text
+            gets.
+        end_of_text: The id that separates documents, if the tokenizer has one.
+    """
+
+    vocab_size: int
+    fingerprint: str
+    end_of_text: int | None
 
     @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (64 hexadecimal digits) of everything that decides which ids a text gets."""
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that separates documents, if the tokenizer has one."""
-
-    @property
+    @abstractmethod
     def token_bytes(self) -> npt.NDArray[np.int64] | None:
         """UTF-8 bytes each id stands for, shape (vocab_size,), 0 for special ids; None: unknown."""
 
-    def encode(self, text: str) -> list[int]:
-        """Turns a text into ids, without adding any special id."""
-
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns texts into ids on all cores; each as ``encode`` would."""
+        """Turns texts into ids, without adding any special id.
+
+        Raises:
+            DataError: A text holds half a surrogate pair, which UTF-8 cannot hold.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Turns one text into ids."""
+        return self.encode_batch([text])[0]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
-        """Does what ``encode_batch`` does without a Python integer per token."""
+        """Turns texts into arrays of ids."""
+        return [np.array(ids, dtype=np.uint32) for ids in self.encode_batch(texts)]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Turns ids into text; bytes that are not UTF-8 become U+FFFD, special ids their names."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes the files that ``load_tokenizer`` and transformers' ``AutoTokenizer`` read."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One id for each of the 256 bytes of UTF-8: lossless on every text and needs no training.
 
     It has no end-of-text id; documents are separated by a newline.
@@ -78,17 +88,9 @@ class ByteTokenizer:
         """Every id is one byte."""
         return np.ones(self.vocab_size, dtype=np.int64)
 
-    def encode(self, text: str) -> list[int]:
-        """Turns a text into its UTF-8 bytes.
-
-        Raises:
-            DataError: The text holds half a surrogate pair, which UTF-8 cannot hold.
-        """
-        return list(_utf8(text))
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns texts into their UTF-8 bytes."""
-        return [self.encode(text) for text in texts]
+        return [list(_utf8(text)) for text in texts]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
         """Turns texts into arrays of their UTF-8 bytes."""
@@ -115,7 +117,7 @@ class ByteTokenizer:
         _write(folder, engine, {BYTES_MARK: BYTES})
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Tokenizer):
     """A tokenizer of the ``tokenizers`` library, made to treat every text as plain text.
 
     For byte-level BPE (GPT-2 and most of its descendants) decode(encode(text)) == text. Other kinds
@@ -161,7 +163,10 @@ class LibraryTokenizer:
 
     @property
     def token_bytes(self) -> npt.NDArray[np.int64] | None:
-        """Known for byte-level vocabularies, where each letter of a token is one byte."""
+        """UTF-8 bytes each id stands for, ``(vocab_size,)``, 0 for special ids; None: unknown.
+
+        Known for byte-level vocabularies, where each letter of a token is one byte.
+        """
         decoder = json.loads(self._engine.to_str())["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
@@ -172,14 +177,6 @@ class LibraryTokenizer:
             lengths[index] = 0 if added.special else len(added.content.encode("utf-8"))
         return lengths
 
-    def encode(self, text: str) -> list[int]:
-        """Turns a text into ids.
-
-        Raises:
-            DataError: The text holds half a surrogate pair, which UTF-8 cannot hold.
-        """
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns texts into ids on all cores."""
         try:
@@ -189,10 +186,6 @@ class LibraryTokenizer:
                 _utf8(text)  # says which character the library could not take
             raise
         return [encoding.ids for encoding in encodings]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
-        """Turns texts into arrays of ids on all cores."""
-        return [np.array(ids, dtype=np.uint32) for ids in self.encode_batch(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turns ids into text; special ids become their names."""

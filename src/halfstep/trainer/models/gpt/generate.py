@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from halfstep.errors import NonFiniteError
+from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.trainer.models.gpt.gpt import GPT, KeyValueCache
 
 
@@ -98,13 +98,7 @@ def _next_logits(
         caches, seen = model.new_caches(), 0
     window_BT = tokens_BT[:, -model.config.block_size :][:, seen:]
     logits_BV = model.last_logits(window_BT, caches)
-    if not bool(torch.isfinite(logits_BV).all()):
-        raise NonFiniteError(
-            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
-            "damaged, or the range of the compute dtype is too small for them",
-            cause="forward",
-        )
-    return logits_BV, caches
+    return require_finite(logits_BV), caches
 
 
 def sample(
@@ -164,15 +158,33 @@ def _check_arguments(
     if tokens_BT.ndim != 2 or tokens_BT.dtype != torch.int64 or 0 in tokens_BT.shape:
         got = f"{tuple(tokens_BT.shape)} {tokens_BT.dtype}"
         raise ValueError(f"tokens_BT must be int64 of shape (B >= 1, T >= 1), got {got}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be finite and 0 or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
+    check_drawing(max_new_tokens, temperature, top_k, top_p)
     if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
         raise ValueError(f"seed must be in [0, 2**63 - B), got {seed}")
     if stop_token is not None and not 0 <= stop_token < vocab:
         raise ValueError(f"stop_token must be in [0, {vocab}), got {stop_token}")
+
+
+def check_drawing(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    """Raises ConfigError that names the argument of :func:`generate` which is out of range."""
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError(f"temperature must be finite and 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
+
+
+def require_finite(logits_BV: torch.Tensor) -> torch.Tensor:
+    """The logits as they are; a NonFiniteError where there is nothing to draw from."""
+    if not bool(torch.isfinite(logits_BV).all()):
+        raise NonFiniteError(
+            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
+            "damaged, or the range of the compute dtype is too small for them",
+            cause="forward",
+        )
+    return logits_BV

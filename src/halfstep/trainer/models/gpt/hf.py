@@ -1,6 +1,7 @@
 """GPT-2 folders of Hugging Face, both ways: ``config.json`` and ``model.safetensors``.
 
-Only safetensors is read. A pickle (``pytorch_model.bin``) can run code and is never opened.
+Only safetensors is read. A pickle (``pytorch_model.bin``) can run code and is never opened. It is
+done by name and without ``transformers``, whose import would take most of a short generation.
 
 Shapes: C width, H heads, D width of a head (C = H D).
 """
@@ -10,25 +11,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.files import sync, sync_folder
 from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.pretrained.hf_files import WEIGHTS, read_tensors
-from halfstep.trainer.models.pretrained.skeleton import (
-    own_skeleton,
-    refuse_more_layers,
-    require_plain_files,
-)
+from halfstep.trainer.models.pretrained.folder import ADAPTER, WEIGHTS, read_json, read_tensors
+from halfstep.trainer.models.pretrained.hub import require_plain_files
+from halfstep.trainer.models.pretrained.weights import new_folder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,26 +54,27 @@ def load_gpt2(
     config = read_config(
         folder / "config.json", dropout=dropout, activation_checkpointing=activation_checkpointing
     )
-    if (folder / "adapter_config.json").exists():
+    if (folder / ADAPTER).exists():
         raise CheckpointError(
-            f"{folder / 'adapter_config.json'}: adapters are not loaded; merge them into the "
-            "weights first (peft: merge_and_unload)"
+            f"{folder / ADAPTER}: adapters are not loaded; merge them into the weights first "
+            "(peft: merge_and_unload)"
         )
-    found = read_tensors(folder)
-    stored = {name: tensor for name, (tensor, _) in found.items()}
-    refuse_more_layers(folder / "config.json", {"n_layer": config.n_layer}, len(stored))
-    model = own_skeleton(folder, stored, lambda: GPT(config))
+    found: dict[str, torch.Tensor] = {}
+    for full_name, tensor in read_tensors(folder).items():
+        name = full_name.removeprefix("transformer.")
+        if name in found:
+            raise CheckpointError(f"{folder}: tensor {full_name!r} is there twice")
+        found[name] = tensor
+    _check_size(folder, config, found)
+    with torch.device("meta"):
+        model = GPT(config)
     state = {}
     for name, parameter in model.named_parameters():
         theirs = hf_name(name)
-        if theirs not in found:
-            raise CheckpointError(
-                f"{folder}: tensor 'transformer.{theirs}' is in none of its files"
-            )
-        tensor, file = found.pop(theirs)
-        _check_tensor(file, theirs, tensor, hf_shape(name, parameter))
+        tensor = _checked(folder, theirs, found, hf_shape(name, parameter))
         state[name] = from_hf(name, tensor, config.n_head)
-    _check_surplus(found, state["wte.weight"])
+        del found[theirs]
+    _check_surplus(folder, found, state["wte.weight"])
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -102,8 +98,6 @@ def save_gpt2(
             in the model or after rounding to ``dtype`` (the tensor is named).
     """
     folder = Path(folder)
-    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
     if dtype is None:
         dtype = torch.bfloat16
         for i, parameter in enumerate(model.parameters()):
@@ -120,47 +114,54 @@ def save_gpt2(
             )
         tensors[theirs] = tensor.contiguous()
 
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
+    with new_folder(folder) as temporary:
         write_config(temporary / "config.json", model.config, dtype)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # safetensors creates its file for the owner only; give it the permissions of its neighbour.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
-        sync_folder(temporary)
-        temporary.rename(folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_tensor(file: Path, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raises CheckpointError for a tensor that cannot become a parameter without a loss."""
+def _check_size(folder: Path, config: GPTConfig, found: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a model far larger than its weights before anything of it is built."""
+    _checked(folder, "wte.weight", found, (config.vocab_size, config.n_embd))
+    _checked(folder, "wpe.weight", found, (config.block_size, config.n_embd))
+    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
+    _checked(folder, last, found, (config.n_embd,))
+
+
+def _checked(
+    folder: Path, name: str, found: Mapping[str, torch.Tensor], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor; a CheckpointError where it cannot become a parameter without a loss."""
+    if name not in found:
+        raise CheckpointError(
+            f"{folder}: tensor 'transformer.{name}', which config.json means, is in none of its "
+            "files"
+        )
+    tensor = found[name]
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"{file}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json means {shape}"
+            f"{folder}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json means {shape}"
         )
     if tensor.dtype not in _DTYPES:
         allowed = ", ".join(map(str, _DTYPES))
-        raise CheckpointError(f"{file}: tensor {name!r} is {tensor.dtype}, allowed are {allowed}")
+        raise CheckpointError(f"{folder}: tensor {name!r} is {tensor.dtype}, allowed are {allowed}")
     if not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{file}: tensor {name!r} holds NaN or inf")
+        raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
+    return tensor
 
 
-def _check_surplus(rest: dict[str, tuple[torch.Tensor, Path]], wte_VC: torch.Tensor) -> None:
+def _check_surplus(folder: Path, rest: Mapping[str, torch.Tensor], wte_VC: torch.Tensor) -> None:
     """Raises CheckpointError for tensors that our GPT has no place for."""
-    for name, (tensor, file) in rest.items():
+    for name, tensor in rest.items():
         if IGNORED.fullmatch(name):
             continue
         if name != "lm_head.weight":
-            raise CheckpointError(f"{file}: tensor {name!r} has no place in halfstep's GPT")
+            raise CheckpointError(f"{folder}: tensor {name!r} has no place in halfstep's GPT")
         if tensor.shape != wte_VC.shape or not torch.equal(tensor.to(wte_VC.dtype), wte_VC):
             raise CheckpointError(
-                f"{file}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
-                "for both; an untied head cannot be loaded"
+                f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one "
+                "table for both; an untied head cannot be loaded"
             )
 
 
@@ -220,16 +221,7 @@ def read_config(
         CheckpointError: The file cannot be read, describes another network, or holds a value that
             our GPT cannot honour; the message names file, key and value.
     """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} does not exist: a GPT-2 folder has config.json and model.safetensors"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got {type(found).__name__}")
+    found = read_json(file, "a GPT-2 folder has config.json and model.safetensors")
     if found.get("model_type") != "gpt2":
         raise CheckpointError(
             f"{file}: model_type is {found.get('model_type')!r}, only 'gpt2' can be loaded"

@@ -12,20 +12,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types
-def has_autocast(device_type: str) -> bool:
-    """Whether torch has an autocast for ``device_type``: not for "meta".
-
-    A constant to ``torch.compile``, which in torch 2.11 cannot trace the question.
-    """
-    return torch.amp.is_autocast_available(device_type)
+# A constant to ``torch.compile``, which in torch 2.11 cannot trace the question. Its decorator for
+# that, assume_constant_result, would import the compiler: as long as torch itself.
+_WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
 
 
 def autocast_is_on(device_type: str) -> bool:
     """True if autocast is active now for ``device_type``; False where torch has none ("meta")."""
     # is_autocast_enabled raises on device types without autocast, so availability comes first.
-    return has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:

@@ -13,21 +13,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import ConfigError
 from halfstep.trainer.models.losses.classification import class_weights_tensor, classification_loss
 from halfstep.trainer.models.pretrained.folder import open_folder
 from halfstep.trainer.models.pretrained.weights import (
-    head_names,
     load_weights,
     named_state,
     position_limit,
+    refuse_lost,
     repeated_blocks,
     save_model,
-    set_dropout,
 )
 
-ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count", keys_B int64)."""
+ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count")."""
 
 
 def open_classifier(
@@ -65,11 +64,7 @@ def open_classifier(
     if not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
-    model_class = folder.model_class(
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-        "classifier",
-    )
+    model_class = folder.model_class("AutoModelForSequenceClassification", "classifier")
     config = folder.config
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -84,26 +79,12 @@ def open_classifier(
     if getattr(config, "pad_token_id", None) is None:  # GPT-2's classifier looks for the last token
         eos = getattr(config, "eos_token_id", None)
         config.pad_token_id = eos[0] if isinstance(eos, list) else eos
-    if dropout is not None:
-        set_dropout(config, dropout)
-    tensors = folder.tensors()
-    head = head_names(folder, model_class, config, tensors)
-    if not same:
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in head}
-    loaded = load_weights(folder, model_class, config, tensors, torch.float32, seed)
+    loaded = load_weights(
+        folder, model_class, torch.float32, dropout=dropout, keep_head=same, seed=seed
+    )
     # A checkpoint of masked language modelling has no pooler, which is a part of the head.
-    lost = [name for name in loaded.missing if name not in head and ".pooler." not in name]
-    if lost:
-        raise CheckpointError(
-            f"{folder.folder} lacks {len(lost)} weights of the encoder, such as "
-            f"{', '.join(lost[:5])}; it has {len(loaded.unused)} tensors without a place"
-            + (f", such as {', '.join(loaded.unused[:5])}" if loaded.unused else "")
-            + ": config.json and weights are of different models"
-        )
-    if dropout is not None:
-        for module in loaded.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = dropout
+    lost = [n for n in loaded.missing if n not in loaded.head and ".pooler." not in n]
+    refuse_lost(folder, lost, loaded)
     return PretrainedClassifier(
         loaded.model, names, weights_C, label_smoothing, new_parameters=loaded.missing
     )
@@ -151,7 +132,7 @@ class PretrainedClassifier(nn.Module):
         return self.logits(batch)
 
     def logits(self, batch: ClassifierBatch) -> Tensor:
-        """Logits ``(B, C)`` in fp32; labels and keys of the batch are not looked at."""
+        """Logits ``(B, C)`` in fp32; labels of the batch are not looked at."""
         ids_BT, mask_BT = batch[:2]
         out: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
         return out.float()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import ConfigError
-
-HUB_SECONDS = 10.0
-"""Longest wait for the hub's first answer: a machine without a network must not seem to hang."""
+from halfstep.errors import CheckpointError, ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -25,8 +21,7 @@ def resolve_source(
 ) -> Path:
     """The local folder of a model that is named by a folder or by a hub name.
 
-    A hub name is asked for once, with a bound of ``HUB_SECONDS``; where the hub does not answer,
-    or ``HF_HUB_OFFLINE`` is set, an earlier download is taken.
+    Where the hub does not answer, or ``HF_HUB_OFFLINE`` is set, an earlier download is taken.
 
     Args:
         source: A folder, or ``name`` or ``owner/name`` on the hub.
@@ -36,9 +31,24 @@ def resolve_source(
     Raises:
         ConfigError: It is neither; the name or revision does not exist; the hub cannot be reached
             and nothing was downloaded before; or a library is missing.
+        CheckpointError: The folder holds a pipe, a socket or a device, which could not be read.
     """
     text, folder = _place(source, revision)
-    return folder or _downloaded(text, revision or "main", trust_remote_code)
+    folder = folder or _downloaded(text, revision or "main", trust_remote_code)
+    nested = folder / "0_Transformer"  # older folders of sentence-transformers
+    if not (folder / "config.json").exists() and (nested / "config.json").exists():
+        folder = nested
+    require_plain_files(folder)
+    return folder
+
+
+def require_plain_files(folder: Path) -> None:
+    """Raises CheckpointError for a pipe, a socket or a device: to read one would wait for ever."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(
+                f"{path} is not a regular file; a model is read from plain files only: remove it"
+            )
 
 
 def pin(
@@ -88,17 +98,11 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
     hub = require("huggingface_hub")
     errors = hub.errors
     patterns = [*_FILES, "*.py"] if trust_remote_code else list(_FILES)
-    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
-    offline = bool(hub.is_offline_mode())
+    if ".." in revision or Path(revision).is_absolute():
+        raise ConfigError(f"revision {revision!r} is not a branch, tag or commit")
     try:
         with _no_bars(hub):
-            if not offline:
-                # One request that is bounded; a download would try again and again.
-                wanted["revision"] = _commit(hub, name, revision)
-                folder = Path(hub.snapshot_download(name, **wanted))
-                _note(folder, revision)
-                return folder
-            return Path(hub.snapshot_download(name, local_files_only=True, **wanted))
+            return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise ConfigError(
             f"model {name!r} is gated: accept its terms on its hub page, then run `hf auth login`"
@@ -110,64 +114,15 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
             f"model {name!r} is neither an existing folder nor a name on the hub (private names "
             "need `hf auth login`)"
         ) from error
-    except Exception as error:
-        # httpx, OSError, LocalEntryNotFoundError, OfflineModeIsEnabled, ...: no answer.
-        if not offline:
-            try:
-                wanted["revision"] = revision
-                return Path(hub.snapshot_download(name, local_files_only=True, **wanted))
-            except Exception:
-                pass
-        why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({_line(error)})"
+    except Exception as error:  # no answer, in whichever way, and no earlier download
+        offline = hub.is_offline_mode()
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({line})"
         raise ConfigError(
             f"model {name!r} is not a folder here, is not in the download cache, and {why}. Where "
             f"there is a network, run `hf download {name} --local-dir DIR`, bring DIR here and "
             "give it as the model"
         ) from error
-
-
-def _commit(hub: Any, name: str, revision: str) -> str:
-    """The commit that a revision is now, or TimeoutError after ``HUB_SECONDS``.
-
-    In a thread of its own, as a request's own limit holds for each address of the hub and not for
-    the look-up of its name.
-    """
-    found: list[str] = []
-    failed: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            info = hub.HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
-            found.append(info.sha or revision)
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_SECONDS)
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"no answer in {HUB_SECONDS:g} seconds")
-    return found[0]
-
-
-def _note(folder: Path, revision: str) -> None:
-    """Notes in the cache which commit a branch or tag was, as the library does for its own calls.
-
-    A download by commit leaves no such note, and without the hub the name would not be found.
-    """
-    refs = folder.parent.parent / "refs"
-    ref = refs / revision
-    known = folder.parent.name != "snapshots" or revision == folder.name
-    if known or ".." in revision or not ref.is_relative_to(refs):
-        return
-    # A shared cache may be read-only; the model is there all the same.
-    with suppress(OSError):
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        part = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
-        part.write_text(folder.name)
-        part.replace(ref)
 
 
 def require(module: str) -> Any:
@@ -196,7 +151,8 @@ def require(module: str) -> Any:
         return huggingface_hub
     except ImportError as error:
         raise ConfigError(
-            f"pretrained models need {module}, which is missing: pip install 'halfstep[hf]'"
+            f"fine-tuning and pretrained models need {module}, which is missing: "
+            "pip install 'halfstep[hf]'"
         ) from error
 
 
@@ -223,8 +179,3 @@ def _no_bars(hub: Any) -> Iterator[None]:
     finally:
         if not off:
             hub.utils.enable_progress_bars()
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, at most 120 characters."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -12,7 +12,6 @@ Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
+from halfstep.errors import ConfigError
+from halfstep.trainer.models.gpt.generate import check_drawing, require_finite
 from halfstep.trainer.models.losses.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
 from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
 from halfstep.trainer.models.pretrained.hub import require
@@ -31,9 +31,9 @@ from halfstep.trainer.models.pretrained.weights import (
     load_weights,
     named_state,
     position_limit,
+    refuse_lost,
     repeated_blocks,
     save_model,
-    set_dropout,
 )
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -62,11 +62,9 @@ def open_causal_lm(
         CheckpointError: A damaged folder, or one that lacks weights.
     """
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
-    model_class = folder.model_class(
-        "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model"
-    )
+    model_class = folder.model_class("AutoModelForCausalLM", "causal language model")
     config = folder.config
-    masked = folder.has_class("MODEL_FOR_MASKED_LM_MAPPING")
+    masked = folder.has_class("AutoModelForMaskedLM")
     if getattr(config, "is_encoder_decoder", False) or (
         masked and not getattr(config, "is_decoder", False)
     ):
@@ -74,26 +72,16 @@ def open_causal_lm(
             f"{folder.folder}: {config.model_type!r} is an encoder, which sees the tokens that it "
             "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
         )
-    if dropout is not None:
-        set_dropout(config, dropout)
-    tensors = folder.tensors()
-    loaded = load_weights(folder, model_class, config, tensors, stored_dtype(tensors))
-    if loaded.missing:
-        raise CheckpointError(
-            f"{folder.folder} lacks {len(loaded.missing)} weights, such as "
-            f"{', '.join(loaded.missing[:5])}; it has {len(loaded.unused)} tensors without a place"
-            + (f", such as {', '.join(loaded.unused[:5])}" if loaded.unused else "")
-        )
-    for module in loaded.model.modules():
-        if dropout is not None and isinstance(module, nn.Dropout):
-            module.p = dropout
+    dtype = stored_dtype(folder.tensors)
+    loaded = load_weights(folder, model_class, dtype, dropout=dropout)
+    refuse_lost(folder, loaded.missing, loaded)
     for module in loaded.model.modules():  # it would look at the ids of each step, on their device
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _no_warning
     if gradient_checkpointing:
         with quiet():
             loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return PretrainedLM(loaded.model, Traits.of(loaded.model, stored_dtype(tensors)))
+    return PretrainedLM(loaded.model, Traits.of(loaded.model, dtype))
 
 
 class PretrainedLM(nn.Module):
@@ -367,7 +355,19 @@ def generate_ids(
         ConfigError: An argument is out of range, or the prompt leaves no position to write at.
         NonFiniteError: The model's logits hold NaN or inf.
     """
-    room = _check(lm, prompt, max_new_tokens, temperature, top_k, top_p, seed)
+    check_drawing(max_new_tokens, temperature, top_k, top_p)
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be in [0, 2**63), got {seed}")
+    if not prompt:
+        raise ConfigError("the prompt is empty; give at least one token")
+    limit, room = lm.max_length, max_new_tokens
+    if limit is not None and len(prompt) >= limit:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens and the model {limit} positions, which leaves "
+            "none to write at; shorten the prompt"
+        )
+    if limit is not None:
+        room = min(room, limit - len(prompt))
     if not room:
         return []
     transformers = require("transformers")
@@ -395,7 +395,9 @@ def generate_ids(
                 input_ids=ids_1T,
                 attention_mask=torch.ones_like(ids_1T),
                 generation_config=config,
-                logits_processor=transformers.LogitsProcessorList([_finite]),
+                logits_processor=transformers.LogitsProcessorList(
+                    [lambda _, logits: require_finite(logits)]
+                ),
                 stopping_criteria=transformers.StoppingCriteriaList([_Ends(len(prompt), ends)]),
             )
     finally:
@@ -421,44 +423,5 @@ class _Ends:
 
 
 def _finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
-    """The logits as they are, if there is something to draw from."""
-    if not bool(torch.isfinite(logits_BV).all()):
-        raise NonFiniteError(
-            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
-            "damaged, or the range of the compute dtype is too small for them",
-            cause="forward",
-        )
-    return logits_BV
-
-
-def _check(
-    lm: PretrainedLM,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-) -> int:
-    """How many ids can be written; raises ConfigError for arguments out of range."""
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"temperature must be finite and 0 or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be 1 or more, or None for all tokens, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be in [0, 2**63), got {seed}")
-    if not prompt:
-        raise ConfigError("the prompt is empty; give at least one token")
-    limit = lm.max_length
-    if limit is None:
-        return max_new_tokens
-    if len(prompt) >= limit:
-        raise ConfigError(
-            f"the prompt has {len(prompt)} tokens and the model {limit} positions, which leaves "
-            "none to write at; shorten the prompt"
-        )
-    return min(max_new_tokens, limit - len(prompt))
+    """What ``transformers`` asks before it draws."""
+    return require_finite(logits_BV)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,23 +62,35 @@ def add_lora(
             f"LoRA needs r >= 1, alpha > 0 and dropout in [0, 1), got r = {r}, alpha = {alpha}, "
             f"dropout = {dropout}"
         )
-    wanted = _wanted(peft, lm, tuple(targets))
-    names = _matched(lm.core, wanted)
+    layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
+    names = [name for name, _ in lm.core.named_modules()]
+    for target in targets:
+        if target != ALL_LINEAR and not any(f".{n}".endswith(f".{target}") for n in names):
+            raise ConfigError(
+                f"no layer has the LoRA target {target!r}. Layers: {layers}; or {ALL_LINEAR!r}"
+            )
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=wanted if isinstance(wanted, str) else list(wanted),
-        # GPT-2 stores its matrices (in, out), where nn.Linear has (out, in).
-        fan_in_fan_out=any(_is_conv1d(lm.core.get_submodule(name)) for name in names),
+        target_modules=ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None,
     )
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model = peft.get_peft_model(lm.core, config, autocast_adapter_dtype=True)
-        except ValueError as error:  # a layer that matched by name but is of another kind
-            raise ConfigError(f"peft cannot put LoRA there: {first_line(error)}") from error
+        except ValueError as error:  # no default, or a layer of another kind
+            raise ConfigError(
+                f"peft cannot put LoRA there: {first_line(error)}. Name targets; layers: {layers}; "
+                f"or {ALL_LINEAR!r}"
+            ) from error
+    table = lm.core.get_input_embeddings()
+    if any(layer.get_base_layer().weight is table.weight for layer in _layers(model)):
+        raise ConfigError(
+            "the head shares its table with the embedding, so an adapter of it could not be "
+            "merged; name other LoRA targets"
+        )
     return LoraLM(lm, model)
 
 
@@ -140,7 +151,7 @@ def open_adapted_lm(
         revision=revision,
     )
     lora = add_lora(lm, r, alpha, drop, targets)
-    tensors = {k: v.clone() for k, v in read_safetensors(folder / ADAPTER_WEIGHTS).items()}
+    tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
     bad = sorted(set(wanted) ^ set(tensors)) or sorted(
         k for k in wanted if wanted[k].shape != tensors[k].shape
@@ -155,64 +166,12 @@ def open_adapted_lm(
     return lora
 
 
-def _wanted(peft: Any, lm: PretrainedLM, targets: tuple[str, ...]) -> tuple[str, ...] | str:
-    """Names, or endings of names, of the layers to adapt; a text is a pattern of ``peft``'s."""
-    if targets == (ALL_LINEAR,):
-        head = lm.core.get_output_embeddings()
-        return tuple(n for n in _linears(lm.core) if lm.core.get_submodule(n) is not head)
-    if targets:
-        return targets
-    table = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    found = table.get(lm.core.config.model_type)
-    if found is None:
-        raise ConfigError(
-            f"peft has no default targets for {lm.core.config.model_type!r}; name them, or "
-            f"{ALL_LINEAR!r}. Layers: {_endings(lm.core)}"
-        )
-    return found if isinstance(found, str) else tuple(found)
-
-
-def _matched(core: Any, wanted: tuple[str, ...] | str) -> list[str]:
-    """The names of the layers that the targets mean; a ConfigError for a target without one."""
-    linears = _linears(core)
-    if isinstance(wanted, str):
-        names = [name for name in linears if re.fullmatch(wanted, name)]
-        lost = [] if names else [wanted]
-    else:
-        by_target = {t: [n for n in linears if n == t or n.endswith(f".{t}")] for t in wanted}
-        lost = [target for target, found in by_target.items() if not found]
-        names = [name for found in by_target.values() for name in found]
-    if lost:
-        raise ConfigError(
-            f"no layer has the LoRA target {', '.join(map(repr, lost))}. Layers: {_endings(core)}; "
-            f"or {ALL_LINEAR!r}"
-        )
-    head, table = core.get_output_embeddings(), core.get_input_embeddings()
-    tied = head is not None and head.weight is table.weight
-    if tied and any(core.get_submodule(name) is head for name in names):
-        raise ConfigError(
-            "the head shares its table with the embedding, so an adapter of it could not be "
-            "merged; name other LoRA targets"
-        )
-    return names
-
-
-def _endings(core: Any) -> str:
-    """The last parts of the names of the layers, for an error."""
-    return ", ".join(sorted({name.rpartition(".")[2] for name in _linears(core)}))
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is GPT-2's linear layer, whose matrix is (in, out)."""
-    return type(module).__name__ == "Conv1D"
-
-
 def _linears(core: Any) -> list[str]:
-    """Names of the matrices that adapters can stand beside, the head's too."""
+    """Names of the matrices that adapters can stand beside: Conv1D is GPT-2's linear layer."""
     return [
         name
         for name, module in core.named_modules()
-        if isinstance(module, nn.Linear) or _is_conv1d(module)
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     ]
 
 

@@ -12,10 +12,8 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json
-from halfstep.trainer.models.pretrained.foreign_config import refuse_code
+from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json, refuse_code
 from halfstep.trainer.models.pretrained.hub import require, resolve_source
-from halfstep.trainer.models.pretrained.skeleton import require_plain_files
 
 _NO_LIMIT = 10**9
 """What ``transformers`` writes for "no limit" is larger (1e30)."""
@@ -44,13 +42,9 @@ def open_tokenizer(
         CheckpointError: The folder has no tokenizer, or a damaged one.
     """
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
-    nested = folder / "0_Transformer"  # older folders of sentence-transformers
-    if not (folder / "tokenizer_config.json").exists() and nested.is_dir():
-        folder = nested
-    require_plain_files(folder)
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists():
-            refuse_code(folder / name, read_json(folder / name, ""), trust_remote_code)
+            refuse_code(folder / name, read_json(folder / name), trust_remote_code)
     transformers = require("transformers")
     with quiet():
         try:

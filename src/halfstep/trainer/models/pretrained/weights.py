@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ from halfstep.trainer.models.pretrained.folder import (
     first_line,
     quiet,
     read_json,
-    require_finite,
 )
-from halfstep.trainer.models.pretrained.foreign_config import without_methods
 from halfstep.trainer.models.pretrained.hub import require
-from halfstep.trainer.models.pretrained.skeleton import skeleton
 
 _GENERATION = "generation_config.json"
+_SLACK = 10**8
+"""Weights that a model may have beyond three times the stored ones: a new head's."""
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
@@ -44,36 +41,52 @@ class Loaded:
     """Parameters that were drawn, sorted."""
     unused: tuple[str, ...]
     """Tensors of the folder that have no place in the model, sorted."""
+    head: frozenset[str]
+    """Names of the model's tensors that are not its base model's."""
 
 
 def load_weights(
     folder: PretrainedFolder,
     model_class: Any,
-    config: Any,
-    tensors: dict[str, Tensor],
     dtype: torch.dtype,
+    *,
+    dropout: float | None = None,
+    keep_head: bool = True,
     seed: int = 0,
 ) -> Loaded:
-    """A model with these tensors; parameters without one are drawn from ``seed``.
+    """A model with the folder's tensors; parameters without one are drawn from ``seed``.
 
-    The caller's generators are left as they are. Attention is ``sdpa`` where the model has it,
-    else ``eager``, whatever ``config.json`` names (it may name code on the hub).
+    The caller's generators are left as they are. ``transformers`` is given the tensors and not the
+    folder: it does the renaming, splitting and tying that an architecture asks for.
+
+    Args:
+        folder: What to load.
+        model_class: What to build.
+        dtype: Of the parameters.
+        dropout: All the model's dropout probabilities; None keeps its own.
+        keep_head: Whether the folder's own head is wanted, or a new one.
+        seed: Of what is drawn.
 
     Raises:
         CheckpointError: A tensor has another shape than its parameter, or holds NaN or inf.
-        ConfigError: The model cannot be built.
+        ConfigError: The model cannot be built, or ``dropout`` is not in [0, 1).
     """
-    _skeleton(folder, model_class, config, tensors)
-    build = partial(_build, model_class, config, tensors, dtype, seed)
-    try:
-        try:
-            model, info = build("sdpa")
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model, info = build("eager")
-    except Exception as error:  # transformers raises many kinds
-        raise _unbuilt(folder, model_class, error) from error
+    if dropout is not None:
+        set_dropout(folder.config, dropout)
+    bare = _skeleton(folder, model_class)
+    prefix = f"{bare.base_model_prefix}."
+    head = {name for name in bare.state_dict() if not name.startswith(prefix)}
+    kept = {name: t for name, t in folder.tensors.items() if keep_head or name not in head}
+    with _built(folder, model_class), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, info = model_class.from_pretrained(
+            None,
+            config=folder.config,
+            state_dict=kept,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # which is reported by name below
+            output_loading_info=True,
+        )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise CheckpointError(
             f"{folder.folder}: tensor {name!r} has shape {tuple(stored)}, config.json means "
@@ -81,42 +94,58 @@ def load_weights(
         )
     if info["error_msgs"]:
         raise CheckpointError(f"{folder.folder}: {' '.join(str(info['error_msgs']).split())}")
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
+    for module in model.modules():
+        if dropout is not None and isinstance(module, nn.Dropout):
+            module.p = dropout  # of layers that no setting names
     model.name_or_path = model.config.name_or_path = folder.name
-    require_finite(model, folder.folder)
     if model.can_generate() and (folder.folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder.folder)
-    return Loaded(
-        model, tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"]))
-    )
+    missing, unused = (tuple(sorted(info[k])) for k in ("missing_keys", "unexpected_keys"))
+    return Loaded(model, missing, unused, frozenset(head))
 
 
-def _build(
-    model_class: Any,
-    config: Any,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-    seed: int,
-    attention: str,
-) -> tuple[Any, dict[str, Any]]:
-    """The model and ``transformers``' account of names, without a trace in the caller's state."""
-    with quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(tensors),
-            dtype=dtype,
-            attn_implementation=attention,
-            ignore_mismatched_sizes=True,  # which load_weights reports by name
-            output_loading_info=True,
+def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
+    """The model on torch's ``meta`` device: names and shapes, no memory.
+
+    Raises:
+        CheckpointError: The configuration means far more weights than the folder holds.
+        ConfigError: The model cannot be built.
+    """
+    with _built(folder, model_class), torch.device("meta"):
+        model = model_class(folder.config)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(tensor.numel() for tensor in folder.tensors.values())
+    if wanted > 3 * stored + _SLACK:
+        raise CheckpointError(
+            f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
+            f"holds {stored:,}: configuration and weights are of different models"
         )
-    return model, info
+    return model
+
+
+@contextmanager
+def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
+    """Turns whatever ``transformers`` raises while it builds a model into a ConfigError."""
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        raise ConfigError(
+            f"{folder.folder}: {model_class.__name__} cannot be built: {first_line(error)}"
+        ) from error
 
 
 def _generation_config(folder: Path) -> Any:
-    """How the model's author means it to generate."""
+    """How the model's author means it to generate; no entry may stand in place of a method."""
     settings = require("transformers").GenerationConfig
-    found = without_methods(read_json(folder / _GENERATION, ""), settings)
+    found = {
+        key: value
+        for key, value in read_json(folder / _GENERATION).items()
+        if not key.startswith("__") and not callable(getattr(settings, key, None))
+    }
     with quiet():
         try:
             return settings.from_dict(found)
@@ -124,37 +153,16 @@ def _generation_config(folder: Path) -> Any:
             raise CheckpointError(f"{folder / _GENERATION}: {first_line(error)}") from error
 
 
-def head_names(
-    folder: PretrainedFolder, model_class: Any, config: Any, tensors: Mapping[str, Tensor]
-) -> set[str]:
-    """The names of tensors that are not the base model's: those of its head.
-
-    Raises:
-        ConfigError: The model cannot be built.
-        CheckpointError: The configuration means far more weights than the folder holds.
-    """
-    found = _skeleton(folder, model_class, config, tensors)
-    prefix = f"{found.base_model_prefix}."
-    return {name for name in found.state_dict() if not name.startswith(prefix)}
-
-
-def _skeleton(
-    folder: PretrainedFolder, model_class: Any, config: Any, tensors: Mapping[str, Tensor]
-) -> Any:
-    """The model without memory, or an error of ours."""
-    with quiet():
-        try:
-            return skeleton(folder.folder, model_class, config, tensors)
-        except CheckpointError:
-            raise
-        except Exception as error:  # transformers raises many kinds
-            raise _unbuilt(folder, model_class, error) from error
-
-
-def _unbuilt(folder: PretrainedFolder, model_class: Any, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{folder.folder}: {model_class.__name__} cannot be built: {first_line(error)}"
-    )
+def refuse_lost(folder: PretrainedFolder, lost: Sequence[str], loaded: Loaded) -> None:
+    """Raises CheckpointError where a model lacks weights, with what the folder has instead."""
+    unused = loaded.unused
+    if lost:
+        raise CheckpointError(
+            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
+            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
+            + (f", such as {', '.join(unused[:5])}" if unused else "")
+            + ": config.json and weights are of different models"
+        )
 
 
 def set_dropout(config: Any, dropout: float) -> None:
@@ -227,7 +235,8 @@ def save_model(
     kinds = {tensor.dtype for tensor in out.values() if tensor.is_floating_point()}
     written = kinds.pop() if len(kinds) == 1 else torch.float32
     with quiet(), torch.device("meta"):
-        bare = model_class(model.config)  # without wrappers, hooks and adapters
+        # without wrappers, hooks and adapters; its dtype is what config.json will name
+        bare = model_class(model.config).to(written)
     with new_folder(folder) as temporary:
         with quiet():
             if getattr(model, "generation_config", None) is not None and model.can_generate():
@@ -236,11 +245,7 @@ def save_model(
                     model.generation_config.validate(strict=True)
                     bare.generation_config = model.generation_config
             bare.save_pretrained(temporary, state_dict=out)
-        file = temporary / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config["dtype"] = str(written).removeprefix("torch.")
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        mode = file.stat().st_mode
+        mode = (temporary / "config.json").stat().st_mode
         for path in temporary.glob("*.safetensors"):
             path.chmod(mode)  # safetensors creates its files for the owner only
 

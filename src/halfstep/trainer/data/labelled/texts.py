@@ -1,0 +1,308 @@
+"""Inputs become texts, and their labels where they have some, each checked where it stands.
+
+The columns are found by the names that people give them, or taken by name or number as asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from halfstep.errors import DataError
+from halfstep.trainer.data.labelled.config import LabelledConfig, check_column, column_number
+from halfstep.trainer.data.records import (
+    Record,
+    Records,
+    is_text,
+    open_records,
+    parse_objects,
+    read_lines,
+)
+
+TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post")
+LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target")
+
+STREAM = "standard input"
+
+
+class Column(NamedTuple):
+    """What to look for."""
+
+    what: str
+    """``text`` or ``label``; ``--text-column`` sets the one."""
+    given: str
+    """Name or number that was asked for; empty means: look for a usual name."""
+    usual: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """The option of the command line that sets the column."""
+        return f"--{self.what}-column"
+
+
+@dataclass(slots=True)
+class NamedTexts:
+    """Texts with the names of their labels, of one or several inputs."""
+
+    texts: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    first: dict[str, str] = field(default_factory=dict)
+    """Where each label stands for the first time, as messages word it."""
+    dropped: int = 0
+    """Empty texts that were left out."""
+
+
+def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:
+    """Reads all inputs of one role in order.
+
+    Args:
+        inputs: ``config.train``, ``config.dev``, or others like them.
+        config: Which columns to take, and whether to drop empty texts.
+        role: ``train``, ``dev`` or ``test``, for messages and for the usual split of a dataset.
+
+    Returns:
+        At least one text; strings that are UTF-8 and not blank.
+
+    Raises:
+        DataError: An input cannot be read, or a text or a label in it cannot be used; the message
+            names the place.
+    """
+    found = NamedTexts()
+    columns = (
+        Column("text", config.text_column, TEXT_COLUMNS),
+        Column("label", config.label_column, LABEL_COLUMNS),
+    )
+    header = all(column_number(column.given) is None for column in columns)
+    for given in inputs:
+        _read_one(open_records(given, role, header=header), columns, config.drop_empty, found)
+    if not found.texts:
+        dropped = f" (all {found.dropped} are empty)" if found.dropped else ""
+        raise DataError(f"{role}: no texts in {', '.join(inputs)}{dropped}; add some")
+    return found
+
+
+def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[int, str]]:
+    """Yields (number of the record from 1, text) as the texts are asked for.
+
+    Args:
+        source: A file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
+            its first line that is not blank begins a JSON object, else one text a line.
+        text_column: Name of the column, or its number (from 1) in a table without header; empty
+            means: look for a usual name.
+
+    Yields:
+        Texts that are not blank, without the line end.
+
+    Raises:
+        ConfigError: ``text_column`` is 0.
+        DataError: Something cannot be read, or a text is empty; the message names the line.
+    """
+    check_column("text_column", text_column)
+    if not isinstance(source, Path):
+        records = _open_stream(source)
+    elif source.suffix.lower() == ".txt":
+        records = _plain(read_lines(source), str(source))
+    else:
+        records = open_records(str(source), "test", header=column_number(text_column) is None)
+    return _texts(records, Column("text", text_column, TEXT_COLUMNS))
+
+
+def label_name(value: Any) -> str:
+    """Turns a label into a name: strings as they are, 3 into "3", true into "true".
+
+    Raises:
+        ValueError: It is no string, integer or boolean, or an empty or broken string; the message
+            says which.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("the label is empty; give every text a label")
+        if not is_text(value):
+            raise ValueError("the label holds half a surrogate pair (\\ud800 to \\udfff); mend it")
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    kind = "null" if value is None else type(value).__name__
+    raise ValueError(f"the label must be a string, an integer or a boolean, got {kind}")
+
+
+def _read_one(
+    records: Records, columns: tuple[Column, ...], drop_empty: bool, found: NamedTexts
+) -> None:
+    known: dict[Any, str] = {}
+    first_empty, empty = "", 0
+    for place, (text, value) in _values(records, columns):
+        _check_text(text, place)
+        # 1 and True are one key of a dict, so only strings are looked up.
+        label = known.get(value) if type(value) is str else None
+        if label is None:
+            try:
+                label = label_name(value)
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from None
+            label = known.setdefault(label, label)  # one object for all texts of a class
+        if not text or text.isspace():
+            first_empty, empty = first_empty or place, empty + 1
+            continue
+        if label not in found.first:
+            found.first[label] = place
+        found.texts.append(text)
+        found.labels.append(label)
+    if empty and not drop_empty:
+        raise DataError(
+            f"{first_empty}: the text is empty, and so are {empty} in all in this input; remove "
+            f"them, or leave them out with --data.drop_empty true (evaluate: --drop-empty)"
+        )
+    found.dropped += empty
+
+
+def _texts(records: Records, column: Column) -> Iterator[tuple[int, str]]:
+    for count, (place, (text,)) in enumerate(_values(records, (column,)), 1):
+        _check_text(text, place)
+        if not text or text.isspace():
+            raise DataError(f"{place}: the text is empty, so nothing can be predicted; remove it")
+        yield count, text
+
+
+def _check_text(text: object, place: str) -> None:
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise DataError(f"{place}: the text must be a string, got {kind}")
+    if not is_text(text):
+        raise DataError(
+            f"{place}: the text holds half a surrogate pair, or bytes that are not UTF-8; mend it"
+        )
+
+
+def _open_stream(stream: TextIO) -> Records:
+    lines = _stream_lines(stream)
+    seen: list[tuple[int, str]] = []
+    for number, line in lines:
+        seen.append((number, line))
+        if line.strip():
+            break
+    together = chain(seen, lines)
+    if seen and seen[-1][1].lstrip().startswith("{"):
+        return Records(STREAM, parse_objects(together, STREAM))
+    return _plain(together, STREAM)
+
+
+def _stream_lines(stream: TextIO) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        while line := stream.readline():
+            number += 1
+            yield number, line.removeprefix("\ufeff") if number == 1 else line
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{STREAM}: not UTF-8 after line {number}: {error.reason}; convert it to UTF-8"
+        ) from None
+
+
+def _plain(lines: Iterator[tuple[int, str]] | chain[tuple[int, str]], name: str) -> Records:
+    return Records(
+        name, ((f"{name}:{n}", [line.removesuffix("\n").removesuffix("\r")]) for n, line in lines)
+    )
+
+
+def _values(records: Records, columns: tuple[Column, ...]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields (place, values of the wanted columns) of every record; all lists, or all objects."""
+    first = next(records.rows, None)
+    if first is None:
+        return
+    keys = _keys(records, *first, columns)
+    kind, width = type(first[1]), len(first[1])
+    for place, record in chain([first], records.rows):
+        if type(record) is not kind:
+            raise DataError(f"{place}: a list among objects, or an object among lists; write alike")
+        if kind is list and len(record) != width:
+            raise DataError(f"{place}: {len(record)} values where the first has {width}; mend it")
+        try:
+            yield place, [record[key] for key in keys]
+        except KeyError as error:
+            listed = ", ".join(sorted(record)[:5]) or "none"
+            raise DataError(
+                f"{place}: no field {error.args[0]!r}, which the first record has (fields here: "
+                f"{listed}); add it"
+            ) from None
+
+
+def _keys(records: Records, place: str, record: Record, columns: tuple[Column, ...]) -> list[Any]:
+    """Finds the places in a list, or the fields of an object, that hold the wanted columns."""
+    if isinstance(record, dict):
+        return _by_name(place, tuple(record), columns, table=False)
+    if not isinstance(record, list):
+        raise DataError(
+            f"{place}: a JSON {type(record).__name__}, neither list nor object; write "
+            f'[["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
+        )
+    if records.header is None:
+        return _by_number(place, record, columns)
+    names = _by_name(f"{records.name}:1", records.header, columns, table=True)
+    return [records.header.index(name) for name in names]
+
+
+def _by_name(
+    where: str, names: tuple[str, ...], columns: tuple[Column, ...], *, table: bool
+) -> list[str]:
+    keys: list[str] = []
+    for column in columns:
+        what, given = column.what, column.given
+        found = [
+            n for n in names if n == given or (not given and n.strip().casefold() in column.usual)
+        ]
+        if len(found) == 1 and found[0] not in keys:
+            keys.append(found[0])
+            continue
+        listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+        here = f"columns here: {listed or 'none'}"
+        if len(found) > 1:
+            same = "the same name" if len(set(found)) == 1 else " and ".join(map(repr, found))
+            why = f"several columns could hold the {what} ({same}; {here})"
+            raise DataError(f"{where}: {why}; give {column.flag} NAME")
+        missing = f"no column {given!r}" if given else f"no column that usually holds the {what}"
+        hint = _table_hint(names) if table else ""
+        raise DataError(f"{where}: {missing} ({here}); give {column.flag} NAME{hint}")
+    return keys
+
+
+def _table_hint(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        for separator, word in ((";", "';'"), ("\t", "tabs"), (",", "commas"), ("|", "'|'")):
+            if separator in names[0]:
+                return f"; the fields seem to be separated by {word}: save with commas as .csv"
+    return ", or its number (from 1) where the table has no header"
+
+
+def _by_number(place: str, record: list[Any], columns: tuple[Column, ...]) -> list[int]:
+    """Takes columns of lists without names: the given numbers, or all there are in order."""
+    keys: list[int] = []
+    for order, column in enumerate(columns, 1):
+        number = column_number(column.given) if column.given else order
+        if number is None:
+            why = f"lists have no column {column.given!r}; leave {column.flag} out or give a number"
+            raise DataError(f"{place}: {why} (from 1)")
+        if not column.given and len(record) != len(columns):
+            why = f"{len(record)} values where {len(columns)} are needed"
+            raise DataError(f"{place}: {why}; give the number (from 1) of {column.flag}")
+        if number > len(record):
+            why = f"{column.flag} {number}, but there are {len(record)} columns"
+            raise DataError(f"{place}: {why}; give a smaller number")
+        keys.append(number - 1)
+    if len(set(keys)) < len(keys):
+        raise DataError(f"{place}: text and label are one column; give both numbers")
+    cells = [record[key] for key in keys]
+    if all(
+        column.given and isinstance(cell, str) and cell.strip().casefold() in column.usual
+        for column, cell in zip(columns, cells, strict=True)
+    ):
+        raise DataError(
+            f"{place}: looks like a header ({', '.join(map(repr, cells))}); give the columns by "
+            f"name instead of number"
+        )
+    return keys

@@ -1,1 +1,0 @@
-"""A text classifier that is trained from scratch."""

@@ -1,0 +1,127 @@
+"""A run from its first line to its last: what the commands and :class:`halfstep.Trainer` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from halfstep.errors import NonFiniteError
+from halfstep.trainer.checkpoint.commit import passed_over
+from halfstep.trainer.loop import Tick, train
+from halfstep.trainer.run.folder import (
+    CHECKPOINTS,
+    create_run,
+    finish_run,
+    reopen_run,
+    run_config,
+    write_config,
+)
+from halfstep.trainer.run.metrics import MetricsSink, open_sinks
+from halfstep.trainer.run.resume import resume
+from halfstep.trainer.session import Session
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        last: The last step; None where there was nothing left to do.
+        written: What the run leaves to its user, in words; empty for nothing, and on other ranks.
+    """
+
+    last: Tick | None
+    written: str
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended it early, with a checkpoint."""
+        return self.last is not None and self.last.stopped_by.startswith("SIG")
+
+
+def execute(
+    session: Session,
+    path: Path,
+    say: Say,
+    ticked: Callable[[Tick], None],
+    *,
+    resuming: bool = False,
+    sinks: Sequence[MetricsSink] = (),
+) -> Outcome:
+    """Train a session to its end in its run folder; all ranks together.
+
+    Args:
+        session: New.
+        path: The run folder: fresh, or of the run to go on with.
+        say: Takes a line for the user.
+        ticked: Called after each step, on every rank.
+        resuming: Go on from the folder's newest checkpoint.
+        sinks: Take rank 0's records, besides those that the configuration names; closed at the end.
+
+    Raises:
+        HalfstepError: As :func:`halfstep.trainer.loop.train`. After a NonFiniteError the best state
+            is written all the same, where the task keeps it, and the message says where.
+    """
+    world = session.world
+    _introduce(session, say)
+    opened = reopen_run if resuming else partial(create_run, session=session)
+    folder = world.main_only(lambda: opened(path))
+    every = [*sinks] if world.is_main else []
+    last, written = None, ""
+    try:
+        if resuming:
+            _go_on(session, path, say)
+        if world.is_main:
+            every += open_sinks(session.config.run.report_to, path, session.step + 1)
+        for tick in train(session, path):
+            for sink in every:
+                sink.write(tick.record)
+            ticked(tick)
+            last = tick
+        outcome = Outcome(last, "")
+        if not outcome.interrupted:
+            written = world.main_only(lambda: finish_run(session, path)) or ""
+    except NonFiniteError as error:
+        if session.best is None or not session.task.keeps_best:
+            raise
+        best = world.main_only(lambda: finish_run(session, path))
+        message = f"{error}; the best state before it: {best}"
+        raise NonFiniteError(message, cause=error.cause, parameters=error.parameters) from error
+    finally:
+        session.task.close()
+        for sink in every:
+            sink.close()
+        if folder is not None:
+            folder.close()
+    return Outcome(last, written)
+
+
+def _introduce(session: Session, say: Say) -> None:
+    """Say what is trained, on what, how and in which arithmetic."""
+    config, support, size = session.config, session.precision.support, session.world.size
+    layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
+    say(
+        f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
+        f"({support.status}: {support.reason})"
+    )
+    notes = [*session.task.notes]
+    if config.run.compile and support.status == "simulated":
+        notes.append("--compile has no effect: torch compiles nothing around a simulation")
+    for note in notes:
+        say(f"note: {note}")
+
+
+def _go_on(session: Session, path: Path, say: Say) -> None:
+    """Bring a new session to where its run was left, and say so."""
+    before, now = run_config(path).precision, session.config.precision
+    origin = resume(session, path / CHECKPOINTS)
+    session.world.main_only(lambda: write_config(path, session.config))
+    say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+    for other in passed_over(path / CHECKPOINTS):
+        say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
+    if before != now:
+        say(f"the precision changes from {before} to {now}")

@@ -1,0 +1,389 @@
+"""Training a module of the user's own, on data of the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from halfstep.distributed.data.reducer import broadcast_
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.plan import ParallelPlan, plan_of
+from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
+from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.config.finetune import ModuleConfig
+from halfstep.trainer.data.labelled.length_batches import EpochBatches
+from halfstep.trainer.evaluate import Evaluation, Judge
+from halfstep.trainer.run.model_folder import matrix_parameters, replace_folder
+from halfstep.trainer.step import Batch, tensors_of, to_device
+from halfstep.trainer.tasks.task import Exported, Task, dropout_seed, micro_batches, share_of
+
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
+Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a user brings; :class:`halfstep.Trainer` says what each of it is."""
+
+    model: nn.Module
+    train_data: Any
+    loss: Loss
+    val_data: Any = None
+    evaluate: Measure | None = None
+    targets: Callable[[Any], float] | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None
+    """None: what the configuration names."""
+    schedule: Callable[[int], float] | None = None
+    """None: what the configuration names."""
+    plan: ParallelPlan | None = None
+    best_by: str = "loss"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be trained with."""
+        for name in ("train_data", "val_data"):
+            data = getattr(self, name)
+            sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+            if not sized and not (data is None and name == "val_data"):
+                raise ConfigError(
+                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset with "
+                    "__len__ and __getitem__. Only such a one can be shuffled, shared between "
+                    "ranks and resumed at any step; put the items of a stream into a list or a file"
+                )
+            if sized and not len(data):
+                raise ConfigError(f"Trainer({name}) is empty; give at least one item")
+        for name in ("loss", "evaluate", "targets", "collate", "schedule"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(
+                    f"Trainer({name}) got {value!r:.60}; allowed: a function"
+                    + (", such as lambda model, batch: ..." if name in ("loss", "evaluate") else "")
+                )
+        if self.num_workers < 0:
+            raise ConfigError(f"Trainer(num_workers={self.num_workers}); allowed: integers >= 0")
+
+
+class ModuleTask(Task):
+    """A module, a loss and a dataset: a :class:`~halfstep.trainer.tasks.task.Task`."""
+
+    config: ModuleConfig
+
+    def __init__(self, parts: Parts, config: ModuleConfig, layout: Layout, world: World) -> None:
+        """Take the parts over; the module's weights become those of rank 0 on all ranks."""
+        run = config.run
+        self.model = parts.model
+        self.evaluates = self.keeps_best = parts.val_data is not None
+        self.notes: list[str] = []
+        self._parts = parts
+        if world.size > 1:
+            assert dist.group.WORLD is not None
+            broadcast_(self.model, dist.group.WORLD)
+        self._batches = EpochBatches(np.ones(len(parts.train_data)), run.batch_size, run.seed)
+        self.smallest_batch = len(parts.train_data) // self._batches.steps_per_epoch
+        self.config = config.resolved(self._batches.steps_per_epoch)
+        shapes = "".join(f"{n} {tuple(p.shape)} " for n, p in self.model.named_parameters())
+        self.identity = {
+            "model": hashlib.sha256(shapes.encode()).hexdigest(),
+            "data": f"{len(parts.train_data)} items",
+        }
+        world.require_same(self.identity)
+        self._matrices = matrix_parameters(self.model)
+        rank, ranks = world.rank // layout.tensor, layout.batch_ranks
+        self._items = _Items(
+            parts, lambda step: micro_batches(self.batch_size(step), rank, ranks, run.grad_accum),
+            self._indices, self.config,
+        )  # fmt: skip
+
+    def summary(self) -> str:
+        """Parameters and items."""
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"{count:,} parameters, {len(self._parts.train_data):,} training items"
+
+    def plan(self, layout: Layout) -> ParallelPlan:
+        """What was given; else what the module says, where the layout splits it at all."""
+        if self._parts.plan is not None:
+            return self._parts.plan
+        splits = layout.shard > 1 or layout.tensor > 1
+        return plan_of(self.model) if splits else ParallelPlan(blocks=())
+
+    def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
+        """The user's, or the one that the configuration names."""
+        given = self._parts.optimizer
+        if given is None:
+            return super().optimizer(policy)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = given if isinstance(given, Optimizer) else given(trained)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"Trainer(optimizer) made a {type(optimizer).__name__}; allowed: a function from "
+                "parameters to a torch.optim.Optimizer, an optimizer, or a name such as 'adamw'"
+            )
+        own = {id(p) for p in trained}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "Trainer(optimizer) holds parameters that the model does not have, or no longer "
+                "has since it was laid out over the ranks; give a function instead, such as "
+                "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+            )
+        return optimizer
+
+    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
+        """By the user's schedule, a factor for each step from 0 on, or the configuration's."""
+        if self._parts.schedule is None:
+            return super().learning_rate(peak, taken, applied)
+        done = taken if self.config.schedule.on_skip == "advance" else applied
+        return peak * float(self._parts.schedule(done))
+
+    def batch_size(self, step: int) -> int:
+        """Items of the step; those of an epoch differ by one at most."""
+        return len(self._batches.indices(step))
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """What ``collate`` makes of the rows' items."""
+        return self._items.batch(step, rows)
+
+    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The user's loss times what it is the mean of, or the sum and the count it gave."""
+        found = self._parts.loss(self.model, batch)
+        if isinstance(found, tuple) and len(found) == 2:
+            if self._parts.targets is None:
+                raise ConfigError(
+                    "Trainer(loss) gave a sum and a count: the count of all micro-batches must be "
+                    "known before the first of them runs; give targets=, a function from a batch "
+                    "to its count, too"
+                )
+            return found
+        if not isinstance(found, Tensor) or found.dim():
+            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+            raise ConfigError(
+                f"Trainer(loss) gave {what!r:.80}; allowed: a tensor of no dims, the mean over the "
+                "batch, or a pair of the sum and its count"
+            )
+        count = self.targets(batch)
+        return found * count, torch.tensor(count, device=found.device)
+
+    def targets(self, batch: Batch) -> float:
+        """By the user's function; without one, the batch's rows."""
+        return rows_of(batch) if self._parts.targets is None else self._parts.targets(batch)
+
+    def tokens(self, step: int) -> int:
+        """Items: what their tokens are is the user's business."""
+        return self.batch_size(step)
+
+    def flops(self, tokens: float) -> float:
+        """Unknown: a matrix may be used many times an item."""
+        return math.nan
+
+    @torch.no_grad()
+    def evaluate(self, judge: Judge) -> Evaluation:
+        """The measures over the validation data, every item once over all ranks."""
+        parts = self._parts
+        sums: dict[str, list[float]] = {}
+        for batch, counts in self._validation(judge):
+            with judge.around():
+                if parts.evaluate is None:
+                    total, count = judge.loss_sum(to_device(batch, judge.device))
+                    found = {"loss": (float(total), float(count))}
+                else:
+                    rows = rows_of(batch)
+                    measured = parts.evaluate(self.model, to_device(batch, judge.device))
+                    found = {name: (float(v) * rows, float(rows)) for name, v in measured.items()}
+            for name, values in found.items():
+                held = sums.setdefault(name, [0.0, 0.0])
+                for i, value in enumerate(values):
+                    held[i] += value if counts else 0.0
+        names = sorted(sums)
+        flat = judge.sum([value for name in names for value in sums[name]])
+        totals = dict(zip(names, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        means = {name: total / count for name, (total, count) in totals.items()}
+        by = parts.best_by.removeprefix("-")
+        for name in ("loss", by):
+            if name not in means:
+                raise ConfigError(
+                    f"Trainer(evaluate) gave {', '.join(names)}; it must give {name!r} too"
+                )
+        lower = by == "loss" or parts.best_by != by
+        others = {name: mean for name, mean in means.items() if name != "loss"}
+        return Evaluation(
+            loss=means["loss"],
+            targets=round(totals["loss"][1]),
+            score=-means[by] if lower else means[by],
+            text=", ".join(
+                [
+                    f"validation loss {means['loss']:.4f}",
+                    *(f"{n} {m:.4f}" for n, m in others.items()),
+                ]
+            ),
+            measures=others,
+        )
+
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
+        """Write ``model/model.safetensors``: the best state's fp32 weights, and the buffers."""
+        weights, buffers = exported()
+        own = {n: p.detach() for n, p in self.model.named_parameters() if n not in weights}
+        frozen = {n: p for n, p in own.items() if not is_sharded(p)}
+        state = {n: t.to("cpu").contiguous() for n, t in {**frozen, **weights, **buffers}.items()}
+
+        def write(empty: Path) -> None:
+            empty.mkdir()
+            safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
+
+        replace_folder(folder / "model", write)
+        left = len(own) - len(frozen)
+        note = f" (without {left} frozen weights, which lie in parts on the ranks)" * (left > 0)
+        return f"weights in {folder / 'model' / 'model.safetensors'}{note}"
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._items.close()
+
+    def _indices(self, step: int) -> Sequence[int]:
+        found: list[int] = self._batches.indices(step).tolist()
+        return found
+
+    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
+        """A rank's batches, and whether they count: all ranks run as often."""
+        run, size = self.config.run, len(self._parts.val_data)
+        most = max(1, run.batch_size // run.grad_accum)
+        cuts = range(0, size, most)
+        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
+            width = min(most, size - start)
+            mine = share_of(width, judge.rank, judge.ranks)
+            rows = [start + row for row in mine] or [start]
+            yield self._items.validation(rows), bool(mine)
+
+
+class _Items:
+    """Batches of a dataset, in this process or made ahead by others."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        micro: Callable[[int], list[range]],
+        indices: Callable[[int], Sequence[int]],
+        config: ModuleConfig,
+    ) -> None:
+        """Take the data.
+
+        Args:
+            parts: With the data, and how items become a batch.
+            micro: Gives the rows of this rank's micro-batches of a step.
+            indices: Gives the items that the rows of a step are.
+            config: With seed and length of the run.
+        """
+        self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
+        self._train = _Seeded(parts.train_data)
+        self._made: Iterator[Any] = iter(())
+        self._order: Iterator[tuple[int, range]] = iter(())
+
+    def batch(self, step: int, rows: range) -> Batch:
+        """The rows of a step; a pure function of seed, step and rows."""
+        if not self._parts.num_workers:
+            return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
+        if next(self._order, None) != (step, rows):  # the first of all, or after a step back
+            self._order = self._plan(step, rows)
+            next(self._order)
+            keys = (self._keys(*place) for place in self._plan(step, rows))
+            self._made = iter(
+                DataLoader(
+                    self._train,
+                    batch_sampler=_Batches(keys),
+                    num_workers=self._parts.num_workers,
+                    collate_fn=self._parts.collate,
+                )
+            )
+        return next(self._made)
+
+    def validation(self, rows: list[int]) -> Batch:
+        """Items of the validation data; what they draw is the same in every evaluation."""
+        seed = dropout_seed(self._run.seed, 0, rows[0])
+        items = _Seeded(self._parts.val_data).__getitems__([(seed, row) for row in rows])
+        return self._parts.collate(items)
+
+    def close(self) -> None:
+        """Let the processes go."""
+        self._made = self._order = iter(())
+
+    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
+        seed = dropout_seed(self._run.seed + 1, step, rows.start)
+        indices = self._indices(step)
+        return [(seed, indices[row]) for row in rows]
+
+    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
+        """The micro-batches from these rows on, to the end of the run."""
+        for later in range(step, self._run.max_steps):
+            for part in self._micro(later):
+                if later > step or part.start >= rows.start:
+                    yield later, part
+
+
+class _Batches:
+    """An iterator as the batch sampler that a DataLoader wants."""
+
+    def __init__(self, keys: Iterator[list[tuple[int, int]]]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self._keys
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose random augmentations follow from the run's seed, in whatever process.
+
+    So a resumed run draws what the whole run would have drawn, with any number of workers.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        """The items of a batch; all keys carry the batch's seed."""
+        with _drawing_from(keys[0][0]):
+            indices = [index for _, index in keys]
+            if hasattr(self._data, "__getitems__"):
+                found: list[Any] = self._data.__getitems__(indices)
+                return found
+            return [self._data[index] for index in indices]
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch from a seed; the states come back afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def rows_of(batch: Batch) -> int:
+    """The first size of a batch's first tensor."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise ConfigError(
+        f"a batch of {type(batch).__name__} has no tensor whose rows could be counted; give "
+        "Trainer(targets=), a function from a batch to the number of things its loss is the mean of"
+    )

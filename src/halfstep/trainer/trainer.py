@@ -1,0 +1,281 @@
+"""The public trainer: a module, a dataset and a loss of one's own, by the loop of the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.world import World, open_world
+from halfstep.errors import ConfigError
+from halfstep.precision.border import require_model
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.config.config import config_from_table
+from halfstep.trainer.config.finetune import FinetuneRunConfig, ModuleConfig
+from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.read import did_you_mean
+from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.environment import choose_device, keep_freed_memory
+from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.loop import Tick
+from halfstep.trainer.run.execute import Outcome, execute
+from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
+from halfstep.trainer.run.metrics import MetricsSink, require_sinks
+from halfstep.trainer.run.resume import require_resumable, with_run_folder
+from halfstep.trainer.session import Session, open_session
+from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
+
+_SECTIONS: Mapping[str, type] = {
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "run": FinetuneRunConfig,
+}
+_KEYS = {
+    field.name: section
+    for section, kind in _SECTIONS.items()
+    for field in dataclasses.fields(kind)
+    if field.name not in ("name", "decay", "best_by")
+}
+"""Every setting of a run by its bare name, and its section; the others have arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What :meth:`Trainer.train` did.
+
+    Attributes:
+        folder: The run folder: metrics, checkpoints, and the weights in ``model/``.
+        step: Steps taken so far, skipped ones included.
+        evaluation: The last evaluation; None without validation data.
+        best: The best evaluation; ``model/`` has the weights of it.
+        stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``,
+            ``"max_seconds"``, ``"patience"`` or ``"stop"``; empty if it did not.
+    """
+
+    folder: Path
+    step: int
+    evaluation: Evaluation | None
+    best: Evaluation | None
+    stopped_by: str
+
+
+class Trainer:
+    """Trains a module of your own in any precision policy, on one device or many.
+
+    ::
+
+        trainer = halfstep.Trainer(
+            model,
+            train_data,
+            lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+            val_data=val_data,
+            precision="bf16-mixed",
+            learning_rate=3e-4,
+            epochs=3,
+        )
+        trained = trainer.train()
+
+    It is the loop of ``halfstep train``: gradients are sums over micro-batches and ranks divided by
+    one count, a step that overflowed is skipped, told and counted, a checkpoint resumes bit for bit
+    and in another precision, and a signal ends the run with a checkpoint. The same program runs on
+    several ranks: ``torchrun --nproc-per-node 2 train.py``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Any,
+        loss: Loss,
+        *,
+        val_data: Any = None,
+        evaluate: Measure | None = None,
+        targets: Callable[[Any], float] | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        precision: str | PrecisionPolicy = "bf16-mixed",
+        optimizer: str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
+        schedule: str | Callable[[int], float] = "cosine",
+        best_by: str = "loss",
+        callbacks: Sequence[Callable[[Tick], None]] = (),
+        loggers: Sequence[str | MetricsSink] = (),
+        plan: ParallelPlan | None = None,
+        name: str = "module",
+        quiet: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Take what is to be trained, and check all that can be checked now.
+
+        Args:
+            model: Trained in place, moved to the device; on several ranks the weights of rank 0.
+            train_data: Items by number, with a length, as ``torch.utils.data.Dataset``. Each epoch
+                has every item once, in an order that follows from the seed.
+            loss: Called as ``loss(model, batch)`` under the policy's autocast. Gives a tensor of no
+                dims, the mean over what ``targets`` counts, or a pair of the sum and its count.
+            val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
+                is kept.
+            evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; gives means over the
+                batch's rows by name, among them ``loss``. None: the training loss.
+            targets: How many things the loss of a batch is the mean of, such as its tokens. None:
+                the batch's rows, the first size of its first tensor.
+            collate: Makes a batch of a list of items.
+            num_workers: Processes that make batches ahead; 0: none.
+            precision: A policy, its name, field string or ``.toml`` file.
+            optimizer: A name (``run.optimizer`` of ``halfstep configs``: adamw, sgd, lion, ...), or
+                a function from the trainable parameters to an optimizer, or an optimizer.
+            schedule: ``cosine``, ``linear``, ``wsd`` or ``constant``, each after a warm-up, or a
+                function from the number of steps taken to a factor of the peak rate.
+            best_by: A name that ``evaluate`` gives: the highest value is the best; with a ``-``
+                before it, and of ``loss``, the lowest.
+            callbacks: Each is called with a :class:`Tick` after each step, on every rank.
+            loggers: ``csv``, ``tensorboard``, ``wandb`` or ``mlflow``, or objects with
+                ``write(record)`` and ``close()``.
+            plan: What to shard and split, where ``parallel`` does either; None: what the model says
+                of itself (:func:`halfstep.distributed.plan_of`).
+            name: For the run folder.
+            quiet: Say nothing on stderr.
+            **settings: Any key of the sections optimizer, schedule and run by its bare name, such
+                as ``epochs``, ``max_steps``, ``batch_size``, ``grad_accum``, ``learning_rate``,
+                ``warmup_steps``, ``max_norm``, ``ema_decay``, ``seed``, ``save_every``,
+                ``parallel``, ``compile``, ``output_dir``, ``device``.
+
+        Raises:
+            ConfigError: For a setting that does not exist or is out of range.
+            PrecisionError: For what is no policy or no model.
+        """
+        require_model(model, "Trainer(model)")
+        table: dict[str, Any] = {"name": name, "precision": str(precision)}
+        # without warm-up steps, warmup_ratio says how many there are
+        table |= {"optimizer": {}, "schedule": {"warmup_steps": 0}, "run": {}}
+        for key, value in settings.items():
+            if key not in _KEYS:
+                raise ConfigError(
+                    f"Trainer({key}) is not a setting{did_you_mean(key, _KEYS)}; the settings are "
+                    f"{', '.join(_KEYS)}"
+                )
+            table[_KEYS[key]][key] = value
+        if isinstance(optimizer, str):
+            table["optimizer"]["name"] = optimizer
+        if isinstance(schedule, str):
+            table["schedule"]["decay"] = schedule
+        named = [logger for logger in loggers if isinstance(logger, str)]
+        table["run"]["report_to"] = [*table["run"].get("report_to", ()), *named]
+        self._config: Any = config_from_table({"task": ModuleConfig.TASK, **table})
+        require_sinks(self._config.run.report_to)
+        self._sinks = [logger for logger in loggers if not isinstance(logger, str)]
+        self._parts = Parts(
+            model=model,
+            train_data=train_data,
+            loss=loss,
+            val_data=val_data,
+            evaluate=evaluate,
+            targets=targets,
+            collate=collate,
+            num_workers=num_workers,
+            optimizer=None if isinstance(optimizer, str) else optimizer,
+            schedule=None if isinstance(schedule, str) else schedule,
+            plan=plan,
+            best_by=best_by,
+        )
+        self._callbacks = callbacks
+        self._quiet = quiet
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The run in memory, while :meth:`train` runs: for callbacks.
+
+        Raises:
+            ConfigError: Before and after it.
+        """
+        if self._session is None:
+            raise ConfigError("Trainer.session is there while train() runs: use it in a callback")
+        return self._session
+
+    def stop(self) -> None:
+        """End the run after one more step, with an evaluation and a checkpoint: for callbacks.
+
+        One rank's word is enough.
+        """
+        self.session.stop_asked = True
+
+    def train(self, *, resume: bool = False) -> TrainResult:
+        """Train to the end; all ranks call it together.
+
+        Args:
+            resume: Go on with the run in ``output_dir`` from its newest checkpoint, bit for bit, or
+                in another precision.
+
+        Raises:
+            NonFiniteError: If a numerics guard stops the run; the last checkpoint is intact.
+            PrecisionError: If the policy cannot be honoured here.
+            HalfstepError: For a folder, layout or checkpoint that cannot be used.
+        """
+        run = self._config.run
+        if resume and not run.output_dir:
+            raise ConfigError("train(resume=True) needs Trainer(output_dir=), the run's folder")
+        kind = choose_device(run.device).type
+        own = not (dist.is_available() and dist.is_initialized())
+        world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
+        with world if own else nullcontext():
+            path = Path(world.share(run.output_dir or str(default_run_folder(self._config))))
+            config = with_run_folder(self._config, path)
+            if resume:
+                saved = run_config(path)
+                require_resumable(saved, config, other_precision=True)
+            else:
+                world.main_only(lambda: require_fresh(path))
+            keep_freed_memory()
+            self._session = session = open_session(
+                config, no_progress, resuming=resume, world=world, opens=self._open
+            )
+            try:
+                outcome = execute(
+                    session, path, self._say, self._ticked, resuming=resume, sinks=self._sinks
+                )
+            finally:
+                session.precision.close()
+                self._session = None
+            return self._trained(session, path, outcome)
+
+    def _open(self, config: Any, device: Any, layout: Any, world: World, *_: Any) -> ModuleTask:
+        self._silent = self._quiet or not world.is_main
+        return ModuleTask(self._parts, config, layout, world)
+
+    def _say(self, text: str) -> None:
+        if not self._silent:
+            print(text, file=sys.stderr)
+
+    def _ticked(self, tick: Tick) -> None:
+        record = tick.record
+        if not record.applied:
+            scale = f" at loss scale {record.loss_scale:g}" if record.loss_scale else ""
+            self._say(f"step {record.step}: skipped ({record.skip_reason}){scale}")
+        for verdict in tick.verdicts:
+            self._say(f"step {record.step}: {verdict}")
+        if tick.evaluation is not None:
+            self._say(f"step {record.step}: {tick.evaluation.text}")
+        for callback in self._callbacks:
+            callback(tick)
+
+    def _trained(self, session: Session, path: Path, outcome: Outcome) -> TrainResult:
+        best = session.best.evaluation if session.best else None
+        last = outcome.last
+        if outcome.written:
+            self._say(outcome.written)
+        return TrainResult(
+            path,
+            session.step,
+            last.evaluation if last else None,
+            best,
+            last.stopped_by if last else "",
+        )

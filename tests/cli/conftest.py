@@ -1,0 +1,40 @@
+"""Commands in the tests' own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from halfstep.cli import train
+from halfstep.cli.main import main
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def halfstep(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Done]]:
+    """Runs a command on one thread, without the benchmark of products, in this environment."""
+    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def call(*words: object, **environment: str) -> Done:
+        capsys.readouterr()
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return Done(main([*map(str, words)]), *capsys.readouterr())
+
+    yield call
+    torch.set_num_threads(threads)

@@ -1,0 +1,103 @@
+"""halfstep.Trainer over several ranks: a user's own module by the same program."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import halfstep
+from halfstep.distributed import ParallelPlan
+from halfstep.errors import ConfigError
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+
+class Net(nn.Module):
+    """Two layers, and a buffer that each rank moves by its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().mean()
+        return self.second(functional.gelu(self.first(x)))
+
+
+def items():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 6, generator=generator)
+    return [(row, row[:3].argmax()) for row in x]
+
+
+def train(rank, path, seed=0, plan=False, resume=False, stop=0, **settings):
+    torch.manual_seed(seed + rank)  # each rank makes another model; rank 0's counts
+    model = Net()
+
+    def watch(tick):
+        if tick.record.step == stop - 1 and rank == 1:  # one rank's word is enough
+            trainer.stop()
+
+    trainer = halfstep.Trainer(
+        model, items(), lambda m, b: functional.cross_entropy(m(b[0]), b[1]),
+        val_data=items()[:9], batch_size=8, max_steps=6, eval_every=3, save_every=2, keep=9,
+        device="cpu", quiet=True, output_dir=str(path), learning_rate=1e-2,
+        callbacks=[watch], plan=ParallelPlan(blocks=(model.first, model.second)) if plan else None,
+        **{"precision": "fp32", "grad_accum": 2, **settings},
+    )  # fmt: skip
+    trained = trainer.train(resume=resume)
+    return trained.step, trained.best.loss
+
+
+def losses(path):
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in found]
+
+
+def newest(path):
+    return load_checkpoint(list_checkpoints(path / "checkpoints")[-1])
+
+
+@pytest.mark.parametrize(("parallel", "plan"), [("data=2", False), ("shard=2", True)])
+def test_two_ranks_train_as_one_does(pool2, tmp_path, parallel, plan):
+    one = train(0, tmp_path / "one")
+    two = pool2.run(train, path=tmp_path / "two", parallel=parallel, plan=plan)
+    assert two[0] == two[1]
+    assert two[0] == pytest.approx(one, rel=1e-5)
+    # two ranks add the same fp32 terms in another order: a few ulp, grown over 6 steps
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    weights = newest(tmp_path / "two").weights
+    for name, weight in newest(tmp_path / "one").weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4)
+
+
+def test_a_resume_on_two_ranks_is_bit_for_bit_buffers_and_average_too(pool2, tmp_path):
+    settings = {"parallel": "shard=2", "plan": True, "ema_decay": 0.9, "precision": "bf16-mixed"}
+    pool2.run(train, path=tmp_path / "whole", **settings)
+    ends = pool2.run(train, path=tmp_path / "cut", stop=4, **settings)
+    assert [step for step, _ in ends] == [4, 4]
+    pool2.run(train, path=tmp_path / "cut", resume=True, seed=5, **settings)
+    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
+    assert "seen/buffer" in a.optimizer
+    assert "first.weight/ema" in a.optimizer
+    for one, two in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert torch.equal(one[name], two[name]), name
+
+
+def refused(rank, path):
+    with pytest.raises(ConfigError) as caught:
+        train(rank, path, parallel="shard=2")
+    return str(caught.value)
+
+
+def test_a_module_that_does_not_say_what_to_shard_is_refused(pool2, tmp_path):
+    for message in pool2.run(refused, path=tmp_path / "r"):
+        assert "Net does not say what to shard" in message
+        assert "ParallelPlan" in message

@@ -1,0 +1,211 @@
+"""Classifiers from random weights: the named sizes, the tokenizer of the texts, and folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tests.trainer.models.pretrained_folders import edit_json, save_classifier, silence
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.models.pretrained.classifier import open_classifier
+from halfstep.trainer.models.pretrained.folder import open_folder
+from halfstep.trainer.models.pretrained.scratch import (
+    SIZES,
+    make_classifier,
+    refuse_old_run,
+    scratch_parameters,
+    scratch_size,
+    train_tokenizer,
+)
+from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
+
+TEXTS = ["你好你好你好世界", "你好，Hello hello world", "世界世界 hello", "［泪］[泪][泪] ok"] * 3
+TIED = [chr(0x4E00 + number) for number in range(400)]
+
+
+def train(vocab_size=60, max_length=16, texts=TEXTS):
+    return train_tokenizer(texts, vocab_size, max_length)
+
+
+def make(size="tiny", names=("a", "b"), **options):
+    return make_classifier(SIZES[size], names, **{"vocab_size": 60, "max_length": 16, **options})
+
+
+def vocabulary(tokenizer, folder):
+    """The saved vocabulary's entries, by id."""
+    tokenizer.save(folder)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return {i: token for token, i in content["model"]["vocab"].items()}
+
+
+def names(tokenizer, folder, text):
+    by_id = vocabulary(tokenizer, folder)
+    return [by_id[i] for i in tokenizer.encode_batch([text])[0]]
+
+
+# --- the tokenizer ---
+
+
+def test_frequent_strings_become_one_id_and_others_letters(tmp_path):
+    tokenizer = train()
+    assert names(tokenizer, tmp_path, "你好世") == ["[CLS]", "你好", "世", "[SEP]"]
+    # a word inside of another is not the word
+    assert names(tokenizer, tmp_path, "好 hello")[1:-1] == ["好", "▁hello"]
+    assert "▁hello" not in names(tokenizer, tmp_path, "好hello")
+
+
+def test_what_a_text_becomes():
+    tokenizer = train(max_length=6)
+    a, b = tokenizer.encode_batch(["［泪］ＯＫ", "[泪]ok"])  # width and case are folded
+    assert a == b
+    assert tokenizer.encode_batch(["", "鑫"]) == [[2, 3], [2, 1, 3]]
+    assert (tokenizer.pad_id, tokenizer.truncated) == (0, 0)
+    long, exact = tokenizer.encode_batch(["鑫" * 9, "鑫" * 4])
+    assert long == exact == [2, 1, 1, 1, 1, 3]
+    assert tokenizer.truncated == 1
+
+
+def test_special_names_in_a_text_are_letters(tmp_path):
+    texts = ["[CLS] [SEP] [PAD] [UNK] [cls] [sep] [pad]"] * 50
+    tokenizer = train(texts=texts, vocab_size=100)
+    tokenizer.save(tmp_path)
+    for each in (tokenizer, open_tokenizer(tmp_path)):
+        for text in ("[CLS]", "[SEP]", "[PAD]", "[UNK]"):
+            ids = each.encode_batch([text])[0]
+            assert (ids[0], ids[-1]) == (2, 3)
+            assert min(ids[1:-1]) > 3
+
+
+def test_a_vocabulary_is_as_large_as_asked_or_as_the_texts_hold():
+    assert train(vocab_size=30).vocab_size == 30
+    assert train(vocab_size=5000).vocab_size < 100
+    few = train(texts=["aaaaabbbbc"] * 3, vocab_size=6)  # the most frequent characters stay
+    assert few.encode_batch(["abc"]) == [[2, 4, 5, 1, 3]]
+
+
+def test_of_characters_as_frequent_the_lower_code_points_stay(tmp_path):
+    def characters(tokenizer, folder):
+        return {token for token in vocabulary(tokenizer, folder).values() if len(token) == 1}
+
+    for number in range(3):  # the library's own order is another one at every call
+        tokenizer = train(texts=["".join(TIED[number::3]) for number in range(3)], vocab_size=84)
+        assert characters(tokenizer, tmp_path / str(number)) == set(TIED[:80])
+    # what a text becomes is counted: 3 of "a" beside 2 of "b", 2 of a space (both its ways), 1 of c
+    tokenizer = train(texts=["aＡＡ bb▁c"], vocab_size=6)
+    assert characters(tokenizer, tmp_path / "folded") == {"a", "b"}
+    tokenizer = train(texts=["aＡＡ b▁c "], vocab_size=6)
+    assert characters(tokenizer, tmp_path / "spaces") == {"a", "▁"}
+
+
+IN_A_PROCESS = """
+from halfstep.trainer.models.pretrained.scratch import train_tokenizer
+tied = [chr(0x4E00 + number) for number in range(400)]
+pairs = ["".join(tied[n : n + 2]) for n in range(0, 400, 2)]
+for texts, size in ((tied, 100), (tied * 2, 300), (pairs * 3, 500), ([" ".join(pairs)] * 3, 450)):
+    print(size, train_tokenizer(texts, size, 16).fingerprint)
+"""
+
+
+def test_ties_of_characters_and_pairs_are_settled_alike_in_every_process():
+    """Of 400 characters, and of 200 pairs, each as frequent as any other, some have to go."""
+    found = []
+    for threads, seed in (("1", "1"), ("4", "2")):
+        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", IN_A_PROCESS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(done.stdout)
+    assert len(set(found)) == 1
+    assert len(set(found[0].split())) == 8
+
+
+def test_the_fingerprint_tells_tokenizers_apart():
+    others = [train(vocab_size=30), train(max_length=17), train(texts=[*TEXTS, "新字"])]
+    assert len({t.fingerprint for t in (train(), train(), *others)}) == 4
+
+
+def test_texts_without_characters_are_refused():
+    with pytest.raises(DataError, match="the 2 training texts hold no characters"):
+        train(texts=["", ""])
+
+
+# --- the model ---
+
+
+def test_sizes():
+    for name in ("tiny", "small"):
+        size = SIZES[name]
+        model = make(name, vocab_size=size.vocabulary, max_length=128)
+        count = sum(p.numel() for p in model.parameters())
+        # a bound from below that leaves out biases, norms, pooler and head
+        assert 0.95 * count < scratch_parameters(size, size.vocabulary, 128) <= count
+        assert len(model.blocks()) == size.layers
+    with pytest.raises(ConfigError, match=r"'smal', did you mean 'scratch:small'\? Allowed: scr"):
+        scratch_size("smal")
+    with pytest.raises(ConfigError, match="Allowed: scratch:tiny, scratch:small, scratch:base"):
+        scratch_size("scratch:huge")
+
+
+def test_weights_follow_their_seed_and_no_other():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    one, same, other = (make(seed=s) for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [model.model.classifier.weight for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_options_reach_the_model():
+    model = make(names=("a", "b", "c"), dropout=0.25, class_weights=(1, 2, 3), label_smoothing=0.1)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
+    assert (model.label_smoothing, model.max_length, model.training) == (0.1, 16, True)
+    ids_BT = torch.tensor([[2, 5, 3]])
+    batch = ids_BT, ids_BT > 0, torch.tensor([2])
+    assert model.loss_sum(batch)[1].item() == 3  # the third class's weight
+    with pytest.raises(ConfigError, match="dropout must be in"):
+        make(dropout=1.0)
+
+
+def test_a_folder_is_transformers_own_and_can_be_trained_on(tmp_path):
+    model, tokenizer = make(names=("no", "yes")).eval(), train()
+    with silence():
+        model.save_(tmp_path / "m", {})
+        tokenizer.save(tmp_path / "m")
+        ours = open_classifier(tmp_path / "m", ("no", "yes"))
+    assert ours.training
+    assert not ours.head_is_new
+    again = open_tokenizer(tmp_path / "m", model_limit=ours.max_length)
+    assert again.fingerprint == tokenizer.fingerprint
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m").eval()
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert theirs.config.id2label == {0: "no", 1: "yes"}
+    given = read(["你好 [CLS] world"], return_tensors="pt")
+    assert given["input_ids"].tolist() == tokenizer.encode_batch(["你好 [CLS] world"])
+    ids_BT = given["input_ids"]
+    batch = ids_BT, ids_BT >= 0, ids_BT[:, 0]
+    with torch.no_grad():
+        assert torch.equal(theirs(**given).logits, model.logits(batch))
+        assert torch.equal(ours.eval().logits(batch), model.logits(batch))
+
+
+def test_the_encoder_of_before_is_refused_with_the_way_out(tmp_path):
+    folder = save_classifier(tmp_path / "m")
+    edit_json(folder / "config.json", model_type="halfstep-encoder")
+    with pytest.raises(ConfigError, match=r"earlier halfstep made from scratch.*scratch:small"):
+        open_folder(folder)
+    refuse_old_run(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"halfstep_tokenizer": "text"}')
+    with pytest.raises(ConfigError, match="cannot resume; start a new run"):
+        refuse_old_run(tmp_path)

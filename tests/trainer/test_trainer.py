@@ -1,0 +1,450 @@
+"""The public Trainer: a module, data, loss, optimizer and schedule that are the user's own."""
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, IterableDataset
+
+import halfstep
+from halfstep.cli.main import main
+from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.optimizer import OptimizerConfig, OptimizerName, ScheduleConfig
+from halfstep.trainer.optimizer import (
+    learning_rate,
+    make_optimizer,
+)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 3)
+    )
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def pairs(count, seed=1):
+    """Points and the class that a fixed linear map gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return [(row, row[:3].argmax()) for row in x]
+
+
+def cross_entropy(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def scores(model, batch):
+    logits = model(batch[0])
+    return {
+        "loss": functional.cross_entropy(logits, batch[1]),
+        "accuracy": (logits.argmax(1) == batch[1]).float().mean(),
+    }
+
+
+def trainer(path, model=None, data=None, **settings):
+    settings = {
+        "precision": "fp32", "batch_size": 8, "max_steps": 12, "save_every": 4, "keep": 9,
+        "learning_rate": 1e-2, "device": "cpu", "quiet": True, "output_dir": str(path), **settings,
+    }  # fmt: skip
+    return halfstep.Trainer(model or net(), data or pairs(40), cross_entropy, **settings)
+
+
+def lines(path):
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes")
+    return [{k: v for k, v in record.items() if k not in timed} for record in found]
+
+
+def newest(path):
+    return load_checkpoint(list_checkpoints(path / "checkpoints")[-1])
+
+
+def assert_same_state(a, b):
+    first, second = newest(a), newest(b)
+    for one, two in ((first.weights, second.weights), (first.optimizer, second.optimizer)):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert torch.equal(one[name], two[name]), name
+
+
+def test_ten_lines_train_evaluate_and_keep_the_best(tmp_path):
+    trained = trainer(
+        tmp_path / "r", data=pairs(200), val_data=pairs(30, seed=2), evaluate=scores,
+        best_by="accuracy", max_steps=60, eval_every=20, precision="bf16-mixed",
+    ).train()  # fmt: skip
+    assert trained.step == 60
+    assert trained.stopped_by == ""
+    assert trained.best.measures["accuracy"] > 0.6  # by chance: 1 of 3
+    told = [r for r in lines(trained.folder) if "val_loss" in r]
+    assert [r["step"] for r in told] == [20, 40, 60]
+    assert max(r["val_measures"]["accuracy"] for r in told) == trained.best.measures["accuracy"]
+    # another process loads the best state and measures the same
+    model = net()
+    safetensors.torch.load_model(model, trained.folder / "model" / "model.safetensors")
+    model.eval()
+    x, y = (torch.stack(column) for column in zip(*pairs(30, seed=2), strict=True))
+    accuracy = float((model(x).argmax(1) == y).float().mean())
+    # bf16 may judge a point on the border otherwise than fp32: at most 2 of 30 points
+    assert abs(accuracy - trained.best.measures["accuracy"]) <= 2 / 30
+
+
+def test_fp32_steps_are_those_of_a_hand_written_loop(tmp_path):
+    model = nn.Linear(6, 3)
+    other = nn.Linear(6, 3)
+    other.load_state_dict(model.state_dict())
+    data = pairs(8)
+    trainer(
+        tmp_path / "r", model, data, max_steps=3, max_norm=0, weight_decay=0,
+        schedule=lambda step: 1 / (1 + step),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    ).train()  # fmt: skip
+    x, y = (torch.stack(column) for column in zip(*data, strict=True))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    for step in range(3):  # an epoch is one batch of all items
+        optimizer.param_groups[0]["lr"] = 0.5 / (1 + step)
+        optimizer.zero_grad()
+        functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        # the items come in another order: sums of 8 terms near 1, 3 steps, 6e-8 each
+        torch.testing.assert_close(one, two, rtol=0, atol=3 * 8 * 6e-8)
+
+
+class Noisy(Dataset):
+    """Items with augmentation by all three generators, as real pipelines have."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        x, y = self.items[index]
+        return x + 0.1 * torch.rand(6) + 0.1 * random.random() + 0.1 * np.random.rand(), y
+
+
+@pytest.mark.parametrize(
+    ("precision", "workers", "settings"),
+    [
+        ("bf16-mixed", 0, {"ema_decay": 0.9}),
+        ("bf16-split,keep_fp32=type:BatchNorm1d", 2, {}),
+        ("fp16-mixed", 0, {}),
+    ],
+)
+def test_a_resume_is_bit_for_bit(tmp_path, precision, workers, settings):
+    def make(path, **more):
+        return trainer(
+            path, data=Noisy(pairs(40)), val_data=pairs(20), precision=precision, grad_accum=2,
+            num_workers=workers, eval_every=6, **settings, **more,
+        )  # fmt: skip
+
+    make(tmp_path / "whole").train()
+
+    def stop(tick):
+        if tick.record.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "cut", callbacks=[stop]).train()
+    again = make(tmp_path / "cut").train(resume=True)
+    assert again.step == 12
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert_same_state(tmp_path / "cut", tmp_path / "whole")
+    kept = newest(tmp_path / "whole").optimizer
+    assert "1.running_mean/buffer" in kept
+    assert kept["1.num_batches_tracked/buffer"] == 24
+    assert ("0.weight/ema" in kept) == ("ema_decay" in settings)
+
+
+def test_workers_change_nothing(tmp_path):
+    for workers in (0, 2):
+        trainer(tmp_path / str(workers), data=Noisy(pairs(40)), num_workers=workers).train()
+    assert_same_state(tmp_path / "0", tmp_path / "2")
+
+
+def test_the_average_is_evaluated_and_handed_out(tmp_path):
+    trained = trainer(
+        tmp_path / "r",
+        nn.Linear(6, 3),
+        val_data=pairs(20),
+        ema_decay=0.5,
+        max_steps=4,
+        eval_every=4,
+    ).train()
+    saved = newest(trained.folder)
+    model = nn.Linear(6, 3)
+    safetensors.torch.load_model(model, trained.folder / "model" / "model.safetensors")
+    assert torch.equal(model.weight, saved.optimizer["weight/ema"])
+    assert not torch.equal(model.weight, saved.weights["weight"])
+    x, y = (torch.stack(column) for column in zip(*pairs(20), strict=True))
+    loss = functional.cross_entropy(model(x), y).item()
+    assert trained.best.loss == pytest.approx(loss, rel=1e-5)  # sums of 8 and of 20 rows
+
+
+def test_a_sum_with_its_count_is_divided_over_all_micro_batches(tmp_path):
+    def summed(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+    ends = []
+    for name, loss, targets in (
+        ("mean", cross_entropy, None),
+        ("sum", summed, lambda b: len(b[0])),
+    ):
+        model = nn.Linear(6, 3)
+        nn.init.constant_(model.weight, 0.1), nn.init.zeros_(model.bias)
+        halfstep.Trainer(
+            model, pairs(21), loss, targets=targets, precision="fp32", batch_size=7, grad_accum=1,
+            max_steps=6, device="cpu", quiet=True, output_dir=str(tmp_path / name),
+        ).train()  # fmt: skip
+        ends.append(model.weight)
+    # the mean times 7 over 7 is the sum but for its rounding: 6 steps of Adam, each 1e-3 at most
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match="give targets="):
+        halfstep.Trainer(
+            net(), pairs(8), summed, max_steps=1, batch_size=8, quiet=True,
+            output_dir=str(tmp_path / "x"),
+        ).train()  # fmt: skip
+
+
+def test_a_callback_ends_the_run_with_a_checkpoint(tmp_path):
+    def watch(tick):
+        if tick.record.step == 3:
+            made.stop()
+
+    made = trainer(tmp_path / "r", callbacks=[watch], val_data=pairs(9))
+    trained = made.train()
+    assert (trained.step, trained.stopped_by) == (4, "stop")
+    assert trained.evaluation is not None
+    assert list_checkpoints(trained.folder / "checkpoints")[-1].name == "step-00000004"
+    with pytest.raises(ConfigError, match="while train"):
+        made.stop()
+
+
+def test_the_model_is_a_plain_one_afterwards(tmp_path):
+    model = plain()
+    trainer(tmp_path / "r", model, precision="bf16-split", max_steps=2).train()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=False)[0].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", OptimizerName.__args__)
+def test_every_named_optimizer_trains(tmp_path, name):
+    model = plain()
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer(tmp_path / "r", model, optimizer=name, max_steps=3).train()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.isfinite(new).all()
+        assert not torch.equal(old, new)
+
+
+def test_the_names_are_torchs_optimizers():
+    taken = {
+        name.lower()
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and "weight_decay" in kind.__init__.__code__.co_varnames
+    }
+    assert set(OptimizerName.__args__) - {"lion"} == taken - {"muon", "optimizer"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_a_policy_that_needs_it_gets_our_own_optimizer(name):
+    policy = halfstep.parse_policy("bf16-split")
+    made = make_optimizer(net(), OptimizerConfig(name=name, beta1=0.7), policy, seed=5)
+    assert type(made).__module__.startswith("halfstep.optim")
+    group = made.param_groups[0]
+    assert group.get("momentum", group.get("betas", (0,))[0]) == 0.7
+
+
+def test_schedules_from_their_formulas():
+    def rates(**fields):
+        schedule = ScheduleConfig(warmup_steps=2, **fields)
+        return [learning_rate(1.0, schedule, n, n, 12) for n in range(12)]
+
+    assert rates(decay="constant") == [0.5, *[1.0] * 11]
+    linear = rates(decay="linear", min_ratio=0.0)
+    assert linear == pytest.approx([0.5, 1.0] + [1 - n / 10 for n in range(10)])
+    stable = rates(decay="wsd", decay_ratio=0.25, min_ratio=0.1)  # the last 3 of 12 steps
+    assert stable == pytest.approx([0.5, *[1.0] * 9, 0.7, 0.4])
+
+
+def test_groups_keep_their_own_rates(tmp_path):
+    model = net()
+    seen = []
+
+    def optimizer(parameters):
+        first, *rest = parameters
+        made = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": rest}], lr=0.4)
+        made.register_step_pre_hook(
+            lambda one, *_: seen.append([g["lr"] for g in one.param_groups])
+        )
+        return made
+
+    trainer(
+        tmp_path / "r", model, optimizer=optimizer, schedule=lambda s: 0.5**s, max_steps=3
+    ).train()
+    assert seen == [[0.1, 0.4], [0.05, 0.2], [0.025, 0.1]]
+
+
+def test_loggers_get_every_step(tmp_path, monkeypatch):
+    told = []
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **about: SimpleNamespace(
+        log=lambda values, step: told.append((step, values["loss"])),
+        finish=lambda: told.append(about["name"]),
+    )
+    mlflow = ModuleType("mlflow")
+    mlflow.start_run = lambda run_name: told.append(run_name)
+    mlflow.log_metrics = lambda values, step: told.append((step, values["loss"]))
+    mlflow.end_run = lambda: told.append("end")
+    for package in (wandb, mlflow):
+        package.__spec__ = SimpleNamespace()
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+
+    steps = []
+
+    class Own:
+        def write(self, record):
+            steps.append(record.step)
+
+        def close(self):
+            steps.append("closed")
+
+    path = tmp_path / "r"
+    trainer(path, loggers=["csv", "wandb", "mlflow", Own()], max_steps=2, save_every=1).train()
+    losses = [(r["step"], r["loss"]) for r in lines(path)]
+    assert told == ["r", losses[0], losses[0], losses[1], losses[1], "end", "r"] or told == [
+        "r", losses[0], losses[0], losses[1], losses[1], "r", "end",
+    ]  # fmt: skip
+    assert steps == [1, 2, "closed"]
+    trainer(path, loggers=["csv"], max_steps=3).train(resume=True)
+    with (path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    assert [float(row["loss"]) for row in rows] == [r["loss"] for r in lines(path)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batchsize": 4}, ["batchsize", "did you mean 'batch_size'", "max_steps"]),
+        ({"batch_size": "many"}, ["run.batch_size", "'many'", "an integer"]),
+        ({"optimizer": "adamv"}, ["optimizer.name", "adamv", "adamw"]),
+        ({"schedule": "cosin"}, ["schedule.decay", "cosine"]),
+        ({"precision": "bf17"}, ["bf17"]),
+        ({"val_data": []}, ["val_data", "empty"]),
+        ({"collate": 3}, ["collate", "a function"]),
+        ({"num_workers": -1}, ["num_workers", ">= 0"]),
+        ({"loggers": ["tensorbord"]}, ["report_to", "tensorboard"]),
+        ({"loggers": ["mlflow"]}, ["mlflow", "pip install mlflow"]),
+        ({"ema_decay": 1.0}, ["ema_decay", "x < 1"]),
+    ],
+)
+def test_bad_settings_are_refused_at_once(tmp_path, change, words):
+    with pytest.raises((ConfigError, PrecisionError)) as caught:
+        trainer(tmp_path / "r", **change)
+    for word in words:
+        assert word in str(caught.value)
+    assert not (tmp_path / "r").exists()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss", "words"),
+    [
+        (net, pairs(4), cross_entropy, ["a torch.nn.Module"]),
+        (net(), Stream(), cross_entropy, ["train_data", "Stream", "__len__"]),
+        (net(), pairs(4), 7, ["loss", "a function", "lambda model, batch"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, model, data, loss, words):
+    with pytest.raises((ConfigError, PrecisionError)) as caught:
+        halfstep.Trainer(model, data, loss, output_dir=str(tmp_path / "r"))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss": lambda model, batch: model(batch[0])}, ["shape (8, 3)", "mean over"]),
+        ({"evaluate": lambda model, batch: {"acc": 1.0}}, ["gave acc", "'loss'"]),
+        ({"best_by": "f1"}, ["gave loss", "'f1'"]),
+        ({"optimizer": lambda parameters: None}, ["NoneType", "torch.optim.Optimizer"]),
+        (
+            {"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            ["does not have"],
+        ),
+        ({"precision": "bf16-split", "optimizer": "adam"}, ["bf16-split", "halfstep.optim"]),
+    ],
+)
+def test_what_shows_later_is_refused_with_what_to_do(tmp_path, change, words):
+    change = {"loss": cross_entropy, "val_data": pairs(8), **change}
+    with pytest.raises((ConfigError, PrecisionError)) as caught:
+        halfstep.Trainer(
+            plain(), pairs(16), batch_size=8, max_steps=1, device="cpu", quiet=True,
+            output_dir=str(tmp_path / "r"), **change,
+        ).train()  # fmt: skip
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_broken_run_says_why_and_keeps_its_best_state(tmp_path):
+    data = pairs(32)
+    data[5] = (data[5][0] * float("nan"), data[5][1])
+    with pytest.raises(NonFiniteError) as caught:
+        trainer(
+            tmp_path / "r", nn.Linear(6, 3), data, val_data=pairs(8), eval_every=1, max_steps=8
+        ).train()
+    assert "loss" in str(caught.value)
+
+
+def test_a_run_is_not_the_commands_to_resume(tmp_path):
+    trainer(tmp_path / "r", max_steps=1).train()
+    config = load_config(str(tmp_path / "r" / "config.toml"))
+    assert config.TASK == "module"
+    assert config.run.max_steps == 1
+    with pytest.raises(ConfigError, match="holds a run already"):
+        trainer(tmp_path / "r", max_steps=1).train()
+    with pytest.raises(ConfigError, match=r"seed=7 \(the run has 1337\)"):
+        trainer(tmp_path / "r", max_steps=2, seed=7).train(resume=True)
+
+
+def test_the_commands_send_a_run_back_to_its_program(tmp_path, capsys):
+    trainer(tmp_path / "r", max_steps=1).train()
+    assert main(["train", "--resume", "--output-dir", str(tmp_path / "r")]) == 2
+    assert "halfstep.Trainer(...).train(resume=True) in your program" in capsys.readouterr().err
+    assert main(["generate", "--run", str(tmp_path / "r"), "--prompt", "x"]) == 2
+    assert f"load {tmp_path / 'r' / 'model'} yourself" in capsys.readouterr().err
+
+
+def test_without_the_trainers_packages_the_line_to_install_them_is_told():
+    # In a process of its own: modules loaded anew would stay behind in this one.
+    code = "import sys; sys.modules['tomli_w'] = None; import halfstep; halfstep.Trainer"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: halfstep.Trainer needs tomli_w")
+    assert last.endswith(": pip install 'halfstep[train]'")
