@@ -6,47 +6,12 @@
 //
 // A product multiplies pairs: A is read one pair at a time (two neighbours of a row, 32 bits) and
 // broadcast; B is packed so that a vector holds one pair for each of 16 columns.
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <initializer_list>
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-constexpr int LANES = 16;
 constexpr int TILE = 64;  // queries and keys of a tile
 constexpr int VECTORS = TILE / LANES;
-constexpr float LOG2E = 1.44269504088896340736f;
-constexpr float LN2 = 0.69314718055994530942f;
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-template <class V, class P>
-inline V load(const P* from) {
-    V value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
-template <class V, class P>
-inline void store(P* to, V value) {
-    std::memcpy(to, &value, sizeof value);
-}
-
-inline Floats all(float x) { return Floats{} + x; }
-
-inline Floats choose(Ints mask, Floats a, Floats b) {
-    return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
-}
-
-inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
 
 // The sum of two products a column, in fp32; a pair is two bf16 numbers, the first in the low half.
 inline Floats dot(Floats sum, uint32_t pair, Words columns) {
@@ -60,44 +25,6 @@ inline Floats dot(Floats sum, uint32_t pair, Words columns) {
     std::memcpy(&second, &high, 4);
     return sum + first * (Floats)(columns << 16) + second * (Floats)(columns & 0xffff0000u);
 #endif
-}
-
-// fp32 to bf16, to nearest even, in the high half of each word. A NaN that came from bf16 numbers
-// or from arithmetic stays one.
-inline Words rounded(Floats x) {
-    Words bits = (Words)x;
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-}
-
-inline Words pairs(Floats first, Floats second) { return (rounded(first) >> 16) | rounded(second); }
-
-inline Halves halves(Floats x) { return __builtin_convertvector(rounded(x) >> 16, Halves); }
-
-inline float widened(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// 2^x for x <= 0 within 2 units of fp32's last place; 0 below 2^-126, and for -inf.
-// Source: the Taylor series of 2^f for |f| <= 1/2, whose next term is below 2^-26.
-inline Floats exp2_(Floats x) {
-    Ints keep = x > -126.0f;  // false for NaN, which is put back below
-    Floats safe = choose(keep, x, all(-126.0f));
-    Floats whole = (safe + 12582912.0f) - 12582912.0f;
-    Floats f = safe - whole;
-    Floats p = all(1.5403530393381609954e-4f);
-    p = p * f + 1.3333558146428443423e-3f;
-    p = p * f + 9.6181291076284771619e-3f;
-    p = p * f + 5.5504108664821579953e-2f;
-    p = p * f + 2.4022650695910071233e-1f;
-    p = p * f + 6.9314718055994530942e-1f;
-    p = p * f + 1.0f;
-    Ints power = __builtin_convertvector(whole, Ints) << 23;
-    Floats value = (Floats)((Ints)p + power);
-    Ints is_nan = x != x;
-    return choose(is_nan, x, (Floats)((Ints)value & keep));
 }
 
 // 16 x 16 words, rows become columns.
@@ -488,14 +415,9 @@ struct Backward {
         for (int64_t q = 0; q < queries; q++) {
             Floats sum{};
             if (q < a.queries)
-                for (int d = 0; d < channels; d += LANES) {
-                    Words g = __builtin_convertvector(load<Halves>(grad + q * grad_step + d), Words);
-                    Words o = __builtin_convertvector(load<Halves>(out + q * a.out_stride[2] + d), Words);
-                    sum += (Floats)(g << 16) * (Floats)(o << 16);
-                }
-            float total = 0;
-            for (int i = 0; i < LANES; i++) total += sum[i];
-            delta[q] = total;
+                for (int d = 0; d < channels; d += LANES)
+                    sum += read(grad + q * grad_step + d) * read(out + q * a.out_stride[2] + d);
+            delta[q] = sum_of(sum);
             // of queries beyond the last the weights are zeros
             lse[q] = q < a.queries ? a.lse[(b * a.heads + h) * a.queries + q] : INFINITY;
         }

@@ -1,0 +1,271 @@
+// What a network does between its products, one pass over memory each: activations, norms and the
+// softmax cross-entropy, from 16-bit or fp32 numbers, computed in fp32.
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#include "vectors.h"
+
+namespace {
+
+constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
+
+inline Floats exp_(Floats x) { return exp2_(x * LOG2E); }  // for x <= 0
+
+inline Floats within(Floats x, float low, float high) {
+    x = x < low ? all(low) : x;
+    return x > high ? all(high) : x;
+}
+
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+    Floats guess = (Floats)_mm512_rcp14_ps((__m512)x);
+    return guess * (2.0f - x * guess);  // one step of Newton's: 28 bits
+#else
+    return 1.0f / x;
+#endif
+}
+
+// 1 / (1 + 2^-x) for |x| <= 126, within 2^-20 of itself.
+inline Floats sigmoid2(Floats x) { return reciprocal(1.0f + exp2_near(-x)); }
+
+inline Floats sigmoid(Floats x) { return sigmoid2(within(x * LOG2E, -126.0f, 126.0f)); }
+
+// The normal distribution function as the sigmoid of its own log-odds, which are x times a
+// polynomial of x^2: within 5e-5 of itself for |x| <= 6, in the tail too.
+// Source: weighted least squares on Chebyshev nodes, against mpmath's ncdf with 40 digits; the
+// coefficients are those of the log-odds to base 2.
+inline Floats normal_cdf(Floats x) {
+    Floats q = x * x, p = all(2.4416024451221944e-09f);
+    p = p * q - 2.2035783892904515e-07f;
+    p = p * q + 7.762130844615946e-06f;
+    p = p * q - 0.00012028920327858521f;
+    p = p * q - 0.0002956161268388495f;
+    p = p * q + 0.10528052453650683f;
+    p = p * q + 2.301914931085616f;
+    return sigmoid2(x * p);
+}
+
+constexpr float TANH_SCALE = 0.79788456080286535588f, TANH_CUBE = 0.044715f;
+constexpr float FAR = 6;  // beyond it the normal distribution function is 0 or 1 within 1e-9
+
+template <int KIND>
+inline Floats activated(Floats x) {
+    if (KIND == SILU) return x * sigmoid(x);
+    if (KIND == GELU) {
+        Floats near = x * normal_cdf(within(x, -FAR, FAR));
+        return (Floats)((Ints)near & ~(x < -FAR));
+    }
+    // (1 + tanh u) / 2 is the sigmoid of 2 u
+    return x * sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
+}
+
+template <int KIND>
+inline Floats slope(Floats x) {
+    x = within(x, -20.0f, 20.0f);  // where it has long been 0 or 1
+    if (KIND == SILU) {
+        Floats s = sigmoid(x);
+        return s * (1.0f + x * (1.0f - s));
+    }
+    if (KIND == GELU)
+        return normal_cdf(within(x, -FAR, FAR)) +
+               x * 0.39894228040143267794f * exp2_(-0.5f * LOG2E * x * x);
+    Floats s = sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
+    return s + 2.0f * x * s * (1.0f - s) * TANH_SCALE * (1.0f + 3.0f * TANH_CUBE * x * x);
+}
+
+// One task of elements for each thread, in whole vectors.
+template <class F>
+void for_chunks(int64_t count, int threads, F work) {
+    constexpr int64_t CHUNK = 4096;
+#pragma omp parallel for num_threads(threads) if (count > 4 * CHUNK)
+    for (int64_t start = 0; start < count; start += CHUNK)
+        work(start, start + CHUNK < count ? start + CHUNK : count);
+}
+
+template <int KIND>
+void activate(const uint16_t* x, const uint16_t* grad, uint16_t* out, int64_t count, int threads) {
+    for_chunks(count, threads, [=](int64_t start, int64_t end) {
+        int64_t i = start;
+        for (; i + LANES <= end; i += LANES) {
+            Floats v = read(x + i);
+            write(out + i, grad ? read(grad + i) * slope<KIND>(v) : activated<KIND>(v));
+        }
+        if (int rest = (int)(end - i)) {
+            Floats v = read_some(x + i, rest, 0);
+            Floats y = grad ? read_some(grad + i, rest, 0) * slope<KIND>(v) : activated<KIND>(v);
+            write_some(out + i, rest, y);
+        }
+    });
+}
+
+// Calls work(at, count) for each vector of a row; `count` is below 16 in the last one alone.
+template <class F>
+inline void for_vectors(int64_t columns, F work) {
+    int64_t c = 0;
+    for (; c + LANES <= columns; c += LANES) work(c, LANES);
+    if (c < columns) work(c, (int)(columns - c));
+}
+
+template <class T>
+inline Floats part(const T* from, int count, float fill = 0) {
+    return count == LANES ? read(from) : read_some(from, count, fill);
+}
+
+template <class T>
+inline void put(T* to, int count, Floats x) {
+    if (count == LANES)
+        write(to, x);
+    else
+        write_some(to, count, x);
+}
+
+template <class X, class Y>
+void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, Y* y, float* mean,
+               float* inverse, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const X* row = x + r * columns;
+        float centre = 0;
+        if (mean) {
+            Floats sum{};
+            for_vectors(columns, [&](int64_t c, int n) { sum += part(row + c, n); });
+            mean[r] = centre = sum_of(sum) / columns;
+        }
+        Floats squares{};
+        for_vectors(columns, [&](int64_t c, int n) {
+            Floats d = part(row + c, n, centre) - centre;
+            squares += d * d;
+        });
+        const float over = 1 / std::sqrt(sum_of(squares) / columns + epsilon);
+        inverse[r] = over;
+        for_vectors(columns, [&](int64_t c, int n) {
+            Floats value = (part(row + c, n) - centre) * over;
+            if (gain) value *= part(gain + c, n);
+            if (bias) value += part(bias + c, n);
+            put(y + r * columns + c, n, value);
+        });
+    }
+}
+
+// The gradients of gain and bias are sums over rows: each of `threads` blocks of rows adds up its
+// own, in `sums` (threads x 2 x columns, zeros before), for the caller to add.
+template <class X, class Y>
+void norm_rows_backward(const X* x, const float* gain, const Y* grad, const float* mean,
+                        const float* inverse, X* grad_x, float* sums, int64_t rows,
+                        int64_t columns, int threads) {
+    const int64_t block = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads)
+    for (int t = 0; t < threads; t++) {
+        float *gain_sum = sums + 2 * t * columns, *bias_sum = gain_sum + columns;
+        for (int64_t r = t * block; r < (t + 1) * block && r < rows; r++) {
+            const X* row = x + r * columns;
+            const Y* g = grad + r * columns;
+            const float centre = mean ? mean[r] : 0, over = inverse[r];
+            Floats plain{}, along{};
+            for_vectors(columns, [&](int64_t c, int n) {
+                Floats value = (part(row + c, n, centre) - centre) * over, d = part(g + c, n);
+                put(gain_sum + c, n, part(gain_sum + c, n) + d * value);
+                put(bias_sum + c, n, part(bias_sum + c, n) + d);
+                if (gain) d *= part(gain + c, n);
+                plain += d;
+                along += d * value;
+            });
+            const float share = mean ? sum_of(plain) / columns : 0, turn = sum_of(along) / columns;
+            for_vectors(columns, [&](int64_t c, int n) {
+                Floats value = (part(row + c, n, centre) - centre) * over, d = part(g + c, n);
+                if (gain) d *= part(gain + c, n);
+                put(grad_x + r * columns + c, n, (d - share - value * turn) * over);
+            });
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out = f(x), or grad * f'(x) where `grad` is given; `out` may be `x` or `grad`.
+void halfstep_activation(int32_t kind, const uint16_t* x, const uint16_t* grad, uint16_t* out,
+                         int64_t count, int32_t threads) {
+    if (kind == GELU) activate<GELU>(x, grad, out, count, threads);
+    if (kind == GELU_TANH) activate<GELU_TANH>(x, grad, out, count, threads);
+    if (kind == SILU) activate<SILU>(x, grad, out, count, threads);
+}
+
+// y = (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension; without `mean`
+// the root mean square takes the place of the deviation. `gain` and `bias` may be null.
+void halfstep_norm(const void* x, int32_t x_is_bf16, const float* gain, const float* bias,
+                   float epsilon, void* y, int32_t y_is_bf16, float* mean, float* inverse,
+                   int64_t rows, int64_t columns, int32_t threads) {
+#define NORM(X, Y) \
+    norm_rows((const X*)x, gain, bias, epsilon, (Y*)y, mean, inverse, rows, columns, threads)
+    if (x_is_bf16)
+        y_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
+    else
+        y_is_bf16 ? NORM(float, uint16_t) : NORM(float, float);
+#undef NORM
+}
+
+void halfstep_norm_backward(const void* x, int32_t x_is_bf16, const float* gain, const void* grad,
+                            int32_t grad_is_bf16, const float* mean, const float* inverse,
+                            void* grad_x, float* sums, int64_t rows, int64_t columns,
+                            int32_t threads) {
+#define NORM(X, Y)                                                                              \
+    norm_rows_backward((const X*)x, gain, (const Y*)grad, mean, inverse, (X*)grad_x, sums, rows, \
+                       columns, threads)
+    if (x_is_bf16)
+        grad_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
+    else
+        grad_is_bf16 ? NORM(float, uint16_t) : NORM(float, float);
+#undef NORM
+}
+
+// loss[r] = log sum exp(logits[r]) - logits[r][target], and the former in `lse` (base e). A row
+// whose target is `ignored` gets a loss of 0. Targets are in range: the caller has looked.
+void halfstep_cross_entropy(const uint16_t* logits, int64_t stride, const int64_t* targets,
+                            int64_t ignored, float* loss, float* lse, int64_t rows,
+                            int64_t columns, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint16_t* row = logits + r * stride;
+        Floats most = all(-INFINITY), sum{};
+        for_vectors(columns, [&](int64_t c, int n) {
+            most = largest(part(row + c, n, -INFINITY), most);
+        });
+        float top = -INFINITY;
+        for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+        const float shift = top == -INFINITY ? 0 : top;
+        for_vectors(columns, [&](int64_t c, int n) {
+            sum += exp_(part(row + c, n, -INFINITY) - shift);
+        });
+        lse[r] = shift + std::log(sum_of(sum));
+        loss[r] = targets[r] == ignored ? 0 : lse[r] - widened(row[targets[r]]);
+    }
+}
+
+// grad = scale[r] * (softmax(logits[r]) - [target]), in place where `grad` is `logits`.
+void halfstep_cross_entropy_backward(const uint16_t* logits, int64_t stride,
+                                     const int64_t* targets, const float* lse, const float* scale,
+                                     uint16_t* grad, int64_t grad_stride, int64_t rows,
+                                     int64_t columns, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint16_t* row = logits + r * stride;
+        uint16_t* to = grad + r * grad_stride;
+        const float s = scale[r], shift = lse[r];
+        if (s == 0) {  // an ignored target
+            std::memset(to, 0, sizeof(uint16_t) * columns);
+            continue;
+        }
+        const int64_t target = targets[r];
+        // p - 1 as an expm1, where p is near 1
+        const float right = s * std::expm1(widened(row[target]) - shift);
+        for_vectors(columns, [&](int64_t c, int n) {
+            // a rounded sum may leave a probability a little above 1, which exp2_ would not take
+            Floats log_p = part(row + c, n) - shift;
+            put(to + c, n, exp_(choose(log_p > 0.0f, Floats{}, log_p)) * s);
+        });
+        write_some(to + target, 1, all(right));
+    }
+}
+}

@@ -1,0 +1,128 @@
+// Vectors of 16 lanes in the compiler's own notation, and the arithmetic that all kernels share:
+// bf16 numbers as the high halves of fp32 numbers, rounding to nearest even, 2^x.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr float LOG2E = 1.44269504088896340736f;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+template <class V, class P>
+inline V load(const P* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class V, class P>
+inline void store(P* to, V value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+inline Floats all(float x) { return Floats{} + x; }
+
+inline Floats choose(Ints mask, Floats a, Floats b) {
+    return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
+}
+
+inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+
+// fp32 to bf16, to nearest even, in the high half of each word. A NaN that came from bf16 numbers
+// or from arithmetic stays one.
+inline Words rounded(Floats x) {
+    Words bits = (Words)x;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+}
+
+inline Halves halves(Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return __builtin_convertvector(rounded(x) >> 16, Halves);
+#endif
+}
+
+// Two rows as pairs: the first in the low halves.
+inline Words pairs(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    Words low = __builtin_convertvector(halves(first), Words);
+    return low | (__builtin_convertvector(halves(second), Words) << 16);
+#else
+    return (rounded(first) >> 16) | rounded(second);
+#endif
+}
+
+inline float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// 2^x for x in [-126, 126], within 2 units of fp32's last place.
+// Source: the Taylor series of 2^f for |f| <= 1/2, whose next term is below 2^-26.
+inline Floats exp2_near(Floats x) {
+    Floats whole = (x + 12582912.0f) - 12582912.0f;
+    Floats f = x - whole;
+    Floats p = all(1.5403530393381609954e-4f);
+    p = p * f + 1.3333558146428443423e-3f;
+    p = p * f + 9.6181291076284771619e-3f;
+    p = p * f + 5.5504108664821579953e-2f;
+    p = p * f + 2.4022650695910071233e-1f;
+    p = p * f + 6.9314718055994530942e-1f;
+    p = p * f + 1.0f;
+    return (Floats)((Ints)p + (__builtin_convertvector(whole, Ints) << 23));
+}
+
+// 2^x for x <= 0: 0 below 2^-126 and for -inf, NaN for NaN.
+inline Floats exp2_(Floats x) {
+    Ints gone = x < -126.0f;
+    Floats value = exp2_near(choose(gone, Floats{}, x));
+    return (Floats)((Ints)value & ~gone);
+}
+
+// bf16 and fp32 numbers as fp32 lanes, whichever they are.
+inline Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+
+inline Floats read(const uint16_t* from) { return widen(load<Halves>(from)); }
+inline Floats read(const float* from) { return load<Floats>(from); }
+inline void write(uint16_t* to, Floats x) { store(to, halves(x)); }
+inline void write(float* to, Floats x) { store(to, x); }
+
+// The first `count` lanes; the others are `fill`.
+template <class T>
+inline Floats read_some(const T* from, int count, float fill) {
+    T some[LANES];
+    std::memcpy(some, from, sizeof(T) * count);
+    Floats found = read(some);
+    for (int i = count; i < LANES; i++) found[i] = fill;
+    return found;
+}
+
+template <class T>
+inline void write_some(T* to, int count, Floats x) {
+    T some[LANES];
+    write(some, x);
+    std::memcpy(to, some, sizeof(T) * count);
+}
+
+inline float sum_of(Floats x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+}  // namespace
