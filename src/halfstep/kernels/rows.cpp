@@ -180,6 +180,55 @@ void norm_rows_backward(const X* x, const float* gain, const Y* grad, const floa
     }
 }
 
+inline float number(uint16_t x) { return widened(x); }
+inline float number(float x) { return x; }
+
+template <class T>
+void losses(const T* logits, int64_t stride, const int64_t* targets, int64_t ignored, float* loss,
+            float* lse, int64_t rows, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* row = logits + r * stride;
+        Floats most = all(-INFINITY), sum{};
+        for_vectors(columns, [&](int64_t c, int n) {
+            most = largest(part(row + c, n, -INFINITY), most);
+        });
+        float top = -INFINITY;
+        for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+        const float shift = top == -INFINITY ? 0 : top;
+        for_vectors(columns, [&](int64_t c, int n) {
+            sum += exp_(part(row + c, n, -INFINITY) - shift);
+        });
+        lse[r] = shift + std::log(sum_of(sum));
+        loss[r] = targets[r] == ignored ? 0 : lse[r] - number(row[targets[r]]);
+    }
+}
+
+template <class T>
+void errors(const T* logits, int64_t stride, const int64_t* targets, const float* lse,
+            const float* scale, T* grad, int64_t grad_stride, int64_t rows, int64_t columns,
+            int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* row = logits + r * stride;
+        T* to = grad + r * grad_stride;
+        const float s = scale[r], shift = lse[r];
+        if (s == 0) {  // an ignored target
+            std::memset(to, 0, sizeof(T) * columns);
+            continue;
+        }
+        const int64_t target = targets[r];
+        // p - 1 as an expm1, where p is near 1
+        const float right = s * std::expm1(number(row[target]) - shift);
+        for_vectors(columns, [&](int64_t c, int n) {
+            // a rounded sum may leave a probability a little above 1, which exp2_ would not take
+            Floats log_p = part(row + c, n) - shift;
+            put(to + c, n, exp_(choose(log_p > 0.0f, Floats{}, log_p)) * s);
+        });
+        write_some(to + target, 1, all(right));
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -222,50 +271,25 @@ void halfstep_norm_backward(const void* x, int32_t x_is_bf16, const float* gain,
 
 // loss[r] = log sum exp(logits[r]) - logits[r][target], and the former in `lse` (base e). A row
 // whose target is `ignored` gets a loss of 0. Targets are in range: the caller has looked.
-void halfstep_cross_entropy(const uint16_t* logits, int64_t stride, const int64_t* targets,
-                            int64_t ignored, float* loss, float* lse, int64_t rows,
-                            int64_t columns, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
-    for (int64_t r = 0; r < rows; r++) {
-        const uint16_t* row = logits + r * stride;
-        Floats most = all(-INFINITY), sum{};
-        for_vectors(columns, [&](int64_t c, int n) {
-            most = largest(part(row + c, n, -INFINITY), most);
-        });
-        float top = -INFINITY;
-        for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-        const float shift = top == -INFINITY ? 0 : top;
-        for_vectors(columns, [&](int64_t c, int n) {
-            sum += exp_(part(row + c, n, -INFINITY) - shift);
-        });
-        lse[r] = shift + std::log(sum_of(sum));
-        loss[r] = targets[r] == ignored ? 0 : lse[r] - widened(row[targets[r]]);
-    }
+void halfstep_cross_entropy(const void* logits, int32_t is_bf16, int64_t stride,
+                            const int64_t* targets, int64_t ignored, float* loss, float* lse,
+                            int64_t rows, int64_t columns, int32_t threads) {
+    if (is_bf16)
+        losses((const uint16_t*)logits, stride, targets, ignored, loss, lse, rows, columns, threads);
+    else
+        losses((const float*)logits, stride, targets, ignored, loss, lse, rows, columns, threads);
 }
 
 // grad = scale[r] * (softmax(logits[r]) - [target]), in place where `grad` is `logits`.
-void halfstep_cross_entropy_backward(const uint16_t* logits, int64_t stride,
+void halfstep_cross_entropy_backward(const void* logits, int32_t is_bf16, int64_t stride,
                                      const int64_t* targets, const float* lse, const float* scale,
-                                     uint16_t* grad, int64_t grad_stride, int64_t rows,
+                                     void* grad, int64_t grad_stride, int64_t rows,
                                      int64_t columns, int32_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
-    for (int64_t r = 0; r < rows; r++) {
-        const uint16_t* row = logits + r * stride;
-        uint16_t* to = grad + r * grad_stride;
-        const float s = scale[r], shift = lse[r];
-        if (s == 0) {  // an ignored target
-            std::memset(to, 0, sizeof(uint16_t) * columns);
-            continue;
-        }
-        const int64_t target = targets[r];
-        // p - 1 as an expm1, where p is near 1
-        const float right = s * std::expm1(widened(row[target]) - shift);
-        for_vectors(columns, [&](int64_t c, int n) {
-            // a rounded sum may leave a probability a little above 1, which exp2_ would not take
-            Floats log_p = part(row + c, n) - shift;
-            put(to + c, n, exp_(choose(log_p > 0.0f, Floats{}, log_p)) * s);
-        });
-        write_some(to + target, 1, all(right));
-    }
+    if (is_bf16)
+        errors((const uint16_t*)logits, stride, targets, lse, scale, (uint16_t*)grad, grad_stride,
+               rows, columns, threads);
+    else
+        errors((const float*)logits, stride, targets, lse, scale, (float*)grad, grad_stride, rows,
+               columns, threads);
 }
 }

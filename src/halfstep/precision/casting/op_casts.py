@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from halfstep.precision.casting.fp32_pins import Pins
+from halfstep.precision.casting.native_ops import KERNELS, native
 from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS, PRODUCTS
 from halfstep.precision.masters.arrivals import is_running
 from halfstep.precision.policy.policy import LOW
@@ -77,6 +78,10 @@ class OpCasts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         cast = self.table.get(func)
+        if func in KERNELS and self.runs_kernels() and not self.covered:
+            found = native(func, args, kwargs or {})
+            if found is not NotImplemented:
+                return found
         plain = type(func) is not FunctionType or func in LEAVES
         if self.covered or (plain and cast is None and self.pins is None):
             # most calls, a model's every view and shape: as short as can be
@@ -98,6 +103,10 @@ class OpCasts(TorchFunctionMode):
 
     def is_on(self) -> bool:
         """Whether the table applies now."""
+        return False
+
+    def runs_kernels(self) -> bool:
+        """Whether functions that a compiled kernel knows run by it now."""
         return False
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,6 +149,10 @@ class AutocastCasts(OpCasts):
     def is_on(self) -> bool:
         """Whether autocast is on: not in fp32 regions, nor in a backward but for recomputation."""
         return torch.is_autocast_enabled("cpu")
+
+    def runs_kernels(self) -> bool:
+        """In bf16, where the table applies."""
+        return self.is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
     def looks_inside(self, func: Function) -> bool:
         """Not while autocast is off, but that a backward may compute a part again with it on."""

@@ -1,0 +1,1 @@
+"""Compiled CPU kernels: how they are built, and those of forward and backward passes."""

@@ -1,0 +1,169 @@
+"""Attention over bf16 tensors on a CPU, by the compiled kernel of ``attention.cpp``.
+
+The scores of a tile of 64 queries and 64 keys exist for as long as the tile is worked on. Products
+take bf16 operands and sum in fp32; the softmax is fp32; its weights are rounded to bf16 as the
+operand of the second product, as tensor cores have it.
+
+Shapes: B batch, H heads, K heads of keys and values (H is a multiple of it), T queries, S keys,
+D channels of a head.
+
+**Source:** Dao et al. 2022, "FlashAttention"; Rabe and Staats 2021, "Self-attention Does Not Need
+O(n^2) Memory", for the running maximum and sum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfstep.kernels.forward import Address, address, library
+
+_Stride = ctypes.c_int64 * 3
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, Address) for name in ("query", "key", "value", "mask", "out", "lse")),
+        *((name, Address) for name in ("grad_out", "grad_query", "grad_key", "grad_value")),
+        *((f"{name}_stride", _Stride) for name in ("query", "key", "value", "out")),
+        *((f"grad_{name}_stride", _Stride) for name in ("out", "query", "key", "value")),
+        ("mask_stride", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "queries", "keys")),
+        ("channels", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("dropout", ctypes.c_float),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+def fits(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, grouped: bool
+) -> bool:
+    """Whether the kernel knows these shapes: bf16, D a multiple of 16 up to 256, no mask to learn."""
+    if not (q_BHTD.ndim == k_BKSD.ndim == v_BKSD.ndim == 4):
+        return False
+    (batch, heads, queries, channels), keys = q_BHTD.shape, k_BKSD.shape[2]
+    if channels % 16 or not 16 <= channels <= 256 or not (queries and keys and batch and heads):
+        return False
+    expected = (batch, k_BKSD.shape[1], keys, channels)
+    if k_BKSD.shape != expected or v_BKSD.shape != expected:
+        return False
+    if k_BKSD.shape[1] != heads and (not grouped or heads % k_BKSD.shape[1]):
+        return False
+    if mask is None:
+        return True
+    whole = (batch, heads, queries, keys)
+    right = all(m in (1, n) for m, n in zip(reversed(mask.shape), reversed(whole), strict=False))
+    return mask.ndim <= 4 and right and not mask.requires_grad
+
+
+def attention(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """What ``F.scaled_dot_product_attention`` computes, for operands that :func:`fits` accepts."""
+    if mask is not None:
+        mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
+    scale = 1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+    seed = int(torch.randint(2**62, ())) if dropout else 0
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        q_BHTD, k_BKSD, v_BKSD, mask, dropout, causal, scale, seed
+    )
+    return out
+
+
+def _added(mask: Tensor) -> Tensor:
+    """A mask as what is added to the scores, in fp32."""
+    if mask.dtype != torch.bool:
+        return mask.float()
+    return torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor itself where a position's channels lie side by side, at even addresses of pairs."""
+    return x if x.stride(-1) == 1 and all(s % 2 == 0 for s in x.stride()[:-1]) else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    """A new tensor whose heads lie side by side, as a model reshapes them next."""
+    batch, heads, positions, channels = x.shape
+    return x.new_empty(batch, positions, heads, channels).transpose(1, 2)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+        dropout: float, causal: bool, scale: float, seed: int,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.settings = (dropout, causal, scale, seed)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        q, k, v = _rows(q), _rows(k), _rows(v)  # kept by name: the call holds addresses only
+        call = _call(q, k, v, mask, out, lse, *ctx.settings)
+        library().halfstep_attention(ctypes.byref(call), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the mark of create_graph=True
+            grads = _differentiable(q, k, v, mask, grad, *ctx.settings)
+            return (*grads, None, None, None, None, None)
+        q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
+        call = _call(q, k, v, mask, out, lse, *ctx.settings)
+        grads = (_like(q), _like(k), _like(v))
+        _place(call, "grad_out", grad)
+        for name, made in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
+            _place(call, name, made)
+        library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
+        return (*grads, None, None, None, None, None)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    dropout: float, causal: bool, scale: float, seed: int,
+) -> _Call:  # fmt: skip
+    call = _Call(scale=scale, dropout=dropout, causal=causal, seed=seed, lse=address(lse))
+    for name, x in (("query", q), ("key", k), ("value", v), ("out", out)):
+        _place(call, name, x)
+    if mask is not None:
+        call.mask = address(mask)
+        call.mask_stride[:] = mask.stride()
+    call.batch, call.heads, call.queries, call.channels = q.shape
+    call.key_heads, call.keys = k.shape[1:3]
+    return call
+
+
+def _place(call: _Call, name: str, x: Tensor) -> None:
+    setattr(call, name, address(x))
+    getattr(call, f"{name}_stride")[:] = x.stride()[:3]
+
+
+def _differentiable(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor,
+    dropout: float, causal: bool, scale: float, seed: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients by torch's operations, which can be differentiated again."""
+    if dropout:
+        raise NotImplementedError(
+            "attention with dropout has no second derivative here: set dropout_p=0.0 where "
+            "create_graph=True, or ask for torch's own by torch.nn.attention.sdpa_kernel(MATH)"
+        )
+    with torch.enable_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        mask = None if mask is None else mask.to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        return torch.autograd.grad(out, (q, k, v), grad, create_graph=True)

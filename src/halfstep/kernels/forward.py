@@ -1,0 +1,62 @@
+"""The library of kernels for forward and backward passes, loaded once."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from torch import Tensor
+
+from halfstep.kernels.library import load_library
+
+_SOURCES = ("kernels/attention.cpp", "kernels/rows.cpp", "kernels/vectors.h")
+Address = ctypes.c_void_p
+_COUNT, _INT, _FLOAT = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "halfstep_attention": (Address, _INT),
+    "halfstep_attention_backward": (Address, _INT),
+    "halfstep_activation": (_INT, Address, Address, Address, _COUNT, _INT),
+    "halfstep_norm": (
+        *(Address, _INT, Address, Address, _FLOAT, Address, _INT, Address, Address),
+        *(_COUNT, _COUNT, _INT),
+    ),
+    "halfstep_norm_backward": (
+        *(Address, _INT, Address, Address, _INT, Address, Address, Address, Address),
+        *(_COUNT, _COUNT, _INT),
+    ),
+    "halfstep_cross_entropy": (
+        *(Address, _INT, _COUNT, Address, _COUNT, Address, Address, _COUNT, _COUNT, _INT),
+    ),
+    "halfstep_cross_entropy_backward": (
+        *(Address, _INT, _COUNT, Address, Address, Address, Address, _COUNT),
+        *(_COUNT, _COUNT, _INT),
+    ),
+}
+
+
+@cache
+def loaded() -> ctypes.CDLL | str:
+    """The library, or the reason why there is none."""
+    found = load_library(_SOURCES, fused=True)
+    if not isinstance(found, str):
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
+    return found
+
+
+def library() -> ctypes.CDLL:
+    """The library, where :func:`loaded` is known to have found it.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    found = loaded()
+    if isinstance(found, str):
+        raise RuntimeError(f"no compiled kernels: {found}")
+    return found
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin; None is the null pointer."""
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,91 @@
+"""Compile C++ sources into a library that ctypes loads, once per machine and source.
+
+The system's compiler takes a few seconds; what it makes is kept in the user's cache folder. The
+sources include neither torch's headers nor Python's. OpenMP comes from the library that torch has
+loaded, so both use one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
+# On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
+_OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
+
+
+def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
+    """The library of some sources, or the reason why there is none.
+
+    ``HALFSTEP_KERNEL=torch`` in the environment asks for torch's operations instead.
+
+    Args:
+        sources: Paths inside the package: ``.cpp`` files to compile, and the headers they include.
+        fused: Whether the compiler may round a product and a sum once instead of twice.
+    """
+    if os.environ.get("HALFSTEP_KERNEL") == "torch":
+        return "HALFSTEP_KERNEL=torch"
+    known = (name for name in ("g++", "c++", "clang++") if shutil.which(name))
+    compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
+    if not compiler:
+        return "no C++ compiler (g++, c++ or clang++) on the PATH"
+    try:
+        return ctypes.CDLL(str(_build(compiler, sources, fused)))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        said = (getattr(error, "stderr", None) or "").strip() or str(error)
+        return f"{' '.join(compiler)} failed: {said.splitlines()[0]}"
+
+
+def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path:
+    """The library's path; compiled unless the cache folder has it."""
+    package = resources.files("halfstep")
+    texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
+    fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    parts = (*texts.values(), version.encode(), _cpu().encode())
+    parts = (*parts, " ".join((*fixed, *_OPTIONAL)).encode())
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "halfstep" / "kernels"
+    library = folder / f"{Path(sources[0]).stem}-{digest}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole
+        for name, text in texts.items():
+            (Path(work) / name).write_bytes(text)
+        files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
+        target = Path(work) / "library.so"
+        for flags in ((*fixed, *_OPTIONAL), (*fixed, _OPTIONAL[1]), fixed):
+            command = [*compiler, *flags, "-o", str(target), *files]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if done.returncode == 0:
+                os.replace(target, library)
+                return library
+        done.check_returncode()
+    raise AssertionError("unreachable: check_returncode raises")
+
+
+def _cpu() -> str:
+    """What -march=native depends on: a cache folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    wanted = ("model name", "flags", "features", "cpu part")
+    return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))

@@ -1,0 +1,107 @@
+"""Which functions of torch run by a compiled kernel, on bf16 tensors of a CPU.
+
+Asked before the op table casts anything. A function that a kernel does not know in this form (its
+shapes, a mask that learns, a tensor of a subclass, a mode that wants to see each operator) stays
+torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep.kernels import attention, rows
+from halfstep.kernels.forward import loaded
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Kernel = Callable[..., Any]
+_LOW = torch.bfloat16
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a kernel makes of a call; ``NotImplemented`` where none knows it."""
+    if not _may_run():
+        return NotImplemented
+    return KERNELS[func](*args, **kwargs)
+
+
+def _may_run() -> bool:
+    """Not where something wants to see torch's operators, or derive them in its own way."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or isinstance(loaded(), str)
+    )
+
+
+def _plain(x: Any) -> bool:
+    return type(x) in _PLAIN and x.device.type == "cpu" and x.layout == torch.strided
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    given = (query, key, value)
+    if not all(_plain(x) and x.dtype in (_LOW, torch.float32) for x in given):
+        return NotImplemented
+    if not (attn_mask is None or (_plain(attn_mask) and not is_causal)):
+        return NotImplemented
+    if not (torch._C._get_flash_sdp_enabled() and 0 <= dropout_p < 1):
+        return NotImplemented
+    if not attention.fits(*given, attn_mask, enable_gqa):
+        return NotImplemented
+    query, key, value = (x.to(_LOW) for x in given)
+    return attention.attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _gelu(input: Any, *, approximate: str = "none") -> Any:
+    if not (_plain(input) and input.dtype == _LOW and approximate in ("none", "tanh")):
+        return NotImplemented
+    return rows.activation(input, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _silu(input: Any, inplace: bool = False) -> Any:
+    if inplace or not (_plain(input) and input.dtype == _LOW):
+        return NotImplemented
+    return rows.activation(input, "silu")
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    plain = _plain(input) and _plain(target) and input.ndim == 2 and target.ndim == 1
+    if not plain or weight is not None or label_smoothing or size_average or reduce:
+        return NotImplemented
+    if input.dtype not in (_LOW, torch.float32) or target.dtype != torch.int64:
+        return NotImplemented
+    if len(input) != len(target) or not input.numel() or input.stride(1) != 1:
+        return NotImplemented
+    counted = target != ignore_index
+    low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
+    if low < 0 or high >= input.shape[1]:
+        return NotImplemented
+    losses = rows.cross_entropy(input, target, ignore_index)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / counted.sum() if reduction == "mean" else NotImplemented
+
+
+KERNELS: Mapping[Callable[..., Any], Kernel] = {
+    F.scaled_dot_product_attention: _attention,
+    F.gelu: _gelu,
+    F.silu: _silu,
+    F.cross_entropy: _cross_entropy,
+}
+"""A function of torch, and what runs in its place where it can."""
