@@ -212,6 +212,10 @@ class StoredCasts(OpCasts):
         """Always: where formats agree, most of the table does nothing."""
         return True
 
+    def runs_kernels(self) -> bool:
+        """In bf16."""
+        return self.compute == torch.bfloat16
+
     def looks_inside(self, func: Function) -> bool:
         """Always, since operands of two formats may meet there as well."""
         return True
