@@ -14,7 +14,8 @@ from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.optimizer import make_optimizer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed

@@ -24,7 +24,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.folder import quiet

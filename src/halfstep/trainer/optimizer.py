@@ -15,8 +15,6 @@ from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
-__all__ = ["OptimizerConfig", "ScheduleConfig", "learning_rate", "make_optimizer"]
-
 _OWN: Mapping[str, Callable[..., Optimizer]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
 _FUSED = {"adam", "adamw", "sgd"}  # on CPU and CUDA alike

@@ -30,7 +30,7 @@ from halfstep.torch_version import MACHINES, require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
+from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device

@@ -21,7 +21,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.finetune import FinetuneRunConfig, ModuleConfig
+from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
 from halfstep.trainer.data.progress import no_progress

@@ -25,9 +25,6 @@ from halfstep.trainer.config.read import build, did_you_mean, insert, shown
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
-__all__ = ["TASKS", "TrainConfig", "config_from_table", "config_to_table", "config_to_toml",
-           "load_config", "read_table", "shipped_configs"]  # fmt: skip
-
 
 def shipped_configs() -> dict[str, str]:
     """Name to TOML text of the configurations that come with the package."""

@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a field may hold; a part of the field's type, as in ``Count``."""
+
+    allowed: str
+    """In words."""
+    holds: Callable[[Any], bool]
+
+
+Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
+AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
+Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
+Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
+Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
+
+
+def require_ranges(section: str, config: object) -> None:
+    """Refuse a section with a value outside its field's :class:`Range`.
+
+    Raises:
+        ConfigError: Naming the key, the value and what is allowed.
+    """
+    kind: Any = type(config)
+    for name, found in _ranges(kind).items():
+        value = getattr(config, name)
+        if not found.holds(value):
+            raise ConfigError(f"{section}.{name}={value}; allowed: {found.allowed}")
+
+
+@cache
+def _ranges(cls: Any) -> Mapping[str, Range]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
+    }
 
 
 def insert(table: dict[str, Any], key: str, value: Any) -> None:

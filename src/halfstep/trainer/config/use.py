@@ -52,13 +52,13 @@ class Generating(Use):
     max_new_tokens: int = 200
     """Most tokens to write."""
     temperature: float = 0.8
-    """Of sampling; 0: always the likeliest token."""
+    """How boldly to sample; 0: always the likeliest token."""
     top_k: int | None = None
     """Sample from so many likeliest tokens only."""
     top_p: float | None = None
     """Sample from the likeliest tokens that have this much probability together."""
     seed: int = 0
-    """Of sampling."""
+    """Seed of the sampling."""
     raw: bool = False
     """For a run of finetune lm: go on from the prompt as it is, without its template."""
 
@@ -76,7 +76,7 @@ class Evaluating(Use):
     text_column: str = ""
     """Of a classifier's --data; default: as in training."""
     label_column: str = ""
-    """The same of the label."""
+    """Name of its label column; default: as in training."""
     drop_empty: bool = False
     """Of a classifier: leave out empty texts."""
     json: bool = False
@@ -94,7 +94,7 @@ class Exporting:
     output: str
     """The folder to write."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
-    """Of the weights; default fp32, of merged adapters the base's own."""
+    """Number format of the weights; default fp32, of merged adapters the base's own."""
     adapter: bool = False
     """Of a LoRA run: the adapter for peft, instead of merging it into its base."""
     trust_remote_code: bool = False

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.finetune import ClassifierConfig, ClassifyConfig
+from halfstep.trainer.config.tasks import ClassifierConfig, ClassifyConfig
 from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled.examples import Examples, encode_examples, padded
 from halfstep.trainer.data.labelled.labelled import read_labelled

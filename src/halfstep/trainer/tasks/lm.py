@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.data.instructions.config import InstructionsConfig
 from halfstep.trainer.data.instructions.instructions import read_instructions
 from halfstep.trainer.data.instructions.packing import lm_batch

@@ -26,7 +26,7 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.trainer.config.finetune import ModuleConfig
+from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.model_folder import matrix_parameters, replace_folder

@@ -20,8 +20,8 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin

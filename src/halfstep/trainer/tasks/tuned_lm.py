@@ -17,7 +17,7 @@ from halfstep.precision.casting.cast import add_regions_, around_model, cast_to_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.corpus.batches import IGNORED
 from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
