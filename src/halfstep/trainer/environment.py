@@ -61,20 +61,11 @@ def environment(device: torch.device) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    precisions = {}
-    for name, policy in POLICIES.items():
-        found = support(policy, device)
-        precisions[name] = {"status": found.status, "reason": found.reason}
+    gpus = [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    supports = {name: support(policy, device) for name, policy in POLICIES.items()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -86,13 +77,13 @@ def environment(device: torch.device) -> dict[str, Any]:
             "vector_instructions": torch.backends.cpu.get_cpu_capability(),
             "bf16_instructions": cpu_has_bf16(),
         },
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
         # without the reason, which may name a folder of the user's
         "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
-        "precisions": precisions,
+        "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
 
 
@@ -157,10 +148,6 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Keep freed memory for the next step instead of giving it back to the kernel.

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
@@ -20,11 +20,11 @@ from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
-from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
-from halfstep.trainer.run.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
+from halfstep.trainer.run.metrics import MetricsFile, Record, peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
@@ -163,27 +163,18 @@ class _Books:
         self._saver = Saver(
             self._folder,
             settings.keep,
-            world.rank,
-            world.size,
-            token=world.share(secrets.token_hex(8)),
+            Team(world.rank, world.size, world.share(secrets.token_hex(8)), SAVING_SECONDS / 2),
             background=settings.background_save,
-            timeout=SAVING_SECONDS / 2,
             meet=world.wait_for_save,
         )
-        self._metrics: MetricsFile | NoMetrics = NoMetrics()
+        self._metrics: MetricsFile | None = None
         if world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
-        self.write = self._metrics.write
 
     def __enter__(self) -> _Books:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Wait for a save, but not for the receipts of ranks that are gone."""
         try:
             if error is None:
@@ -194,7 +185,13 @@ class _Books:
                 except HalfstepError as failed:
                     raise error from failed
         finally:
-            self._metrics.close()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def write(self, record: Record) -> None:
+        """Append a step to the metrics; rank 0."""
+        if self._metrics is not None:
+            self._metrics.write(record)
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if it is time; return the one that was completed meanwhile."""
@@ -375,12 +372,7 @@ class Interrupt:
             self._old[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._may_repeat():
             self._restore()
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.distributed.consistency import check_agreement
+from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
@@ -30,9 +30,8 @@ from halfstep.torch_version import MACHINES, require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.progress import Best, read_progress
@@ -124,7 +123,6 @@ class Session:
     def checkpoint(self) -> Checkpoint:
         """All that :meth:`restore` needs to go on bit for bit; all ranks."""
         self._share_buffers()
-        named = self.precision.named_parameters()
         precision = self.precision.state_dict()
         del precision["masters"]  # they are the weights below
         state: dict[str, Any] = {
@@ -137,7 +135,7 @@ class Session:
         }
         if self.best is not None:
             state["best"] = dataclasses.asdict(self.best)
-        names = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             optimizer = optimizer_tensors(used, names)
@@ -156,8 +154,7 @@ class Session:
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, as torch's DDP does: each moved its own."""
         if self.world.size > 1:
-            for buffer in self._buffers().values():
-                dist.broadcast(buffer, src=0)
+            broadcast_tensors_(self._buffers().values())
 
     def check_agreement(self, when: str = "") -> None:
         """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
@@ -169,9 +166,9 @@ class Session:
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
         """Go on from a checkpoint of a run with the same model and data, in any precision.
 
-        Its tensors are this rank's pieces, whatever layout saved them. With another policy than the
-        checkpoint's, its exact fp32 masters become this policy's weights and the moments are
-        converted to this policy's format.
+        Its tensors are this rank's pieces, whatever layout saved them: they were read for this
+        model. With another policy than the checkpoint's, its exact fp32 masters become this
+        policy's weights and the moments are converted to this policy's format.
 
         Raises:
             CheckpointError: If it belongs to another run; nothing is changed then.
@@ -184,12 +181,7 @@ class Session:
                     "same files, from the same directory if their paths are relative, and the same "
                     "options for them"
                 )
-        named = self.precision.named_parameters()
-        shapes = {name: tensor.shape for name, tensor in named.items()}
-        if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
-            odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
-            raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
-        names = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         moments, averages, buffers = _by_kind(checkpoint.optimizer)
         self._require_averages(averages, where)
         (used,) = self.precision.optimizers
@@ -238,7 +230,7 @@ def open_session(
         progress: Called while data is prepared.
         resuming: Weights will be restored, so ``run.init_from`` is not read again.
         world: The ranks.
-        opens: Makes the task; None: :func:`open_task`, from the configuration alone.
+        opens: Makes the task; None: the one that the configuration names.
 
     Raises:
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
@@ -260,7 +252,7 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = (opens or open_task)(config, device, layout, world, progress, resuming)
+    task = (opens or _open_task)(config, device, layout, world, progress, resuming)
     config, model = task.config, task.model.to(device)
     _require_rows(task.smallest_batch, config, layout)
     strategy.place_(model, task.plan(layout))
@@ -292,10 +284,7 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
         )
 
 
-# From a configuration to its task.
-
-
-def open_task(
+def _open_task(
     config: BaseConfig,
     device: torch.device,
     layout: Layout,
@@ -303,19 +292,7 @@ def open_task(
     progress: Progress,
     resuming: bool,
 ) -> Task:
-    """Prepare the data and build the model of a configuration's task; all ranks together.
-
-    Args:
-        config: Of the run.
-        device: This rank's.
-        layout: How the ranks will share the work.
-        world: The ranks.
-        progress: Called while data is prepared.
-        resuming: Weights will be restored, so that none need be loaded where they are not frozen.
-
-    Raises:
-        HalfstepError: For data, a model or a layout that cannot be used.
-    """
+    """Prepare the data and build the model of a configuration's task; all ranks together."""
     match config:
         case TrainConfig():
             return TextTask(config, device, layout, world, progress, resuming)

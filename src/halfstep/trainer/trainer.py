@@ -21,14 +21,14 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
+from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick
-from halfstep.trainer.run.execute import Outcome, execute
+from halfstep.trainer.run.execute import execute
 from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
 from halfstep.trainer.run.metrics import MetricsSink, require_sinks
 from halfstep.trainer.run.resume import require_resumable, with_run_folder
@@ -245,7 +245,16 @@ class Trainer:
             finally:
                 session.precision.close()
                 self._session = None
-            return self._trained(session, path, outcome)
+            if outcome.written:
+                self._say(outcome.written)
+            last, best = outcome.last, session.best
+            return TrainResult(
+                path,
+                session.step,
+                last.evaluation if last else None,
+                best.evaluation if best else None,
+                last.stopped_by if last else "",
+            )
 
     def _open(self, config: Any, device: Any, layout: Any, world: World, *_: Any) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
@@ -266,16 +275,3 @@ class Trainer:
             self._say(f"step {record.step}: {tick.evaluation.text}")
         for callback in self._callbacks:
             callback(tick)
-
-    def _trained(self, session: Session, path: Path, outcome: Outcome) -> TrainResult:
-        best = session.best.evaluation if session.best else None
-        last = outcome.last
-        if outcome.written:
-            self._say(outcome.written)
-        return TrainResult(
-            path,
-            session.step,
-            last.evaluation if last else None,
-            best,
-            last.stopped_by if last else "",
-        )

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -285,7 +285,6 @@ def _stamp(precision: Precision) -> list[int]:
     return [id(p) for p in (*precision.model.parameters(), *owned) if p.requires_grad]
 
 
-@torch.no_grad()
 def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give every rank the parameters and buffers of the group's first, bit for bit.
 
@@ -300,8 +299,14 @@ def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
         PrecisionError: For what is no model.
     """
     require_model(model, "broadcast_(model)")
+    broadcast_tensors_((*model.parameters(), *model.buffers()), group)
+
+
+@torch.no_grad()
+def broadcast_tensors_(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the tensors of the group's first rank; of DTensors the parts. All ranks."""
     waiting = []
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+    for tensor in {id(t): t for t in tensors}.values():
         part = local_part(tensor)
         values = part.contiguous()
         # as bytes: some backends do not know every dtype

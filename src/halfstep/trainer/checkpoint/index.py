@@ -55,7 +55,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 EMPTY_CODES = "F32"  # an 8-bit moment without elements has no tops: its dtype on loading
 _SHARD = re.compile(r"(weights|optimizer)(-(\d{5,})-of-(\d{5,}))?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -108,19 +107,6 @@ class Index:
 def shard_name(section: str, rank: int, size: int) -> str:
     """The file of a rank's tensors; without numbers where there is one rank."""
     return f"{section}{f'-{rank + 1:05d}-of-{size:05d}' if size > 1 else ''}.safetensors"
-
-
-def as_json(entry: Entry) -> dict[str, Any]:
-    """An entry as the manifest spells it."""
-    pieces = []
-    for stored in entry.pieces:
-        piece: dict[str, Any] = {
-            "file": stored.file,
-            "offset": list(stored.piece.offset),
-            "shape": list(stored.piece.local),
-        }
-        pieces.append(piece if stored.order is None else {**piece, "order": list(stored.order)})
-    return {"shape": list(entry.shape), "dtype": entry.dtype, "pieces": pieces}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import CheckpointError
@@ -46,12 +45,12 @@ class Piece:
         return (self.shape, self.offset, self.local) == (other.shape, other.offset, other.local)
 
 
-def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
+def piece_of(tensor: Tensor, *, rank: int) -> Piece:
     """The piece of a whole tensor that this rank holds.
 
     Args:
         tensor: A DTensor, or a plain tensor, which every rank holds whole and rank 0 writes.
-        rank: This process's global rank; None asks ``torch.distributed``.
+        rank: This process's global rank.
 
     Returns:
         The piece. It is written where the rank's coordinate is 0 on every mesh axis along which the
@@ -61,8 +60,6 @@ def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
     Raises:
         CheckpointError: If the tensor is not cut into boxes, or holds sums that are not finished.
     """
-    if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     dtensor: Any = tensor  # known by what it can do: importing its class takes as long as torch
     if not hasattr(tensor, "device_mesh"):
         return Piece.whole(tensor.shape, written=rank == 0)

@@ -8,15 +8,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from halfstep.trainer.checkpoint.commit import TIMEOUT, Team, save_part
-from halfstep.trainer.checkpoint.parts import Part
-from halfstep.trainer.checkpoint.store import Checkpoint
-
-
-def _nobody_to_meet() -> None:
-    """What one process alone waits for."""
+from halfstep.trainer.checkpoint.shards import Part
+from halfstep.trainer.checkpoint.store import Checkpoint, Team, save_part
 
 
 class Saver:
@@ -32,13 +28,10 @@ class Saver:
     Args:
         folder: The run's ``checkpoints`` folder, which all ranks share.
         keep: How many checkpoints to keep, at least 1.
-        rank: This process's.
-        size: Number of ranks that save.
-        token: The same on all ranks and another one in every start of the run: 1 to 64 letters,
-            digits, ``-`` and ``_``. One rank may leave it empty.
+        team: The ranks that save; the token is the same on all of them and another one in every
+            start of the run, without a number. One rank may leave it empty.
         background: Whether training goes on meanwhile; otherwise :meth:`save` waits, and nothing is
             copied.
-        timeout: Seconds that rank 0 waits for the others.
         meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
             calls it once, when the other ranks' parts are written and before rank 0 waits for their
             receipts: those of the dead never come. One process needs none.
@@ -51,17 +44,14 @@ class Saver:
         self,
         folder: Path,
         keep: int,
-        rank: int = 0,
-        size: int = 1,
-        token: str = "",
+        team: Team = Team(),  # noqa: B008  (frozen)
         background: bool = True,
-        timeout: float = TIMEOUT,
-        meet: Callable[[], None] = _nobody_to_meet,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
-        self._team = Team(rank, size, token, timeout)
+        self._team = team
         self._background = background
         self._meet = meet
         self._saves = 0
@@ -74,7 +64,6 @@ class Saver:
         """Save the state as it is now; the caller may change it as soon as this returns.
 
         The checkpoint of the step ``spared`` is not removed, whatever its age.
-
 
         First waits for the save before it. In the background, only memory is read and written here;
         otherwise the checkpoint is complete on return, on rank 0.
@@ -89,8 +78,8 @@ class Saver:
             if self._background:
                 self._settle()
             self._saves += 1
-            number = f"{self._team.token}.{self._saves}" if self._team.token else ""
-            team = Team(self._team.rank, self._team.size, number, self._team.timeout)
+            token = self._team.token
+            team = replace(self._team, token=token and f"{token}.{self._saves}")
             part = checkpoint.part(team.rank, step)
             held = [part.copied() if self._background else part]
             self._thread = threading.Thread(

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from halfstep.errors import NonFiniteError
-from halfstep.trainer.checkpoint.commit import passed_over
+from halfstep.trainer.checkpoint.store import passed_over
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.run.folder import (
     CHECKPOINTS,
@@ -18,7 +18,7 @@ from halfstep.trainer.run.folder import (
     run_config,
     write_config,
 )
-from halfstep.trainer.run.metrics import MetricsSink, open_sinks
+from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
 
@@ -76,7 +76,8 @@ def execute(
         if resuming:
             _go_on(session, path, say)
         if world.is_main:
-            every += open_sinks(session.config.run.report_to, path, session.step + 1)
+            named = session.config.run.report_to
+            every += [SINKS[name](path, session.step + 1) for name in named]
         for tick in train(session, path):
             for sink in every:
                 sink.write(tick.record)

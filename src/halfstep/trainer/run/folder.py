@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.checkpoint.commit import checkpoint_path
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment
@@ -139,9 +138,7 @@ def finish_run(session: Session, path: Path) -> str:
         CheckpointError: If it cannot be written, or its checkpoint is damaged.
     """
     folder = path / CHECKPOINTS
-    report_best(
-        session, path
-    )  # once more: a kill may have come between a checkpoint and its report
+    report_best(session, path)  # a kill may have come between a checkpoint and its report
 
     def best() -> Exported:
         step = session.best.step if session.best and session.task.keeps_best else None

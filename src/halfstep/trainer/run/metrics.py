@@ -120,16 +120,6 @@ class MetricsFile:
         self._file.close()
 
 
-class NoMetrics:
-    """The null object: of ranks that do not write."""
-
-    def write(self, record: Record) -> None:
-        """Write nothing: rank 0 does."""
-
-    def close(self) -> None:
-        """Close nothing: no file is open."""
-
-
 def _kept(path: Path, last_step: int) -> list[str]:
     """The whole lines of a metrics file up to a step."""
     kept = []
@@ -180,26 +170,6 @@ def numbers_of(record: Record) -> dict[str, float]:
     return found
 
 
-class TensorBoardSink:
-    """Scalars under their metrics.jsonl names, by step."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Open a writer; steps from ``first_step`` on replace those of an earlier process."""
-        # An optional dependency, the extra "tensorboard"; require_sinks has asked for it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-
-    def write(self, record: Record) -> None:
-        """Write every finite number of the record."""
-        for key, value in numbers_of(record).items():
-            self._writer.add_scalar(key, value, record.step)
-
-    def close(self) -> None:
-        """Write out what is buffered, and close the writer."""
-        self._writer.close()
-
-
 class CSVSink:
     """``metrics.csv``: one row a step, one column a number that every run may have."""
 
@@ -228,52 +198,61 @@ class CSVSink:
         self._file.close()
 
 
-class WandbSink:
-    """A run of Weights & Biases; a resumed run goes on under the same id."""
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """Hands the finite numbers of each record to a package that keeps them."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Begin or go on; where to and as whom is W&B's own configuration (``wandb login``)."""
-        import wandb
-
-        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "halfstep"), name=folder.name, id=name,
-            dir=str(folder), resume="allow",
-        )  # fmt: skip
+    log: Callable[[dict[str, float], int], object]
+    finish: Callable[[], object]
 
     def write(self, record: Record) -> None:
-        """Log every finite number of the record."""
-        self._run.log(numbers_of(record), step=record.step)
+        """Log the record's numbers, by step."""
+        self.log(numbers_of(record), record.step)
 
     def close(self) -> None:
-        """Finish the run there."""
-        self._run.finish()
+        """Send what is buffered, and end the run there."""
+        self.finish()
 
 
-class MLflowSink:
-    """A run of MLflow; where to is MLflow's own configuration (``MLFLOW_TRACKING_URI``)."""
+def _tensorboard(folder: Path, first_step: int) -> Tracker:
+    """Scalars under their metrics.jsonl names; steps replace those of an earlier process."""
+    # An optional dependency, the extra "tensorboard"; require_sinks has asked for it.
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Begin a run there."""
-        import mlflow
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
-        self._mlflow: Any = mlflow
-        mlflow.start_run(run_name=folder.name)
+    def log(numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
 
-    def write(self, record: Record) -> None:
-        """Log every finite number of the record."""
-        self._mlflow.log_metrics(numbers_of(record), step=record.step)
+    return Tracker(log, writer.close)
 
-    def close(self) -> None:
-        """End the run there."""
-        self._mlflow.end_run()
+
+def _wandb(folder: Path, first_step: int) -> Tracker:
+    """A run there, resumed under the same id; where to and as whom is what ``wandb login`` said."""
+    import wandb
+
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    run: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "halfstep"), name=folder.name, id=name,
+        dir=str(folder), resume="allow",
+    )  # fmt: skip
+    return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+
+
+def _mlflow(folder: Path, first_step: int) -> Tracker:
+    """A run there; where that is, MLflow's own configuration says (``MLFLOW_TRACKING_URI``)."""
+    import mlflow
+
+    mlflow.start_run(run_name=folder.name)
+    return Tracker(lambda numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
 
 
 SINKS: Mapping[str, Callable[[Path, int], MetricsSink]] = {
     "csv": CSVSink,
-    "mlflow": MLflowSink,
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
 }
 """Every name that ``run.report_to`` takes, and what it opens."""
 
@@ -290,8 +269,3 @@ def require_sinks(names: Sequence[str]) -> None:
                 f"run.report_to={name} needs the package {name}, which is not installed: pip "
                 f"install {name}"
             )
-
-
-def open_sinks(names: Sequence[str], folder: Path, first_step: int) -> list[MetricsSink]:
-    """The sinks that ``run.report_to`` names; records from ``first_step`` on will come."""
-    return [SINKS[name](folder, first_step) for name in names]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.checkpoint.commit import checkpoint_path, passed_over
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.session import Session
-
-__all__ = ["passed_over", "require_resumable", "resume", "with_run_folder"]
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -73,13 +71,10 @@ def with_run_folder(config: Config, path: Path) -> Config:
 
 def _flat(config: BaseConfig) -> dict[str, object]:
     """Key to value; the run's own keys without their section, as the table above spells them."""
-    values: dict[str, object] = {"task": config.TASK}
-    for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
-        part: Any = getattr(config, name, "")  # a module of the user's own has no section
-        if name == "precision" or part == "":
-            values[name] = str(part)
-            continue
-        prefix = "" if name == "run" else f"{name}."
-        for key in type(part).__dataclass_fields__:
-            values[prefix + key] = getattr(part, key)
+    values: dict[str, object] = {}
+    for name, part in config_to_table(config).items():
+        if isinstance(part, dict):
+            values |= {key if name == "run" else f"{name}.{key}": v for key, v in part.items()}
+        elif name != "name":
+            values[name] = part
     return values
