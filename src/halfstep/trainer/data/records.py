@@ -18,16 +18,16 @@ from halfstep.trainer.data.hub_datasets import HUB_PREFIX, read_dataset
 from halfstep.trainer.data.sources import inspect_file, read_chunks, unreadable
 
 Record: TypeAlias = list[Any] | dict[str, Any]
+Rows: TypeAlias = Iterator[tuple[str, Any]]
+"""(place for messages, record): ``file:line`` where it begins, or ``dataset: row N``."""
 Lines: TypeAlias = Iterable[tuple[int, str]]
 """(number from 1, line with its end)."""
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_RECORD_BYTES = 64 << 20
 """Longest line. JSON cannot be parsed in pieces, so memory needs a limit."""
 MAX_LIST_BYTES = 1 << 30
 """Largest ``.json`` file. It is parsed out of one string, so memory needs a limit."""
-
-TABLE_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TABLE_SUFFIXES = (".csv", ".tsv")
 
 
 class Records(NamedTuple):
@@ -35,8 +35,7 @@ class Records(NamedTuple):
 
     name: str
     """The input, for messages."""
-    rows: Iterator[tuple[str, Record]]
-    """(place for messages, record): ``file:line`` where it begins, or ``dataset: row N``."""
+    rows: Rows
     header: tuple[str, ...] | None = None
     """Names of the columns of a table; None where there are none or objects name their own."""
 
@@ -44,13 +43,8 @@ class Records(NamedTuple):
 def open_records(given: str, role: str, *, header: bool = True) -> Records:
     """Opens one input: a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a name.
 
-    Args:
-        given: A path, or ``datasets:NAME[/CONFIG][@SPLIT]``.
-        role: ``train``, ``dev`` or ``test``, for the usual split of a dataset.
-        header: Whether the first line of a table names the columns.
-
-    Returns:
-        Its records: rows of a table or items of a JSON list are lists, the others objects.
+    A name is ``datasets:NAME[/CONFIG][@SPLIT]``; ``role``, ``train``, ``dev`` or ``test``, decides
+    the usual split of it. ``header`` is whether the first line of a table names the columns.
 
     Raises:
         ConfigError: ``datasets`` is needed and missing, or a name is malformed.
@@ -60,7 +54,7 @@ def open_records(given: str, role: str, *, header: bool = True) -> Records:
     path = Path(given).expanduser()
     suffix = path.suffix.lower()
     if given.startswith(HUB_PREFIX):
-        return _dataset(given, role)
+        return Records(given, read_dataset(given, role))
     if suffix not in READERS:
         hint = f"; a folder is {HUB_PREFIX}FOLDER" if path.is_dir() else ""
         raise DataError(
@@ -68,19 +62,19 @@ def open_records(given: str, role: str, *, header: bool = True) -> Records:
             f"{HUB_PREFIX}NAME, not from {suffix or 'names without suffix'}{hint}; convert or "
             f"rename it"
         )
-    return READERS[suffix](path, header)
+    rows = READERS[suffix](path)
+    if not header or suffix not in TABLE_SUFFIXES:
+        return Records(str(path), rows)
+    _, names = next(rows, ("", None))
+    if names is None:
+        raise DataError(f"{path}: only blank lines; the first line must name the columns")
+    return Records(str(path), rows, tuple(names))
 
 
 def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str]]:
-    """Reads a file line by line.
+    """Yields (number from 1 within the whole file, line with its end) of a file.
 
-    Args:
-        path: A regular file that is not empty.
-        start: Byte at which a line begins.
-        stop: Byte at which one ends; None means the end of the file.
-
-    Yields:
-        (number from 1 within the whole file, line with its end).
+    ``start`` and ``stop`` are bytes at which a line begins or ends; None is the end of the file.
 
     Raises:
         DataError: The file is missing, empty or unreadable; a line is not UTF-8 or longer than
@@ -110,11 +104,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, object) for each line that is not blank.
-
-    Raises:
-        DataError: A line is no JSON object.
-    """
+    """Yields (place, object) for each line that is not blank, and refuses what is no object."""
     for number, line in lines:
         if line and not line.isspace():
             place = f"{name}:{number}"
@@ -128,12 +118,8 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
             yield place, value
 
 
-def read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Reads the items of a JSON list, of the list ``data`` of an object, or objects line by line.
-
-    Raises:
-        DataError: It is something else, not UTF-8, or too large.
-    """
+def read_json(path: Path) -> Rows:
+    """Reads items of a JSON list, of the list ``data`` of an object, or objects line by line."""
     size = inspect_file(path).size
     if size > MAX_LIST_BYTES:
         why = f"{size} bytes are too many for one JSON value"
@@ -163,28 +149,11 @@ def is_text(string: str) -> bool:
     return True
 
 
-def _dataset(given: Path | str, role: str) -> Records:
-    rows = read_dataset(str(given), role)
-    return Records(str(given), ((f"{given}: row {number}", row) for number, row in rows))
+def _table(path: Path, separator: str) -> Rows:
+    """Yields rows with the place where they begin; blank lines are left out.
 
-
-def _jsonl(path: Path) -> Records:
-    return Records(str(path), parse_objects(read_lines(path), path))
-
-
-def _table(path: Path, header: bool) -> Records:
-    """Reads rows; quoted fields may hold separators, quotes ("") and line ends."""
-    rows = _table_rows(path, TABLE_SEPARATORS[path.suffix.lower()])
-    if not header:
-        return Records(str(path), rows)
-    _, names = next(rows, ("", None))
-    if names is None:
-        raise DataError(f"{path}: only blank lines; the first line must name the columns")
-    return Records(str(path), rows, tuple(names))
-
-
-def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Record]]:
-    """Yields (place where the row begins, fields); blank lines are left out."""
+    Quoted fields may hold separators, quotes ("") and line ends.
+    """
     lines = (line for _, line in read_lines(path))
     # strict: without it, a quote that is never closed swallows the rest of the file.
     reader = csv.reader(lines, delimiter=separator, strict=True)
@@ -230,13 +199,12 @@ def _decode(raw: bytes, place: str) -> str:
         ) from None
 
 
-READERS: dict[str, Callable[[Path, bool], Records]] = {
-    ".csv": _table,
-    ".tsv": _table,
-    ".jsonl": lambda path, header: _jsonl(path),
-    ".ndjson": lambda path, header: _jsonl(path),
-    ".json": lambda path, header: Records(str(path), read_json(path)),
-    ".parquet": lambda path, header: _dataset(inspect_file(path).path, "train"),
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".csv": lambda path: _table(path, ","),
+    ".tsv": lambda path: _table(path, "\t"),
+    ".jsonl": lambda path: parse_objects(read_lines(path), path),
+    ".ndjson": lambda path: parse_objects(read_lines(path), path),
+    ".json": lambda path: read_json(path),
+    ".parquet": lambda path: read_dataset(str(inspect_file(path).path), "train"),
 }
-"""How a file is read, by its suffix; the second argument: whether a table's first line names the
-columns. A format is added by its line here."""
+"""How a file is read, by its suffix. A format is added by its line here."""
