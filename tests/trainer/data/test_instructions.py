@@ -223,7 +223,7 @@ def test_prompts_of_every_kind_of_record():
         ({"instruction": 5}, "alpaca", DataError, "a prompt must be a string, got int"),
         (CHAT[0], "alpaca", ConfigError, "alpaca cannot write records of the format chat"),
         ({"instruction": "a", "input": "b"}, "plain", ConfigError, "plain cannot write"),
-        ("a</s>", "plain", DataError, "control token"),
+        ("a</s>", "plain", DataError, "^a text holds '</s>'.* control token"),
     ],
 )
 def test_a_prompt_that_cannot_be_written_is_refused(value, template, error, why):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data import hub_datasets
+from halfstep.trainer.data import records
 from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.labelled import read_labelled
 from halfstep.trainer.data.labelled.texts import read_named
@@ -199,4 +199,4 @@ def test_a_missing_library_is_named_and_never_imported_without_need(monkeypatch)
         "import sys, halfstep.trainer.data.labelled.labelled; sys.exit('datasets' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert hub_datasets.MIN_VERSION == 4
+    assert records.MIN_VERSION == 4

@@ -154,10 +154,6 @@ class ByteTokenizer(Tokenizer):
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[()]]:  # type: ignore[override]
         return ByteTokenizer, ()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns texts into their UTF-8 bytes."""
-        return [list(_utf8(text)) for text in texts]
-
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
         """Turns texts into arrays of their UTF-8 bytes."""
         return [np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]

@@ -142,15 +142,13 @@ def _message(value: object, number: int) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"turn {number} must be an object, got {_shown(value)}")
     present = {key for key, held in value.items() if held is not None}
-    for keys in MESSAGE_KEYS:
-        if present == set(keys):
-            role, content = (value[key] for key in keys)
-            break
-    else:
+    keys = next((keys for keys in MESSAGE_KEYS if present == set(keys)), None)
+    if keys is None:
         raise DataError(
             f"turn {number} has the fields {', '.join(sorted(map(str, value))) or 'none'}; allowed "
             f"are role and content, or from and value"
         )
+    role, content = (value[key] for key in keys)
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
             f"turn {number}: {keys[0]} must be one of {', '.join(ROLES)}; got {_shown(role)}"

@@ -30,7 +30,6 @@ from halfstep.trainer.data.corpus.documents import (
     split,
     whole,
 )
-from halfstep.trainer.data.hub_datasets import HUB_PREFIX
 from halfstep.trainer.data.instructions.chat import (
     Example,
     Pair,
@@ -54,7 +53,13 @@ from halfstep.trainer.data.instructions.config import (
 )
 from halfstep.trainer.data.instructions.packing import Documents, Rows, fit, pack
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import READERS, TABLE_SUFFIXES, is_text, open_records
+from halfstep.trainer.data.records import (
+    HUB_PREFIX,
+    READERS,
+    TABLE_SUFFIXES,
+    is_text,
+    open_records,
+)
 from halfstep.trainer.data.sources import find_sources
 
 Input: TypeAlias = Span | str
@@ -462,27 +467,22 @@ class InstructionFiles:
             left_out = others & (METADATA | KNOWN if explicit else METADATA)
         if len(matching) != 1 or others != left_out:
             mixed = bool(others & KNOWN) if len(matching) == 1 else bool(matching)
-            raise self._bad_fields(mixed, record, place, allowed)
+            what = "mixes the fields of several formats" if mixed else "unknown fields"
+            found = ", ".join(sorted(map(repr, record))[:8]) or "none"
+            choices = "; or ".join(
+                ", ".join(shape.required)
+                + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
+                for shape in allowed
+            )
+            why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
+            raise DataError(
+                f"{place}: {what}: found {found}; allowed: {choices}{why}; rename or remove "
+                f"fields, or give data.format"
+            )
         self.unused |= left_out
         if self.format == AUTO:
             self.format, self.origin = shape.format, place
         return shape
-
-    def _bad_fields(
-        self, mixed: bool, record: dict[str, object], place: str, allowed: list[Shape]
-    ) -> DataError:
-        what = "mixes the fields of several formats" if mixed else "unknown fields"
-        found = ", ".join(sorted(map(repr, record))[:8]) or "none"
-        choices = "; or ".join(
-            ", ".join(shape.required)
-            + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
-            for shape in allowed
-        )
-        why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
-        return DataError(
-            f"{place}: {what}: found {found}; allowed: {choices}{why}; rename or remove fields, or "
-            f"give data.format"
-        )
 
 
 def _read(shape: Shape, record: dict[str, object]) -> Example:
