@@ -33,14 +33,13 @@ def test_tokens_come_back_as_written_little_endian(tmp_path, vocab_size, kind):
     assert found.path.read_bytes() == raw
     assert found.sha256 == hashlib.sha256(raw).hexdigest()
     assert found.tokens.tolist() == IDS.tolist()
+    assert isinstance(found.tokens, np.memmap)
+    assert not found.tokens.flags.writeable
+    calls = []
+    load_tokens(tmp_path / "t", lambda *call: calls.append(call))
+    assert calls == [("check", len(raw), len(raw))]
     assert (found.count, found.offset, found.text_bytes) == (7, 0, 14)
     assert (found.vocab_size, found.dtype) == (vocab_size, {"<u2": "uint16", "<u4": "uint32"}[kind])
-
-
-def test_tokens_are_a_read_only_map(tmp_path):
-    tokens = make(tmp_path / "t", IDS).tokens
-    assert isinstance(tokens, np.memmap)
-    assert not tokens.flags.writeable
 
 
 def test_a_view_starts_at_its_offset(tmp_path):
@@ -88,13 +87,6 @@ def test_a_changed_fact_is_noticed(tmp_path, fact, value):
     sealed["facts"][fact] = value
     path.write_text(json.dumps(sealed))
     assert load_tokens(tmp_path / "t") is None
-
-
-def test_verification_is_reported(tmp_path):
-    make(tmp_path / "t", IDS)
-    calls = []
-    load_tokens(tmp_path / "t", lambda *call: calls.append(call))
-    assert calls == [("check", 14, 14)]
 
 
 def test_a_file_that_vanished_or_was_cut_later_is_named(tmp_path):

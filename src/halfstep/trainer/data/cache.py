@@ -45,13 +45,9 @@ def fetch(
 ) -> T:
     """Returns the result kept under ``root / name``, building it first if it is absent or damaged.
 
-    Of several processes that build the same name at once, each gets the one that was renamed first.
-
-    Args:
-        root: Folder of results of one kind; created if missing.
-        name: A name made from everything the result depends on.
-        load: Reads and verifies a result; None if it is absent or damaged.
-        build: Writes a result into an empty folder.
+    The name is made from everything that the result depends on. Of several processes that build it
+    at once, each gets the one that was renamed first. ``load`` reads and verifies a result, None if
+    it is absent or damaged; ``build`` writes one into an empty folder.
 
     Raises:
         DataError: The cache cannot be written, for instance because the disk is full.

@@ -160,10 +160,7 @@ def read_names(given: str) -> tuple[str, ...]:
         found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
     seen: dict[str, str] = {}
     for place, value in found:
-        try:
-            name = label_name(value)
-        except ValueError as error:
-            raise DataError(f"{place}: {error}") from None
+        name = label_name(value, place)
         if name in seen:
             where = f"stands here and at {seen[name]}"
             raise DataError(f"{place}: the name {name!r} {where}; remove one")

@@ -70,10 +70,7 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
         first_empty, empty = "", 0
         for place, (text, value) in _values(open_records(given, role, header=header), columns):
             _check_text(text, place)
-            try:
-                label = sys.intern(label_name(value))  # one object for all texts of a class
-            except ValueError as error:
-                raise DataError(f"{place}: {error}") from None
+            label = sys.intern(label_name(value, place))  # one object for all texts of a class
             if not text or text.isspace():
                 first_empty, empty = first_empty or place, empty + 1
                 continue
@@ -113,23 +110,22 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[i
     return _texts(records, Column("text", text_column, TEXT_COLUMNS))
 
 
-def label_name(value: Any) -> str:
-    """Turns a label into a name: strings as they are, 3 into "3", true into "true".
-
-    A ValueError says why it cannot be one.
-    """
+def label_name(value: Any, place: str) -> str:
+    """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError("the label is empty; give every text a label")
+            raise DataError(f"{place}: the label is empty; give every text a label")
         if not is_text(value):
-            raise ValueError("the label holds half a surrogate pair (\\ud800 to \\udfff); mend it")
+            raise DataError(
+                f"{place}: the label holds half a surrogate pair (\\ud800 to \\udfff); mend it"
+            )
         return value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
     kind = "null" if value is None else type(value).__name__
-    raise ValueError(f"the label must be a string, an integer or a boolean, got {kind}")
+    raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
 
 
 def _texts(records: Records, column: Column) -> Iterator[tuple[int, str]]:
