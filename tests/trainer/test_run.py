@@ -25,7 +25,7 @@ from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteEr
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config, shipped_configs
 from halfstep.trainer.data.progress import no_progress
-from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer
+from halfstep.trainer.data.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import save_gpt2

@@ -23,12 +23,6 @@ def random_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray
         number: Epoch or step, 0 <= number < 2**64.
         count: How many, at least 0; a longer stream begins with the shorter one.
 
-    Returns:
-        (count,) uniform over all 2**64 values.
-
-    Raises:
-        ConfigError: The seed or the number is out of range.
-
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); NEP 19.
     """
     for name, value in (("seed", seed), ("epoch or step", number)):

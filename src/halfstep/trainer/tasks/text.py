@@ -14,7 +14,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.corpus.batches import IGNORED, batch, validation_batches
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
-from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import Need, require_room
 from halfstep.trainer.models.gpt.config import GPTConfig

@@ -20,8 +20,7 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.corpus.batches import validation_batches
 from halfstep.trainer.data.corpus.prepare import prepare, prepare_one
-from halfstep.trainer.data.tokenizers.files import load_tokenizer
-from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.generate import generate

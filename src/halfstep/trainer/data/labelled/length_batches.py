@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,20 +28,13 @@ WINDOW_BATCHES = 50
 class EpochBatches:
     """The global batches of a training run; each epoch holds every example exactly once.
 
-    Nothing changes the object but a cache of one epoch's order, so every rank can ask for any step
-    in any order and a resumed run needs no loader state.
+    Nothing changes the object but a cache of orders, so every rank can ask for any step in any
+    order and a resumed run needs no loader state.
     """
 
     def __init__(self, lengths: npt.ArrayLike, batch_size: int, seed: int) -> None:
-        """Takes (n,) tokens of each example, batches of at most ``batch_size``, and a seed.
-
-        Raises:
-            ConfigError: ``batch_size`` or ``seed`` is out of range.
-            DataError: There is no example.
-        """
+        """Takes (n,) tokens of each example, batches of at most ``batch_size``, and a seed."""
         self._lengths = _checked(lengths, batch_size)
-        if not 0 <= seed < 1 << 64:
-            raise ConfigError(f"seed must be at least 0 and below 2**64, got {seed}")
         self._seed = seed
         count = len(self._lengths)
         self.steps_per_epoch: int = -(-count // batch_size)
@@ -50,30 +44,21 @@ class EpochBatches:
         self._starts: Indices = np.arange(steps + 1, dtype=np.int64) * count // steps
         windows = max(1, steps // WINDOW_BATCHES)
         cuts = self._starts[np.arange(1, windows, dtype=np.int64) * steps // windows]
-        self._window: Indices = np.searchsorted(cuts, np.arange(count), side="right").astype(
-            np.int64
-        )
-        self._cached: tuple[int, Indices, Indices] | None = None
+        self._window = np.searchsorted(cuts, np.arange(count), side="right")
+        # Two epochs: who makes batches ahead asks for the next epoch while this one is still read.
+        self._epoch = lru_cache(maxsize=2)(self._orders)
 
     def indices(self, step: int) -> Indices:
         """Numbers of the examples in the global batch of a step, shortest first; a copy.
 
-        Args:
-            step: Counted from 0 over all epochs.
-
-        Raises:
-            ConfigError: The step is negative.
+        Steps are counted from 0 over all epochs.
         """
-        if step < 0:
-            raise ConfigError(f"step must not be negative, got {step}")
         epoch, place = divmod(step, self.steps_per_epoch)
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, *self._epoch(epoch))
-        _, order, batches = self._cached
+        order, batches = self._epoch(epoch)
         batch = int(batches[place])
         return order[self._starts[batch] : self._starts[batch + 1]].copy()
 
-    def _epoch(self, epoch: int) -> tuple[Indices, Indices]:
+    def _orders(self, epoch: int) -> tuple[Indices, Indices]:
         """Orders the examples of an epoch, and its batches."""
         order = permutation("examples of an epoch", self._seed, epoch, len(self._lengths))
         lengths = self._lengths[order]
@@ -86,12 +71,7 @@ class EpochBatches:
 def evaluation_batches(lengths: npt.ArrayLike, batch_size: int) -> list[Indices]:
     """Cuts all examples, sorted by length, into batches: every example once, shortest first.
 
-    Returns:
-        Numbers of examples; equal lengths keep their order, and only the last batch may be smaller.
-
-    Raises:
-        ConfigError: ``batch_size`` is below 1.
-        DataError: There is no example.
+    Equal lengths keep their order, and only the last batch may be smaller.
     """
     order = np.argsort(_checked(lengths, batch_size), kind="stable").astype(np.int64, copy=False)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
@@ -102,12 +82,7 @@ def evaluation_shares(
 ) -> Iterator[tuple[Indices, bool]]:
     """A rank's batches of an evaluation, every ``ranks``-th; each rank gets as many.
 
-    Args:
-        lengths: As of :func:`evaluation_batches`.
-        batch_size: Likewise.
-        most: Most batches, spread evenly over all; 0: all of them.
-        rank: Of the ranks with different rows.
-        ranks: How many there are.
+    There are at most ``most`` batches in all, spread evenly over all of them; 0 means all.
 
     Yields:
         Numbers of examples, and whether they count: where batches run out before ranks, a rank
@@ -124,7 +99,6 @@ def _checked(lengths: npt.ArrayLike, batch_size: int) -> Indices:
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     found: Indices = np.array(lengths, dtype=np.int64)  # a copy: the caller's may change
-    if found.ndim != 1 or not len(found):
+    if not len(found):
         raise DataError("there is no example to make batches of; check the data")
-    assert found.min() >= 0
     return found
