@@ -14,14 +14,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.precision.masters.rounding import (
-    join,
-    kahan_join,
-    kahan_split,
-    random_bits,
-    round_stochastic,
-    split,
-)
+from halfstep.optim import SGD
 
 START, UPDATE, STEPS, SEEDS = 1.0, 1e-3, 100, 64
 TRUTH = START + STEPS * UPDATE
@@ -43,33 +36,28 @@ def run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     ``weight`` is what the forward pass sees, ``kept`` what the next update is added to. All methods
     have one run, stochastic rounding one for every seed.
     """
-    update = torch.tensor([UPDATE])
-    exact = torch.tensor([START])  # fp32, and the fp32 master
-    nearest = exact.bfloat16()
-    weight, remainder = split(exact)
-    kahan, residual = exact.bfloat16(), torch.zeros(1, dtype=torch.bfloat16)
-    stochastic = torch.full((SEEDS,), START, dtype=torch.bfloat16)
-    rows = {name: [] for name in BYTES}
-    for step in range(STEPS + 1):
-        rows["fp32"].append((exact, exact))
-        rows["bf16"].append((nearest, nearest))
-        rows["fp32 master"].append((exact.bfloat16(), exact))
-        rows["bf16-split"].append((weight, join(weight, remainder)))
-        rows["bf16-kahan"].append((kahan, kahan.float() + residual.float()))
-        rows["bf16-sr"].append((stochastic, stochastic))
-        exact = exact + update
-        nearest = (nearest.float() + update).bfloat16()
-        weight, remainder = split(join(weight, remainder) + update)
-        kahan, residual = kahan_split(kahan_join(kahan, residual) + update)
-        bits = torch.cat([random_bits(seed, step, 1) for seed in range(SEEDS)])
-        stochastic = round_stochastic(stochastic.float() + update, bits)
+    exact, _ = train(torch.float32)
+    seeds = [train(torch.bfloat16, "stochastic", seed) for seed in range(SEEDS)]
     return {
-        name: (
-            torch.stack([seen.double() for seen, _ in pairs]),
-            torch.stack([kept.double() for _, kept in pairs]),
-        )
-        for name, pairs in rows.items()
+        "fp32": (exact, exact),
+        "bf16": train(torch.bfloat16, "nearest"),
+        "fp32 master": (exact.bfloat16().double(), exact),
+        "bf16-split": train(torch.bfloat16, "split"),
+        "bf16-kahan": train(torch.bfloat16, "kahan"),
+        "bf16-sr": tuple(torch.cat(part, dim=1) for part in zip(*seeds, strict=True)),
     }
+
+
+def train(dtype: torch.dtype, update: str | None = None, seed: int = 0) -> tuple:
+    """Weight, and what the optimizer keeps of it, before and after every step."""
+    weight = torch.nn.Parameter(torch.tensor([START], dtype=dtype))
+    optimizer = SGD([weight], lr=UPDATE, update=update, seed=seed)
+    seen, kept = [], []
+    for _ in range(STEPS + 1):
+        seen.append(weight.detach().double())
+        kept.append(optimizer.read_master(weight).double())
+        optimizer.step(gradients={weight: torch.tensor([-1.0])})
+    return torch.stack(seen), torch.stack(kept)
 
 
 def print_table(results: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

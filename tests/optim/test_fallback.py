@@ -1,7 +1,6 @@
 """8-bit moments whose spread is too large for 8 bits go over to bf16 by themselves, and say so."""
 
 import copy
-import io
 import math
 import warnings
 
@@ -21,6 +20,7 @@ from halfstep.trainer.session import (
     optimizer_tensors,
     set_optimizer_state,
 )
+from reference.training import through_a_file
 
 N = 512
 TINY = np.arange(N) % 8 == 0  # in every block of 128 one element in eight has tiny gradients
@@ -39,13 +39,6 @@ def train(moments: str, spread: float, steps: int, **options):
         p.grad = gradient(step, spread)
         optimizer.step()
     return p, optimizer
-
-
-def through_a_file(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 # --- what it is for -----------------------------------------------------------------------------

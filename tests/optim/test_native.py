@@ -1,13 +1,11 @@
 """The compiled kernel gives the bits of the torch operations; and what happens without one."""
 
-import os
 import pwd
 import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -162,6 +160,12 @@ def compare(kernel, rule, gradient, moments, dtype, update, sizes, steps, specia
     return tasks
 
 
+def pairs(rule: str, moments: str) -> list[tuple[torch.dtype, tuple[torch.dtype, str]]]:
+    """Each way with one kind of gradient, another one for the next rule and the next moments."""
+    shift = [*RULES].index(rule) + MOMENTS.index(moments)
+    return [(GRADIENTS[(i + shift) % 3], way) for i, way in enumerate(WAYS)]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_same_bits_at_every_size(kernel, rule, threads):
@@ -182,18 +186,16 @@ def test_the_same_bits_at_every_size(kernel, rule, threads):
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_same_bits_in_every_combination(kernel, rule, moments):
-    for gradient, (dtype, update) in product(GRADIENTS, WAYS):
+def test_the_same_bits_in_every_pair(kernel, rule, moments):
+    for gradient, (dtype, update) in pairs(rule, moments):
         compare(kernel, rule, gradient, moments, dtype, update, [1, 129, 1000], 3)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_that_are_not_finite(kernel, rule, moments):
-    for gradient, (dtype, update) in product(GRADIENTS, WAYS):
-        tasks = compare(
-            kernel, rule, gradient, moments, dtype, update, [300], 3, special=True
-        )  # fmt: skip
+    for gradient, (dtype, update) in pairs(rule, moments):
+        tasks = compare(kernel, rule, gradient, moments, dtype, update, [300], 3, special=True)
         weight = tasks[0].weight
         if rule == "lion":  # sign(NaN) is 0 in torch: the weight only decays
             assert weight.isfinite().all()
@@ -315,15 +317,14 @@ def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(
         ("exit 3", "3"),
         ("[ $1 = --version ] && echo 1.0 && exit 0; echo 'cannot compile' >&2; exit 1", "compile"),
         ("exit 0", ""),  # says that all is well, and writes nothing
-        pytest.param(
-            "echo >&2; exit 3",
-            "",
-            id="one empty line is all it says",
-        ),
+        pytest.param("echo >&2; exit 3", "", id="one empty line is all it says"),
+        (None, "No such file"),
     ],
 )
 def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
-    broken = script(fresh_build / "broken-cxx", text)
+    broken = fresh_build / "broken-cxx"
+    if text is not None:
+        script(broken, text)
     monkeypatch.setenv("CXX", str(broken))
     reason = native_kernel()
     assert isinstance(reason, str)
@@ -334,14 +335,6 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     step_once()
     folder = fresh_build / "cache" / "halfstep" / "kernels"
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
-
-
-def test_a_compiler_that_is_not_there(fresh_build, monkeypatch):
-    monkeypatch.setenv("CXX", str(fresh_build / "missing-cxx"))
-    reason = native_kernel()
-    assert isinstance(reason, str)
-    assert "missing-cxx" in reason
-    step_once()
 
 
 def test_flags_that_a_compiler_does_not_know_are_left_out(kernel, fresh_build, monkeypatch):
@@ -395,38 +388,29 @@ def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
     assert not isinstance(native.native_kernel(), NativeKernel)
 
 
-def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build):
-    """The compiler writes half a file and waits; the second process starts meanwhile."""
+def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monkeypatch):
+    """The compiler writes half a file and waits; this process builds meanwhile as well."""
     slow = script(
         fresh_build / "slow-cxx",
         'for word in "$@"; do [ "$before" = -o ] && out="$word"; before="$word"; done\n'
-        '[ -n "$out" ] && echo half > "$out" && sleep 2\n'
+        '[ -n "$out" ] && echo half > "$out" && sleep 1\n'
         'exec g++ "$@"',
     )
     code = (
         "from halfstep.optim.kernels.cpu import native_kernel, NativeKernel; import sys; "
         "k = native_kernel(); print(k); sys.exit(not isinstance(k, NativeKernel))"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CXX": str(slow)}
+    monkeypatch.setenv("CXX", str(slow))
     folder = fresh_build / "cache" / "halfstep" / "kernels"
-
-    def start() -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    running = [start()]
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.monotonic() + 60
     while not list(folder.rglob("*.so")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    running.append(start())
-    for process in running:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    assert isinstance(native_kernel(), NativeKernel)
+    output, _ = other.communicate(timeout=120)
+    assert other.returncode == 0, output
     (library,) = folder.iterdir()
     assert library.suffix == ".so"
     NativeKernel(library)

@@ -19,7 +19,6 @@ from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import (
     FELL_BACK,
     REMAINDER,
-    Form,
     Task,
     convert,
     dense,
@@ -235,16 +234,13 @@ class LowPrecisionOptimizer(Optimizer):
             group, _ = self._find(parameter)
             beta2 = plain_options(group)["betas"][1]
             values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
-            entry = dict(zip(self.algorithm.moments, values, strict=True))
-            layout = dense(parameter)
-            shaped = {
-                name: value.as_strided(parameter.shape, layout.stride())
-                for name, value in entry.items()
-            }
-            state = self.state[parameter]
-            held = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
-            fell_back = {FELL_BACK: new_step(plan.step)}
-            self.state[parameter] = {"step": state["step"], **shaped, **held, **fell_back}
+            stride, before = dense(parameter).stride(), self.state[parameter]
+            state = self.state[parameter] = {"step": before["step"]}
+            for name, value in zip(self.algorithm.moments, values, strict=True):
+                state[name] = value.as_strided(parameter.shape, stride)
+            if REMAINDER in before:
+                state[REMAINDER] = before[REMAINDER]
+            state[FELL_BACK] = new_step(plan.step)
             fallen.append(f"{self._name(parameter)} ({below} of {task.weight.numel()} elements)")
         if fallen:
             some = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" * (len(fallen) > 3))
@@ -412,8 +408,15 @@ class LowPrecisionOptimizer(Optimizer):
             PrecisionError: If a moment is missing or of another shape.
         """
         group, stream = self._find(parameter)
-        form = Form(_update(group, parameter), _moments(group), group["seed"], stream)
-        return convert(self.algorithm.moments, form, dense(parameter), entry)
+        return convert(
+            self.algorithm.moments,
+            dense(parameter),
+            entry,
+            update=_update(group, parameter),
+            moments=_moments(group),
+            seed=group["seed"],
+            stream=stream,
+        )
 
 
 def _write_back(parameter: Tensor, data: Tensor) -> None:
@@ -457,15 +460,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_group(group: dict[str, Any], owner: str) -> None:
-    """Refuse options that are not there, and parameters that are not kept.
-
-    Args:
-        group: A parameter group.
-        owner: The optimizer's name.
-
-    Raises:
-        PrecisionError: Naming what was found and what is allowed.
-    """
+    """Refuse options that are not there, and parameters that are not kept."""
     for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
         if group[key] is not None and group[key] not in allowed:
             raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
@@ -504,12 +499,7 @@ def _way_out(dtype: torch.dtype, owner: str) -> str:
 
 
 def _check_options(group: dict[str, Any], owner: str) -> None:
-    """Refuse those of ``torch.optim``'s options that no kernel honours.
-
-    Raises:
-        PrecisionError: With the reason and what to do instead.
-        RuntimeError: For ``foreach`` and ``fused`` both True, in torch's words.
-    """
+    """Refuse those of ``torch.optim``'s options that no kernel honours, some in its words."""
     if group.get("fused") and group.get("differentiable"):
         raise RuntimeError("`fused` does not support `differentiable`")
     if group.get("fused") and group.get("foreach"):
@@ -538,11 +528,7 @@ def _check_options(group: dict[str, Any], owner: str) -> None:
 
 
 def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
-    """Refuse bf16 weights of which nothing says how they keep small updates.
-
-    Raises:
-        PrecisionError: With the choices and their cost in bytes.
-    """
+    """Refuse bf16 weights of which nothing says how they keep small updates."""
     silent = [
         parameter
         for group in groups
@@ -560,11 +546,7 @@ def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel takes.
-
-    Raises:
-        PrecisionError: Naming shape and dtype.
-    """
+    """Refuse a gradient that no kernel takes."""
     shape = tuple(parameter.shape)
     if gradient.is_sparse:
         raise PrecisionError(

@@ -20,22 +20,17 @@ Constants = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One update rule.
+    """One update rule."""
 
-    Attributes:
-        name: How kernels know it.
-        moments: Names of its state, as ``torch.optim`` has them; the first is signed.
-        settled: Group options to the rule's fp32 constants in late steps, at most 8.
-        at_step: These and a step number, from 1, to the constants of that step. The only part that
-            ``triton_decide.py`` repeats, as the host does not know which step it is there.
-        move: (weight, gradient, first, second, constants) to the new weight, first and second; all
-            fp32 of one shape; a moment that the rule has not is handed through.
-    """
-
-    name: Name
-    moments: tuple[str, ...]
+    name: Name  # how kernels know it
+    moments: tuple[str, ...]  # names of its state, as ``torch.optim`` has them; the first is signed
+    # group options to the rule's fp32 constants in late steps, at most 8
     settled: Callable[[dict[str, Any]], Constants]
+    # these and a step number, from 1, to the constants of that step. The only part that
+    # ``triton_decide.py`` repeats, as the host does not know which step it is there
     at_step: Callable[[Constants, int], Constants]
+    # (weight, gradient, first, second, constants) to the new weight, first and second; all fp32 of
+    # one shape; a moment that the rule has not is handed through
     move: Callable[[Tensor, Tensor, Tensor, Tensor, Constants], Moved]
 
     def constants(self, group: dict[str, Any], step: int) -> Constants:

@@ -29,18 +29,7 @@ class AfterStep:
         ema: EMA | None,
         names: Collection[str],
     ) -> None:
-        """Check what is to be moved.
-
-        Args:
-            schedulers: Learning-rate schedulers.
-            on_skip: What they do on a skipped step.
-            ema: The average, or None.
-            names: The trainable parameters of the model.
-
-        Raises:
-            PrecisionError: For an unknown word, what is no scheduler or one that wants a metric,
-                or an average of another model.
-        """
+        """Check what is to be moved, for a model with trainable parameters of these names."""
         if on_skip not in get_args(OnSkip):
             raise PrecisionError(f"on_skip={on_skip!r}; allowed: {', '.join(get_args(OnSkip))}")
         where, allowed = "Precision(schedulers)", "a list of torch's learning-rate schedulers"
@@ -59,12 +48,7 @@ class AfterStep:
         self._ema = ema
 
     def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Move what moves.
-
-        Args:
-            applied: Whether the weights were updated.
-            weights: Name and exact value; read only if there is an average to move.
-        """
+        """Move what moves; exact weights are read only if there is an average to move."""
         if applied and self._ema is not None:
             self._ema.update_(weights, grow=True)
         if applied:

@@ -150,11 +150,7 @@ def ranks_of_this_process(device: torch.device) -> Ranks:
 
 
 def as_ranks(value: object) -> Ranks:
-    """What ranks agree by: :class:`OneRank`, :class:`ManyRanks`, or one's own :class:`Ranks`.
-
-    Raises:
-        PrecisionError: For what has not its methods.
-    """
+    """What ranks agree by: :class:`OneRank`, :class:`ManyRanks`, or one's own :class:`Ranks`."""
     offered = (n for n in vars(Ranks) if not n.startswith("_"))
     if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
         raise PrecisionError(

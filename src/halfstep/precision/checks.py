@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_floating, as_number, require, require_optimizer
 from halfstep.precision.casting.buffers import check_buffers
-from halfstep.precision.casting.cast import CastInputs, upcast_
+from halfstep.precision.casting.cast import CastInputs
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -127,11 +127,12 @@ def _check_fp32_weights(
             )
     elif low:
         found = sorted({dtype_name(p.dtype) for p in low})
+        more = sum(p.numel() * (4 - p.element_size()) for p in low)
         raise PrecisionError(
             f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
             f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
             f"convert them with model.float(), or by upcast_trainable=True the trainable ones "
-            f"alone ({_upcast_bytes(low)} bytes more), or use a *-master policy"
+            f"alone ({more} bytes more), or use a *-master policy"
         )
     frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
     if frozen:
@@ -203,16 +204,6 @@ def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int,
             group["eps"] = safe
             lifted.append((number, float(eps), safe))
     return lifted
-
-
-def upcast_trainable_(model: nn.Module) -> None:
-    """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are."""
-    low = (torch.float16, torch.bfloat16)
-    upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in low)
-
-
-def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(p.numel() * (4 - p.element_size()) for p in parameters)
 
 
 def no_loss(value: object) -> PrecisionError:
@@ -312,14 +303,7 @@ def check_cast(placed: PlacedModel) -> None:
 
 
 def load_scale(loss_scale: LossScale, state: Mapping[str, Any], policy: str) -> bool:
-    """Load a saved loss scale; another policy's is taken where it fits and else left alone.
-
-    Returns:
-        Whether it was taken.
-
-    Raises:
-        PrecisionError: If it is of the same policy and damaged; nothing is changed then.
-    """
+    """Load a saved loss scale; another policy's where it fits. Whether it was taken."""
     try:
         loss_scale.load_state_dict(dict(state["loss_scale"]))
     except PrecisionError:
@@ -337,14 +321,8 @@ def check_state(
 ) -> dict[str, Tensor]:
     """Refuse a saved precision state that is of another policy or model, or damaged.
 
-    Args:
-        state: What was saved.
-        policy: What this run uses.
-        parameters: What the optimizer updates, by name.
-        weights: The saved model's weights, which allow another policy's state; or None.
-
-    Returns:
-        The masters to take, by name; none where the model's own weights are they.
+    ``parameters`` are what the optimizer updates, by name; the saved model's ``weights`` allow
+    another policy's state. The masters to take, by name; none where the model's weights are they.
     """
     counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
     expected = {"policy", "loss_scale", *counts, "masters"}

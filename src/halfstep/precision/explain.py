@@ -101,20 +101,14 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
 def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
-    Args:
-        policy: The policy.
-        kept: Of a parameter that a rule keeps in fp32 instead.
-
-    Returns:
-        Component to bytes: weights, masters (0 where the weights are the masters), remainder (what
-        the optimizer keeps of a 16-bit weight), gradients (of one micro-batch; with several they
-        add up in ``grad_dtype``) and the two AdamW moments with their block scales.
+    By component: weights, masters (0 where the weights are the masters), remainder (what the
+    optimizer keeps of a 16-bit weight), gradients (of one micro-batch; several add up in
+    ``grad_dtype``) and the two moments with their block scales. ``kept``: in fp32, by a rule.
     """
     moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
     if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
         wide = moments if policy.needs_own_optimizer else 4
-        parts = {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
-        return dict(parts)
+        return {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
     return {
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
@@ -129,6 +123,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     p, c = policy.param_dtype, policy.compute_dtype
     low = min(c.itemsize, p.itemsize) < 4
     matmul = f"operands {'rounded to tf32' if policy.tf32 else 'in ' + dtype_name(c)}"
+    matmul += ", fp32 accumulation" if low else ""
     mode = rounding_mode(policy.update)
     weights = mode.weight_text
     if policy.has_masters:
@@ -151,40 +146,25 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ),
     }[scale.kind]
     cost = bytes_per_parameter(policy)
-    extra = (
-        f", and {c.itemsize} for the cast copies while a forward and backward run"
-        if (policy.casts_per_op)
-        else ""
-    )
     total = " + ".join(f"{value:.4g} {key}" for key, value in cost.items() if value)
+    if policy.casts_per_op:
+        total += f", and {c.itemsize} for the cast copies while a forward and backward run"
+    added = "micro-batches add up in this format"
+    added += "" if policy.update == "nearest" else "; a single one stays in 16 bit"
+    moments = _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", _MOMENT)
+    limits = "largest finite and smallest positive number of the compute format"
+    form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
     return [
         ("params", dtype_name(p), weights),
-        (
-            "compute",
-            "tf32" if policy.tf32 else dtype_name(c),
-            f"matrix products: {matmul}" + (", fp32 accumulation" if low else ""),
-        ),
+        ("compute", form.name, f"matrix products: {matmul}"),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
-        (
-            "grad",
-            dtype_name(policy.grad_dtype),
-            "micro-batches add up in this format"
-            + ("" if policy.update == "nearest" else "; a single one stays in 16 bit"),
-        ),
+        ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
         ("master", dtype_name(policy.master_dtype), mode.master_text),
-        (
-            "moments",
-            policy.moment_format,
-            _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", _MOMENT),
-        ),
+        ("moments", policy.moment_format, moments),
         ("scale", scale.kind, scale_text),
-        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}{extra}"),
-        (
-            "range",
-            _range(policy),
-            "largest finite and smallest positive number of the compute format",
-        ),
+        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}"),
+        ("range", f"{form.max:.6g} / {form.min_subnormal:.3g}", limits),
         *(("rule", form, f"modules {pattern}") for pattern, form in policy.rules),
     ]
 
@@ -201,8 +181,3 @@ def _islands(policy: PrecisionPolicy) -> str:
     if policy.casts_per_op:
         return "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
     return "of the model; everything else is fp32 too"
-
-
-def _range(policy: PrecisionPolicy) -> str:
-    form = FORMATS["tf32" if policy.tf32 else dtype_name(policy.compute_dtype)]
-    return f"{form.max:.6g} / {form.min_subnormal:.3g}"

@@ -41,16 +41,10 @@ class StepDoor:
         optimizers: Sequence[Optimizer],
         names: Mapping[Tensor, str],
     ) -> None:
-        """Take the optimizers' parameters.
+        """Take the optimizers' parameters; ``names`` are those of the model's.
 
-        Args:
-            policy: Where it keeps more than its 16-bit weights, these are watched in all optimizers
-                of the process, and stay so when the Precision is gone.
-            optimizers: To be stepped by one Precision from here on.
-            names: Of the model's parameters.
-
-        Raises:
-            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        Where the policy keeps more than its 16-bit weights, these are watched in all optimizers of
+        the process, and stay so when the Precision is gone.
         """
         self._policy = policy
         # 16-bit weights of which an optimizer alone would lose updates
@@ -58,19 +52,28 @@ class StepDoor:
         self._optimizers = optimizers
         self._names = names
         self._parameters: list[Tensor] = []
-        self._open = False
+        self.is_open = False
+        """Whether a step of Precision's own is under way."""
         self.take()
         own = weakref.ref(self)
-        self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+
+        def refuse(optimizer: Optimizer, *_: Any) -> None:
+            _require_open(own(), type(optimizer).__name__)
+
+        def refuse_others(optimizer: Optimizer, *_: Any) -> None:
+            door = own()
+            if door is not None:
+                door.require_mine(optimizer)
+
+        self._handles = [o.register_step_pre_hook(refuse) for o in optimizers]
         self._others: RemovableHandle | None = None
         if self._keeps:
-            self._others = register_optimizer_step_pre_hook(_RefuseOthers(own))
+            self._others = register_optimizer_step_pre_hook(refuse_others)
 
     def take(self) -> None:
         """Own what the optimizers hold by now; groups may have come and gone.
 
-        Raises:
-            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        Parameters that another Precision trains are refused, before anything is changed.
         """
         held = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if len(held) == len(self._parameters):
@@ -92,16 +95,11 @@ class StepDoor:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Inside, the optimizers may step."""
-        self._open = True
+        self.is_open = True
         try:
             yield
         finally:
-            self._open = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step of Precision's own is under way."""
-        return self._open
+            self.is_open = False
 
     def close(self) -> None:
         """Let the optimizers and parameters go."""
@@ -121,12 +119,8 @@ class StepDoor:
         self._handles, self._parameters, self._optimizers = [], [], []
 
     def require_mine(self, optimizer: Optimizer) -> None:
-        """Refuse the step of another optimizer over weights that would lose it.
-
-        Raises:
-            PrecisionError: If it holds a 16-bit weight of the model, and is no other Precision's.
-        """
-        if self._open or any(optimizer is mine for mine in self._optimizers):
+        """Refuse the step of an optimizer over 16-bit weights, where it is no Precision's."""
+        if self.is_open or any(optimizer is mine for mine in self._optimizers):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -148,39 +142,20 @@ def _owner_of(parameter: Tensor) -> StepDoor | None:
     return door
 
 
-class _Refuse:
-    """An optimizer's hook before its step."""
-
-    def __init__(self, door: weakref.ref[StepDoor]) -> None:
-        self._door = door
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        door = self._door()
-        name = type(optimizer).__name__
-        if door is None:
-            raise PrecisionError(
-                f"{name}.step(): the Precision of this optimizer is gone, and with it what its "
-                "16-bit weights cannot hold. Keep the Precision in a variable for as long as the "
-                "model is trained, or call its close() to go on without it"
-            )
-        if not door.is_open:
-            raise PrecisionError(
-                f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
-                "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
-                "instead, or precision.close() to go on without it"
-            )
-
-
-class _RefuseOthers:
-    """A hook before the step of every optimizer of the process."""
-
-    def __init__(self, door: weakref.ref[StepDoor]) -> None:
-        self._door = door
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        door = self._door()
-        if door is not None:
-            door.require_mine(optimizer)
+def _require_open(door: StepDoor | None, name: str) -> None:
+    """Refuse the step of an optimizer that its Precision does not ask for, or cannot any more."""
+    if door is None:
+        raise PrecisionError(
+            f"{name}.step(): the Precision of this optimizer is gone, and with it what its "
+            "16-bit weights cannot hold. Keep the Precision in a variable for as long as the "
+            "model is trained, or call its close() to go on without it"
+        )
+    if not door.is_open:
+        raise PrecisionError(
+            f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
+            "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
+            "instead, or precision.close() to go on without it"
+        )
 
 
 class ForwardWatch:
@@ -205,10 +180,9 @@ class ForwardWatch:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Look at a forward that has just run.
 
-        Raises:
-            PrecisionError: If ``torch.export`` records it inside the context of a ``*-mixed``
-                policy: of that the program would keep some casts, and fail where it runs. If a
-                ``torch.autocast`` of another format is on inside of the context.
+        Refused are a ``torch.autocast`` of another format inside of the context, and
+        ``torch.export`` inside that of a ``*-mixed`` policy: the program would keep some of its
+        casts, and fail where it runs.
         """
         if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
@@ -227,7 +201,18 @@ class ForwardWatch:
         if self._needed or torch.is_autocast_enabled(self._device.type):
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_RefuseGradient(self._policy))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+
+    def _refuse_gradient(self, gradient: Tensor) -> None:
+        """A hook of a tensor that Precision must not train on."""
+        if is_running(gradient.device):
+            policy = self._policy
+            form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+            raise PrecisionError(
+                "the loss comes from a forward outside of precision.autocast(), which did not run "
+                f"as policy {policy} says ({form}). Put forward and loss inside "
+                "`with precision.autocast():`"
+            )
 
     def _require_one_format(self, module: nn.Module) -> None:
         kind = self._device.type
@@ -241,25 +226,6 @@ class ForwardWatch:
                 f"which computes in {dtype_name(self._policy.compute_dtype)}. Take that autocast "
                 "out, be it a context or a decorator of forward; enabled=False is allowed"
             )
-
-
-class _RefuseGradient:
-    """A hook of a tensor that Precision must not train on."""
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        self._policy = policy
-
-    def __call__(self, gradient: Tensor) -> None:
-        if is_running(gradient.device):
-            raise _outside(self._policy)
-
-
-def _outside(policy: PrecisionPolicy) -> PrecisionError:
-    form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
-    return PrecisionError(
-        f"the loss comes from a forward outside of precision.autocast(), which did not run as "
-        f"policy {policy} says ({form}). Put forward and loss inside `with precision.autocast():`"
-    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -281,30 +247,24 @@ class OneScaler:
         self._looks = _LOOKS
 
     def require(self, loss: Tensor) -> None:
-        """Look at one loss.
-
-        Raises:
-            PrecisionError: If it is the product of a loss and a living GradScaler's scale.
-        """
+        """Refuse what is the product of a loss and a living GradScaler's scale."""
         if self._looks == 0:
             return
         self._looks -= 1
         node: Any = loss.grad_fn
         if type(node).__name__ != "MulBackward0":
             return
-        factors = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-        for factor in factors:
-            if isinstance(factor, Tensor) and _may_be_scale(factor) and _is_of_scaler(factor):
+        for name in ("_saved_other", "_saved_self"):
+            factor = getattr(node, name, None)
+            if not isinstance(factor, Tensor) or factor.numel() != 1:
+                continue
+            # a Python number is saved as an fp64 scalar
+            if factor.dtype == torch.float32 and _is_of_scaler(factor):
                 raise PrecisionError(
                     f"the loss was scaled by a GradScaler (times {float(factor):g}) before "
                     "precision.backward, which scales by itself where the policy says so. Give it "
                     "the plain loss and leave the GradScaler out"
                 )
-
-
-def _may_be_scale(factor: Tensor) -> bool:
-    """Whether it has the form of a scaler's scale; a Python number is saved as an fp64 scalar."""
-    return factor.numel() == 1 and factor.dtype == torch.float32
 
 
 def _is_of_scaler(factor: Tensor) -> bool:

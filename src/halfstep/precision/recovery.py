@@ -40,11 +40,7 @@ class OnNonFinite:
 
     @classmethod
     def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
-        """Read the written form; a value is itself.
-
-        Raises:
-            PrecisionError: If it is neither of the three.
-        """
+        """Read the written form; a value is itself."""
         if isinstance(text, OnNonFinite):
             return text
         if not isinstance(text, str):
@@ -67,12 +63,7 @@ def incurable(
 ) -> NonFiniteError | None:
     """The error for gradients that are not finite, or None if a smaller loss scale may help.
 
-    Args:
-        policy: What the run uses.
-        loss_scale: Before it is updated.
-        found: The parameters concerned.
-        loss: Finite.
-        in_a_row: Steps skipped so far in a row, this one included.
+    The loss is finite and its scale not updated yet; the steps in a row include this one.
     """
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
@@ -104,14 +95,7 @@ def incurable(
 def broken_loss(
     policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
-    """The error for a loss that is not finite before any gradient.
-
-    Args:
-        policy: What the run uses.
-        loss: NaN or inf.
-        model: Its weights may be what is not finite.
-        ranks: All of them get the same error.
-    """
+    """The error, the same on all ranks, for a loss that is not finite before any gradient."""
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
@@ -165,14 +149,9 @@ class Guard:
             self._copies = [*self._copies[-1:], (self._applied, taken)]
 
     def answer(self, error: NonFiniteError) -> bool:
-        """Go on, or raise ``error``.
+        """Raise ``error``, or go on; whether weights, buffers, averages and state went back.
 
-        Returns:
-            Whether weights, buffers, averages and optimizer state went back.
-
-        Raises:
-            NonFiniteError: Also where leaving the step out does not help, because the forward has
-                left a NaN in a buffer (running statistics).
+        Leaving a step out does not help where its forward has left a NaN in a buffer.
         """
         choice = self._choice
         self._in_a_row += 1

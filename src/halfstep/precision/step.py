@@ -30,7 +30,13 @@ from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
-from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_, is_cast
+from halfstep.precision.casting.cast import (
+    cast_at_border,
+    check_wrappers,
+    give_back_,
+    is_cast,
+    upcast_,
+)
 from halfstep.precision.checks import (
     as_closure,
     check_arguments,
@@ -43,7 +49,6 @@ from halfstep.precision.checks import (
     no_loss,
     one_device,
     require_one,
-    upcast_trainable_,
 )
 from halfstep.precision.masters.arrivals import Arrivals
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -56,7 +61,7 @@ from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.calibrate import calibrated
+from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import make_loss_scale
 
@@ -142,7 +147,7 @@ class Precision:
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
             if upcast_trainable and self.policy.param_dtype == torch.float32:
-                upcast_trainable_(model)
+                upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
             self.masters = MasterWeights(placed, self.optimizers)
             self.masters.clear()  # what is left from before belongs to no step of this Precision
             self._guard: Guard | None = None
@@ -209,12 +214,16 @@ class Precision:
             asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
-        self._forget_cleared()
+        if self._loss is not None and self.masters.arrivals.cleared():
+            self._loss = None  # its gradients have been cleared since
         with self._context.arithmetic():
             if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
-                exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
-                self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
+                config = self.policy.loss_scale
+                found = largest_finite_scale(
+                    loss.reshape(()), minimum=config.min_scale, maximum=config.max_scale
+                )
+                self.loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
             with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
                 scalar = loss.reshape(())
                 scaled = self.loss_scale.scale(scalar) if self._scaled else scalar
@@ -357,13 +366,7 @@ class Precision:
         if self._guard is not None:
             with self.masters.installed():
                 self._guard.applied()
-        return self._result(
-            applied=True,
-            loss=judged.loss,
-            grad_norm=judged.norm,
-            loss_scale=scale,
-            calibrating=calibrating,
-        )
+        return self._result(judged, scale, calibrating, applied=True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by the model's names: masters, or the parameters.
@@ -376,19 +379,19 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs besides the model's and the optimizer's state."""
         self.masters.adopt()
+        masters: dict[str, Tensor] = {}
+        if self.policy.keeps_more_than_weights:
+            self._require_own_weights()
+            self.masters.take_written_()
+            masters = dict(self.masters.items())
         return {
             "policy": str(self.policy),
             "loss_scale": self.loss_scale.state_dict(),
             "applied_total": self.applied_total,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "masters": self._exact() if self.policy.keeps_more_than_weights else {},
+            "masters": masters,
         }
-
-    def _exact(self) -> dict[str, Tensor]:
-        self._require_own_weights()
-        self.masters.take_written_()
-        return dict(self.masters.items())
 
     @torch.no_grad()
     def load_state_dict(
@@ -448,11 +451,6 @@ class Precision:
             if self._guard is not None:
                 self._guard.start(applied)
 
-    def _forget_cleared(self) -> None:
-        """Drop the recorded loss where its gradients have been cleared since."""
-        if self._loss is not None and self.masters.arrivals.cleared():
-            self._loss = None
-
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Parameter to gradient, for all that the optimizer is about to update."""
         if self._loss is None:
@@ -498,18 +496,23 @@ class Precision:
             self.loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
+            judged,
+            scale,
+            calibrating,
             applied=False,
             reason="nonfinite_loss" if found is None else found.reason,
-            loss=judged.loss,
-            grad_norm=judged.norm,
-            loss_scale=scale,
-            calibrating=calibrating,
             rolled_back=rolled_back,
             nonfinite_parameters=() if found is None else found.names,
         )
 
-    def _result(self, **outcome: Any) -> StepResult:
+    def _result(
+        self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
+    ) -> StepResult:
         return StepResult(
+            loss=judged.loss,
+            grad_norm=judged.norm,
+            loss_scale=scale,
+            calibrating=calibrating,
             next_loss_scale=self.loss_scale.value,
             skipped_total=self.skipped_total,
             skipped_in_a_row=self.skipped_in_a_row,

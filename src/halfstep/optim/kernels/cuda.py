@@ -59,11 +59,6 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def pinned(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the host, in memory that a device copies from without waiting."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 class Tables:
     """Tables on one device, copied there once per content.
 
@@ -109,22 +104,14 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: tensors that share dtypes, the way of keeping them, options and step.
-
-    Attributes:
-        update: ``"fp32"`` for fp32 weights, else how bf16 weights are kept.
-        gradient: The gradients' dtype, by its short name.
-        moments: How moments are kept.
-        updates: int32: the row of the table of each program of the update.
-        statistics: int32: the same for the statistics of the gradients.
-    """
+    """One launch: tensors that share dtypes, the way of keeping them, options and step."""
 
     rule: str
-    update: str
-    gradient: str
-    moments: str
-    updates: Tensor
-    statistics: Tensor
+    update: str  # ``"fp32"`` for fp32 weights, else how bf16 weights are kept
+    gradient: str  # the gradients' dtype, by its short name
+    moments: str  # how moments are kept
+    updates: Tensor  # int32: the row of the table of each program of the update
+    statistics: Tensor  # int32: the same for the statistics of the gradients
 
 
 def make_launch(tasks: Sequence[Task], plan: Plan, first_row: int) -> Launch:
@@ -192,17 +179,10 @@ def launch_update(
     state: Tensor | None = None,
     at_row: int = 0,
 ) -> None:
-    """Update the tensors of a launch.
+    """Update the tensors of a launch, by a table and its alignment as :func:`rows` tells it.
 
-    Args:
-        kernels: From :func:`triton_kernels`.
-        launch: The launch.
-        table: int64 on the device.
-        aligned: As told by :func:`rows`.
-        numbers: The multiplier and the rule's constants, where ``state`` is None.
-        step: The step's number, where ``state`` is None.
-        state: The buffer of on_device/buffer.py: all numbers are read there.
-        at_row: Where the launch's row begins in it.
+    The multiplier and the rule's constants are ``numbers``, or else all numbers are read from the
+    buffer ``state`` of on_device/buffer.py, where the launch's row begins at ``at_row``.
     """
     if launch.updates.numel():
         kernels.update_kernel[(launch.updates.numel(),)](

@@ -16,17 +16,12 @@ from halfstep.precision.scaling.gradients import global_norm
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What does the arithmetic of a step; all kernels give the same bits.
+    """What does the arithmetic of a step; all kernels give the same bits."""
 
-    Attributes:
-        name: What it is, and where it is no fast one why, for people to read.
-        run: Takes the step of tensors that share a plan.
-        norm: The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is. They
-            are dense, fp32, bf16 or fp16, and on one device.
-    """
-
-    name: str
-    run: Callable[[Sequence[Task], Plan], None]
+    name: str  # what it is, and where it is no fast one why, for people to read
+    run: Callable[[Sequence[Task], Plan], None]  # takes the step of tensors that share a plan
+    # the 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is. They are
+    # dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
 
 

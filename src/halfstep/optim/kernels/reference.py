@@ -28,25 +28,15 @@ _CHUNK = 256 * BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all tensors of one call share.
+    """What all tensors of one call share."""
 
-    Attributes:
-        algorithm: The update rule.
-        constants: Its constants at this step.
-        update: How weights are kept.
-        moments: How moments are kept.
-        multiplier: Every gradient is multiplied by this: 1 / loss scale, times a clip factor.
-        seed: Of the random bits.
-        step: The step's number, from 1.
-    """
-
-    algorithm: Algorithm
-    constants: tuple[float, ...]
-    update: Update
-    moments: Moments
-    multiplier: float
-    seed: int
-    step: int
+    algorithm: Algorithm  # the update rule
+    constants: tuple[float, ...]  # its constants at this step
+    update: Update  # how weights are kept
+    moments: Moments  # how moments are kept
+    multiplier: float  # every gradient is multiplied by this: 1 / loss scale, times a clip factor
+    seed: int  # of the random bits
+    step: int  # the step's number, from 1
 
 
 def run_torch(tasks: Sequence[Task], plan: Plan) -> None:

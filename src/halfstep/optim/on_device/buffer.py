@@ -25,58 +25,38 @@ from halfstep.precision.scaling.loss_scale import (
 class Head(IntEnum):
     """Numbers of the head: a ``ScaleState`` first; from CONFIG_KIND on the host alone writes."""
 
-    SCALE = 0
-    """The loss scale that the next ``backward`` carries."""
-    GOOD_STEPS = 1
-    """Good steps since the last overflow or growth."""
-    HYSTERESIS_LEFT = 2
-    """Overflows left before the next back-off."""
-    STEPS = 3
-    """Applied steps since the scaler was made or loaded."""
-    SKIPPED_TOTAL = 4
-    """Skipped steps."""
-    SKIPPED_IN_A_ROW = 5
-    """Skipped steps since the last applied one."""
-    NORM = 6
-    """2-norm of the last step's unscaled gradients before clipping."""
-    FOUND_INF = 7
-    """1 if the last step's gradients held an infinity."""
-    FOUND_NAN = 8
-    """1 if they held a NaN."""
-    MULTIPLIER = 9
-    """Clip factor / scale of the last step."""
-    LAST_SCALE = 10
-    """The scale that the last step's gradients carried."""
-    LOSS = 11
-    """Sum of the losses scaled since the last step."""
-    LAST_LOSS = 12
-    """The same of the last step."""
-    STOP = 13
-    """0, or why going on cannot help, the first such reason: see :data:`STOPS`."""
-    CONFIG_KIND = 14
-    """0 none, 1 static, 2 dynamic."""
-    GROWTH_FACTOR = 15
-    """This and the next six as in ``LossScaleConfig``."""
+    SCALE = 0  # the loss scale that the next ``backward`` carries
+    GOOD_STEPS = 1  # good steps since the last overflow or growth
+    HYSTERESIS_LEFT = 2  # overflows left before the next back-off
+    STEPS = 3  # applied steps since the scaler was made or loaded
+    SKIPPED_TOTAL = 4  # skipped steps
+    SKIPPED_IN_A_ROW = 5  # skipped steps since the last applied one
+    NORM = 6  # 2-norm of the last step's unscaled gradients before clipping
+    FOUND_INF = 7  # 1 if the last step's gradients held an infinity
+    FOUND_NAN = 8  # 1 if they held a NaN
+    MULTIPLIER = 9  # clip factor / scale of the last step
+    LAST_SCALE = 10  # the scale that the last step's gradients carried
+    LOSS = 11  # sum of the losses scaled since the last step
+    LAST_LOSS = 12  # the same of the last step
+    STOP = 13  # 0, or why going on cannot help, the first such reason: see :data:`STOPS`
+    CONFIG_KIND = 14  # 0 none, 1 static, 2 dynamic
+    GROWTH_FACTOR = 15  # this and the next six as in ``LossScaleConfig``
     BACKOFF_FACTOR = 16
     GROWTH_INTERVAL = 17
     MIN_SCALE = 18
     MAX_SCALE = 19
     HYSTERESIS = 20
     MAX_CONSECUTIVE_SKIPS = 21
-    MAX_NORM = 22
-    """What the norm is clipped to; infinity for no clipping."""
+    MAX_NORM = 22  # what the norm is clipped to; infinity for no clipping
     SIZE = 24
 
 
 class Row(IntEnum):
     """Numbers of a row."""
 
-    SETTLED = 0
-    """``Algorithm.settled`` of the group's options, written by the host: at most 8."""
-    STEP = 8
-    """Applied steps of these tensors."""
-    CONSTANTS = 9
-    """``Algorithm.constants`` of the last applied step, at most 8."""
+    SETTLED = 0  # ``Algorithm.settled`` of the group's options, written by the host: at most 8
+    STEP = 8  # applied steps of these tensors
+    CONSTANTS = 9  # ``Algorithm.constants`` of the last applied step, at most 8
     SIZE = 17
 
 
@@ -107,15 +87,9 @@ def loss_scale_state(config: LossScaleConfig, numbers: Sequence[float]) -> State
 
 
 def read_result(numbers: Sequence[float], flags: Sequence[int], names: Sequence[str]) -> StepResult:
-    """What the last step did.
+    """What the last step did; or the error that ``Precision.step`` would have raised.
 
-    Args:
-        numbers: The buffer.
-        flags: Per tensor: 1 if its gradient held an infinity, plus 2 if it held a NaN.
-        names: Of the tensors.
-
-    Raises:
-        NonFiniteError: If going on cannot help, as ``Precision.step`` would have raised.
+    A tensor's flag is 1 if its gradient held an infinity, plus 2 if it held a NaN.
     """
     has_inf, has_nan = numbers[Head.FOUND_INF] > 0, numbers[Head.FOUND_NAN] > 0
     named = list(zip(names, flags, strict=False))

@@ -157,7 +157,10 @@ class DeviceScaler:
                 self._attach()
             bundle.locate()
             self.write_options()
-            self._write_max_norm(float("inf") if max_norm is None else max_norm)
+            wanted = float("inf") if max_norm is None else max_norm
+            if wanted != self._max_norm:
+                self._write(Head.MAX_NORM, [wanted])
+                self._max_norm = wanted
             self._flags.zero_()
             for bound in bundle.bounds:
                 bundle.launch_statistics(self._kernels, bound, self._flags)
@@ -259,18 +262,14 @@ class DeviceScaler:
             rows = self._buffer[Head.SIZE : self._flags_at].view(-1, Row.SIZE)
             self._bundle.set_steps(rows[:, Row.STEP].tolist())
 
-    def _write_max_norm(self, max_norm: float) -> None:
-        if max_norm != self._max_norm:
-            self._write(Head.MAX_NORM, [max_norm])
-            self._max_norm = max_norm
-
     def _write(self, at: int, numbers: list[float]) -> None:
         if cuda.is_capturing(self._device):
             raise PrecisionError(
                 "group options or max_norm changed just before a CUDA graph capture, which would "
                 "freeze them; take one more step, or call write_options(), before the capture"
             )
-        source = cuda.pinned(numbers, torch.float64, self._device)
+        gpu = self._device.type == "cuda"  # which copies from pinned memory without waiting
+        source = torch.tensor(numbers, dtype=torch.float64, pin_memory=gpu)
         self._buffer[at : at + len(numbers)].copy_(source, non_blocking=True)
 
     def _decide(self) -> None:

@@ -20,23 +20,14 @@ from halfstep.precision.masters.rounding import Update
 
 @dataclass(slots=True)
 class Bound:
-    """Tensors of one launch: of one group, of equal dtypes, that have taken equally many steps.
+    """Tensors of one launch: of one group, of equal dtypes, that have taken equally many steps."""
 
-    Attributes:
-        group: The parameter group.
-        plan: What their kernels need to know; numbers come from the device.
-        step: Applied steps when they were attached.
-        members: Each parameter and the stream of its random bits.
-        launch: The launch, once they are located.
-        first_partial: Where their sums of squares begin.
-    """
-
-    group: dict[str, Any]
-    plan: Plan
-    step: int
-    members: list[tuple[nn.Parameter, int]]
-    launch: cuda.Launch
-    first_partial: int
+    group: dict[str, Any]  # the parameter group
+    plan: Plan  # what their kernels need to know; numbers come from the device
+    step: int  # applied steps when they were attached
+    members: list[tuple[nn.Parameter, int]]  # each parameter and the stream of its random bits
+    launch: cuda.Launch  # the launch, once they are located
+    first_partial: int  # where their sums of squares begin
 
 
 class Bundle:
@@ -65,12 +56,9 @@ class Bundle:
 
     def _work(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter, Tensor, int]]:
         """Group number, group, parameter, gradient, stream."""
-        stream = -1
-        for number, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                stream += 1
-                if parameter.grad is not None:
-                    yield number, group, parameter, parameter.grad, stream
+        for stream, (number, group, parameter) in enumerate(self._optimizer._members()):
+            if parameter.grad is not None:
+                yield number, group, parameter, parameter.grad, stream
 
     def changed(self) -> bool:
         """Whether other parameters have gradients now, or somebody set their step numbers."""
@@ -88,9 +76,7 @@ class Bundle:
     def attach(self) -> None:
         """Take the parameters that have gradients now; their state is made where there is none.
 
-        Raises:
-            PrecisionError: If a CUDA graph holds the present ones, or there are no gradients, or
-                the optimizer refuses one.
+        Refused where a CUDA graph holds the present ones, or the optimizer refuses a gradient.
         """
         if self._captured or cuda.is_capturing(self._device):
             raise PrecisionError(

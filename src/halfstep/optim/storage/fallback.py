@@ -43,10 +43,7 @@ def is_due(step: int) -> bool:
 def elements_below(tasks: Sequence[Task]) -> list[int]:
     """For each task how many elements with a gradient stand at the floor of their window.
 
-    Waits for the device once.
-
-    Args:
-        tasks: Of one device, with a second moment in 8 bits, after their step.
+    The tasks are of one device, after their step; it is waited for once.
     """
     counts = []
     for task in tasks:

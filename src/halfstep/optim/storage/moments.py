@@ -99,13 +99,7 @@ def encode(
 
 
 def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
-    """The fp32 moments that :func:`encode` stored.
-
-    Args:
-        codes: fp32, bf16 or uint8, shape (n,).
-        tops: For uint8: uint8, shape (ceil(n / 128),).
-        signed: As given to :func:`encode`.
-    """
+    """The fp32 moments that :func:`encode` stored; ``tops`` go with codes of uint8."""
     if codes.dtype != torch.uint8:
         return codes.float()
     assert tops is not None
@@ -113,13 +107,7 @@ def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
 
 
 def decode_elements(codes: Tensor, tops: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 numbers of 8-bit codes that need not be neighbours.
-
-    Args:
-        codes: uint8, any shape.
-        tops: uint8, same shape: the top of each element's block.
-        signed: As given to :func:`encode`.
-    """
+    """The fp32 numbers of 8-bit codes of any shape, each with the top of its own block."""
     base = (tops.to(torch.int32) + 1) * 8 - (127 if signed else 255)
     code = codes.to(torch.int32)
     magnitude = code & 0x7F if signed else code

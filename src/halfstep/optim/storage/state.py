@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,23 +51,6 @@ def new_step(count: float) -> Tensor:
     return torch.tensor(count, dtype=torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How one parameter's state is kept.
-
-    Attributes:
-        update: How the weight is kept.
-        moments: How the moments are kept.
-        seed: Of the random bits.
-        stream: Which random bits are this parameter's.
-    """
-
-    update: Update
-    moments: Moments
-    seed: int
-    stream: int
-
-
 def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
     """A moment of zeros, with its block tops where it has some."""
     values, tops = zeros(parameter, moments)
@@ -79,77 +63,85 @@ def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor
 
 @torch.no_grad()
 def convert(
-    names: Sequence[str], form: Form, data: Tensor, entry: Mapping[str, Any]
+    names: Sequence[str],
+    data: Tensor,
+    entry: Mapping[str, Any],
+    *,
+    update: Update,
+    moments: Moments,
+    seed: int,
+    stream: int,
 ) -> dict[str, Any]:
     """A saved state in another format.
 
     Args:
         names: The moments that the optimizer has; the first is signed.
-        form: The wanted format.
         data: The parameter.
         entry: The saved state: moments in any format, ``step`` and perhaps a remainder.
+        update: How the weight is kept.
+        moments: How the moments are kept.
+        seed: Of the random bits.
+        stream: Which random bits are this parameter's.
 
     Raises:
         PrecisionError: If a moment is missing or of another shape.
     """
     state: dict[str, Any] = {}
-    moments = form.moments
     if entry.get(FELL_BACK) is not None and moments == "8bit":
         moments = "bf16"  # 8 bits do not hold this tensor's spread, and still do not
         state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
     if any(stored_moment(entry, name)[0] is not None for name in names):
         # torch.optim.SGD saves no step; its momentum is under way all the same.
         state["step"] = new_step(float(entry.get("step", 1)))
+        draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
             if values is None or values.shape != data.shape:
                 raise PrecisionError(
-                    f"the saved state of parameter {form.stream} has no {name} of shape "
+                    f"the saved state of parameter {stream} has no {name} of shape "
                     f"{tuple(data.shape)}: it is of another optimizer or model"
                 )
-            codes = values.to(data.device), tops
-            state |= _moment(name, form, moments, data, codes, int(state["step"]), signed=i == 0)
+            _check_tops(f"{name} of parameter {stream}", values, tops)
+            kept, tops = _moment(values.to(data.device), tops, moments, data, draw, signed=i == 0)
+            state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
-    if held is not None and held.dtype == rounding_mode(form.update).remainder_dtype:
+    if held is not None and held.dtype == rounding_mode(update).remainder_dtype:
         if held.shape != data.shape:
             raise PrecisionError(
-                f"the saved remainder of parameter {form.stream} has shape {tuple(held.shape)}, "
+                f"the saved remainder of parameter {stream} has shape {tuple(held.shape)}, "
                 f"the parameter {tuple(data.shape)}: it is of another model"
             )
         state[REMAINDER] = _like(flat(held.to(data.device), data), data)
     return state
 
 
+def _check_tops(what: str, codes: Tensor, tops: Tensor | None) -> None:
+    blocks = -(-codes.numel() // BLOCK) if codes.dtype == torch.uint8 else None
+    found = None if tops is None else tuple(tops.shape)
+    if found != (None if blocks is None else (blocks,)):
+        raise PrecisionError(
+            f"the saved {what} is {codes.dtype} with block tops {found}; 8-bit moments have "
+            f"{-(-codes.numel() // BLOCK)}, others none: the state is damaged"
+        )
+
+
 def _moment(
-    name: str,
-    form: Form,
+    codes: Tensor,
+    tops: Tensor | None,
     moments: Moments,
     data: Tensor,
-    stored: tuple[Tensor, Tensor | None],
-    step: int,
+    draw: Callable[..., Tensor],
     *,
     signed: bool,
-) -> dict[str, Tensor]:
-    codes, tops = stored
-    blocks = -(-data.numel() // BLOCK)
-    if (codes.dtype == torch.uint8) != (tops is not None) or (
-        tops is not None and tops.shape != (blocks,)
-    ):
-        raise PrecisionError(
-            f"the saved {name} of parameter {form.stream} is {codes.dtype} with block tops "
-            f"{None if tops is None else tuple(tops.shape)}; 8-bit moments have {blocks}, others "
-            "none: the state is damaged"
-        )
+) -> tuple[Tensor, Tensor | None]:
+    """A stored moment in another format, and its block tops where it has some."""
     if codes.dtype == moment_dtype(moments) and (tops is None or codes.stride() == data.stride()):
         kept = _like(flat(codes, data), data)
-        return _entries(name, kept, None if tops is None else tops.to(data.device, copy=True))
+        return kept, None if tops is None else tops.to(data.device, copy=True)
     values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())
-    bits = None
-    if moments != "fp32":
-        stream = 2 * form.stream + 1
-        bits = random_bits(form.seed, step, data.numel(), stream=stream, device=data.device)
+    bits = None if moments == "fp32" else draw(device=data.device)
     encoded, fresh = encode(flat(values, data), moments, bits, signed=signed)
-    return _entries(name, _like(encoded, data), fresh)
+    return _like(encoded, data), fresh
 
 
 def _like(values: Tensor, data: Tensor) -> Tensor:
@@ -179,23 +171,15 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One tensor's part of a step; every tensor is flat, contiguous and on one device.
+    """One tensor's part of a step; every tensor is flat, contiguous and on one device."""
 
-    Attributes:
-        weight: fp32 or bf16, shape (n,); updated in place, as are the next three.
-        remainder: What the weight cannot hold, shape (n,), or None.
-        moments: Codes, shape (n,) each, in the order of ``Algorithm.moments``.
-        tops: The 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise.
-        gradient: fp32, bf16 or fp16, shape (n,); read only.
-        stream: Which random bits are this tensor's.
-    """
-
-    weight: Tensor
-    remainder: Tensor | None
-    moments: tuple[Tensor, ...]
+    weight: Tensor  # fp32 or bf16, shape (n,); updated in place, as are the next three
+    remainder: Tensor | None  # what the weight cannot hold, shape (n,), or None
+    moments: tuple[Tensor, ...]  # codes, shape (n,) each, in the order of ``Algorithm.moments``
+    # the 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise
     tops: tuple[Tensor, ...]
-    gradient: Tensor
-    stream: int
+    gradient: Tensor  # fp32, bf16 or fp16, shape (n,); read only
+    stream: int  # which random bits are this tensor's
 
 
 def mark_written(tasks: Iterable[Task]) -> None:

@@ -27,16 +27,7 @@ _CHUNK = 1 << 16
 
 
 def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """What the weight stands for, in fp32.
-
-    Args:
-        weight: fp32 or bf16, shape (n,).
-        remainder: In the rounding mode's dtype, shape (n,); None where there is none.
-        update: The rounding mode.
-
-    Raises:
-        PrecisionError: If the mode is not known, or keeps no remainder.
-    """
+    """What a weight of shape (n,) and its remainder, where it has one, stand for, in fp32."""
     join = _mode(update, remainder).join
     return weight.float() if remainder is None or join is None else join(weight, remainder)
 
@@ -46,15 +37,7 @@ def store_(
 ) -> None:
     """Write an fp32 value into a weight and its remainder, in place.
 
-    Args:
-        weight: See there.
-        remainder: See there.
-        update: See there.
-        value: fp32, shape (n,).
-        random: int32 random bits, shape (n,); None where the rounding mode draws none.
-
-    Raises:
-        PrecisionError: As :func:`master`.
+    ``random`` are int32 random bits of shape (n,), None where the rounding mode draws none.
     """
     mode = _mode(update, remainder)
     if mode.remainder_dtype is not None and remainder is None:
@@ -82,15 +65,9 @@ def write_master_(
     seed: int,
     stream: int,
 ) -> None:
-    """As :func:`store_` for a tensor of any size; draws random bits only where they are used.
+    """As :func:`store_` for a tensor of any size and a value of any floating dtype.
 
-    Args:
-        weight: fp32 or bf16, shape (n,).
-        remainder: As for :func:`master`.
-        update: The rounding mode.
-        value: Any floating dtype, shape (n,).
-        seed: Of the random bits, which are those of step 0.
-        stream: Which random bits are this tensor's.
+    Random bits are drawn only where they are used: those of step 0 of this seed and stream.
     """
     draws = rounding_mode(update).random
     for part, held in _chunks(weight, remainder):

@@ -98,11 +98,7 @@ def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
-    """Return how the device runs the policy, or refuse.
-
-    Raises:
-        PrecisionError: If it cannot be honoured, naming policy, device, reason and nearest policy.
-    """
+    """How the device runs the policy, or a refusal that names the nearest that it honours."""
     found = support(policy, device)
     if found.status == "refused":
         raise PrecisionError(

@@ -104,12 +104,10 @@ def check_buffers(model: nn.Module) -> None:
         PrecisionError: Naming the buffer, the damage and what to do.
     """
     require_model(model, "check_buffers(model)")
-    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
     for name, buffer in model.named_buffers():
         if buffer.dtype not in LOW:
             continue
-        owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
-        kind = kind_of_buffer(name, buffer, owner)
+        kind = kind_of_buffer(name, buffer, model.get_submodule(name.rpartition(".")[0]))
         damage = _damage_done(kind, buffer) if kind in _SENSITIVE else ""
         if damage:
             raise PrecisionError(
@@ -159,11 +157,10 @@ def cast_module_(
         if not any(fnmatchcase(name, glob) for name in named):
             known = ", ".join(named) or "none"
             raise PrecisionError(f"{glob!r} matches no floating buffer of the model: {known}")
-    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
     for name, buffer in named.items():
         wanted[name] = buffer.dtype
         if any(fnmatchcase(name, glob) for glob in buffers):
-            owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
+            owner = model.get_submodule(name.rpartition(".")[0])
             _require_castable(name, buffer, owner, dtype)
             wanted[name] = dtype
     add_regions_(placed)

@@ -19,12 +19,7 @@ from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import (
-    PlacedModel,
-    Placement,
-    place,
-    root_is_fp32,
-)
+from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
 # A constant to ``torch.compile``, which in torch 2.11 cannot trace the question. Its decorator for
@@ -67,14 +62,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype]) -> None:
-    """Cast every floating parameter in place: the Parameter objects stay the same.
+    """Cast every floating parameter in place, to one dtype or to one for each name.
 
-    Buffers keep their dtype: tables and running statistics lose their meaning in 16 bits.
-
-    Args:
-        module: Its parameters are cast.
-        dtype: One for all, or one for each by name: see
-            :meth:`halfstep.precision.policy.rules.PlacedModel.dtypes`.
+    Buffers keep theirs: tables and running statistics lose their meaning in 16 bits.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
@@ -86,11 +76,9 @@ def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.
 def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
     """Store and compute as a policy and its rules say, in place, without an optimizer.
 
-    For evaluation and generation; training does it by :class:`halfstep.Precision`. Run the model
-    under :func:`around_model`.
-
-    Raises:
-        PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
+    For evaluation and generation, inside an :class:`Autocast`; training does it by
+    :class:`halfstep.Precision`. What :func:`~halfstep.precision.policy.rules.place` refuses
+    changes nothing.
     """
     placed = place(policy, model)
     if policy.casts == "module":  # as FSDP2 gathers them
@@ -102,11 +90,7 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 @torch.no_grad()
 def upcast_(parameters: Iterable[Tensor]) -> int:
-    """Convert parameters of less than 32 bits to fp32 in place, with their gradients.
-
-    Returns:
-        The bytes that this adds.
-    """
+    """Convert 16-bit parameters and their gradients to fp32 in place; the bytes that this adds."""
     added = 0
     for parameter in parameters:
         gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
@@ -133,28 +117,15 @@ class CastInputs:
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
-class CastOutputs:
-    """A forward hook: floating outputs to the output dtype, fp32, so that the loss is an island."""
-
-    __name__ = "CastOutputs"
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        self.policy = policy
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Give the output to return to the caller."""
-        return cast_floating(output, self.policy.output_dtype)
+def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: floating outputs to fp32, so that the loss is an island."""
+    return cast_floating(output, torch.float32)
 
 
-class CastRecurrentInputs:
+def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook of LSTM, GRU and RNN: floating inputs to the format of the weights."""
-
-    __name__ = "CastRecurrentInputs"
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the arguments to call the layer with."""
-        dtype = next(layer.parameters()).dtype
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+    dtype = next(layer.parameters()).dtype
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
 def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
@@ -162,24 +133,20 @@ def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
 
     Modules that the policy's rules place otherwise than what calls them get a
     :class:`FormatRegion`. Recurrent layers of 16 bits get their inputs in their own format, which
-    torch asks for before any operation runs.
-
-    Returns:
-        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`, all
-        of it with :func:`give_back_`.
+    torch asks for before any operation runs. The handles undo each; :func:`give_back_` undoes all.
     """
     policy, module, handles = placed.policy, placed.model, []
     add_regions_(placed)
     if policy.param_dtype != torch.float32:
         for part in module.modules():
             if isinstance(part, nn.RNNBase):
-                hook = CastRecurrentInputs()
-                handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+                hook = part.register_forward_pre_hook(cast_recurrent_inputs, with_kwargs=True)
+                handles.append(hook)
         dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
         inputs = CastInputs(policy, dtype)
         handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
     if policy.compute_dtype != torch.float32:
-        handles.append(module.register_forward_hook(CastOutputs(policy)))
+        handles.append(module.register_forward_hook(cast_outputs))
     return handles
 
 
@@ -246,16 +213,8 @@ class FormatRegion(Region):
         return nullcontext()
 
 
-def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Autocast:
-    """The context for a model's forward and loss; what its rules ask of modules is in its regions.
-
-    Where a rule keeps the model itself in fp32, operation-wise casts are off outside of its
-    submodules too.
-
-    Raises:
-        PrecisionError: If the device cannot honour the policy.
-    """
-    return Autocast(policy, model, device)
+around_model = Autocast
+"""What evaluation and generation call the context of a model and its loss."""
 
 
 def autocast(
@@ -360,8 +319,8 @@ def remove_regions_(model: nn.Module) -> None:
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
-    kinds = CastInputs | CastOutputs | CastRecurrentInputs | Region
-    return isinstance(value, kinds) or value is keep_fused_paths_off
+    plain = (cast_outputs, cast_recurrent_inputs, keep_fused_paths_off)
+    return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
 
 
 def give_back_(model: nn.Module) -> None:
@@ -370,7 +329,7 @@ def give_back_(model: nn.Module) -> None:
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(hook, CastInputs | CastOutputs | CastRecurrentInputs):
+                if is_cast(hook):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -383,11 +342,7 @@ def give_back_(model: nn.Module) -> None:
 
 
 def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse a model that is wrapped to compute or to sum otherwise than the policy says.
-
-    Raises:
-        PrecisionError: Naming the wrapper, what it does, and what to do.
-    """
+    """Refuse a model that is wrapped to compute or to sum otherwise than the policy says."""
     moves_on = policy.has_masters or policy.update != "nearest"  # gradients, as they are finished
     for name, module in model.named_modules():
         what = name or "the model"

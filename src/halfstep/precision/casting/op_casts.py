@@ -177,7 +177,8 @@ class AutocastCasts(OpCasts):
         if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
             found = _formats((args, kwargs), on_cpu=True)
             if len(found) == 2 and torch.float32 in found:
-                return _cast((args, kwargs), min(found, key=_bytes), on_cpu=True)  # type: ignore[no-any-return]
+                low = min(found, key=lambda dtype: dtype.itemsize)
+                return _cast((args, kwargs), low, on_cpu=True)  # type: ignore[no-any-return]
         return args, kwargs
 
 
@@ -272,33 +273,30 @@ def _collect(value: Any, found: set[torch.dtype], on_cpu: bool) -> None:
             _collect(item, found, on_cpu)
 
 
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The arguments of a function with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is tuple or type(value) is list:
+        return type(value)([_mapped(item, change) for item in value])
+    if type(value) is dict:
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
 def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
     """Cast floating tensors in arguments; of those that autocast may touch, with ``on_cpu``."""
-    if isinstance(value, Tensor):
-        if value.dtype == to or not value.is_floating_point():
-            return value
-        if on_cpu and (value.dtype == torch.float64 or value.device.type != "cpu"):
-            return value
-        return value.to(to)
-    if type(value) is tuple or type(value) is list:
-        return type(value)([_cast(item, to, on_cpu=on_cpu) for item in value])
-    if type(value) is dict:
-        return {key: _cast(item, to, on_cpu=on_cpu) for key, item in value.items()}
-    return value
+
+    def change(tensor: Tensor) -> Tensor:
+        if on_cpu and (tensor.dtype == torch.float64 or tensor.device.type != "cpu"):
+            return tensor
+        return tensor.to(to) if tensor.is_floating_point() else tensor
+
+    return _mapped(value, change)
 
 
 def _low_to_fp32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW else value
-    if type(value) is tuple or type(value) is list:
-        return type(value)([_low_to_fp32(item) for item in value])
-    if type(value) is dict:
-        return {key: _low_to_fp32(item) for key, item in value.items()}
-    return value
-
-
-def _bytes(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+    return _mapped(value, lambda tensor: tensor.float() if tensor.dtype in LOW else tensor)
 
 
 def _widest(found: set[torch.dtype]) -> torch.dtype:

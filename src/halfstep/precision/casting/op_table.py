@@ -153,11 +153,7 @@ _NAMESPACES: tuple[tuple[Any, str], ...] = (
 
 
 def spellings(name: str) -> Iterator[tuple[str, Function]]:
-    """Every Python function that runs an operation of the table, with its path.
-
-    Args:
-        name: ``"softmax"``; ``"linalg_solve"`` is ``torch.linalg.solve``.
-    """
+    """Every Python function that runs an operation of the table, with its path."""
     for space, prefix in _NAMESPACES:
         for spelled in {name, name.removeprefix(prefix)}:
             found = getattr(space, spelled, None)
@@ -173,14 +169,11 @@ def functions(names: Iterable[str]) -> Iterator[Function]:
             yield function
 
 
-def _native_on_cpu() -> frozenset[str]:
-    """Operations that the CPU's own autocast casts: it also keeps the cast copies of weights."""
-    key = "AutocastCPU"
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in names)
-
-
-NATIVE_ON_CPU = _native_on_cpu()
+NATIVE_ON_CPU = frozenset(
+    name.removeprefix("aten::").partition(".")[0]
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+)
+"""Operations that the CPU's own autocast casts: it also keeps the cast copies of weights."""
 AUTOCAST_ON_CPU: dict[Function, Cast] = {
     function: cast
     for cast, names in AUTOCAST.items()

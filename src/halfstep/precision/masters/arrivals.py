@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ _RUNNING: dict[int, float] = {}
 def is_running(device: torch.device) -> bool:
     """Whether this thread runs a backward of some Precision, or works for one, as on CUDA.
 
-    Args:
-        device: Of what is computed. A CPU's part of a backward runs in the thread that called it.
+    A CPU's part of a backward runs in the thread that called it.
     """
     return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
 
@@ -67,10 +66,8 @@ class Arrivals:
     def __init__(self, policy: PrecisionPolicy, model: nn.Module) -> None:
         """Ask whether FSDP2 sets the gradients of sharded parameters.
 
-        Args:
-            policy: In which format gradients add up, and whether they are scaled.
-            model: FSDP2 computes with parameters of its own, and writes ``p.grad`` of the sharded
-                ones past autograd, so that no hook of theirs runs.
+        It computes with parameters of its own, and writes ``p.grad`` of the sharded ones past
+        autograd, so that no hook of theirs runs.
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
@@ -108,12 +105,9 @@ class Arrivals:
 
     @contextmanager
     def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The context of a backward of ``loss * scale``.
+        """The context of a backward of ``loss * scale``, for these inputs or for all leaves.
 
-        Args:
-            scale: A power of two.
-            loss: Whose graph is searched for leaves that are not the model's.
-            inputs: What alone gets a gradient; none: all leaves.
+        The graph of the loss is searched for leaves that are not the model's.
         """
         wide = self._prepare(scale)
         leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
@@ -149,7 +143,9 @@ class Arrivals:
                 parameter.grad = parameter.grad.float()
         wide: list[Tensor] = []
         for parameter in self._received:
-            if (self._widens and parameter.dtype == torch.float16) or _has_hooks(parameter):
+            # torch holds what a hook of the user's returns to the gradient's dtype
+            hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
+            if (self._widens and parameter.dtype == torch.float16) or hooked:
                 wide.append(_widened(parameter))
         if scale != 1.0:
             _multiply_gradients_(self._sharded, scale)
@@ -160,12 +156,7 @@ class Arrivals:
     ) -> list[RemovableHandle]:
         """Unscale gradients of leaves that are not the model's; widen those of another Precision.
 
-        Args:
-            leaves: All that a loss reaches.
-            wide: What gets fp32; what is widened here is appended.
-
-        Returns:
-            Hooks of leaves that no Precision unscales already.
+        What is widened is appended to ``wide``; the hooks are of leaves that no Precision unscales.
         """
         handles = []
         for leaf in leaves:
@@ -221,11 +212,6 @@ def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
     return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
-    return len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
-
-
 def _widened(parameter: Tensor) -> Tensor:
     """Let autograd give a parameter fp32 gradients, and make the one that is there fp32."""
     gradient, parameter.grad = parameter.grad, None
@@ -236,15 +222,12 @@ def _widened(parameter: Tensor) -> Tensor:
 
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
     for tensor in tensors:
-        gradient = tensor.grad if tensor.is_leaf else _gradient_inside(tensor)
+        with nullcontext() if tensor.is_leaf else warnings.catch_warnings():
+            if not tensor.is_leaf:  # torch warns where an activation has no gradient yet
+                warnings.simplefilter("ignore", UserWarning)
+            gradient = tensor.grad
         if gradient is not None:
             local_part(gradient).mul_(factor)
-
-
-def _gradient_inside(activation: Tensor) -> Tensor | None:
-    with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
-        warnings.simplefilter("ignore", UserWarning)
-        return activation.grad
 
 
 def _move_first(parameter: Tensor, number: int) -> None:

@@ -51,28 +51,18 @@ _CHUNK = 2**15
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One trainable parameter.
+    """One trainable parameter."""
 
-    Attributes:
-        name: Its name in the model.
-        parameter: The model's own, which holds the gradient.
-        target: What the optimizer updates: the parameter itself, this rank's part of it in the
-            same memory, or an fp32 master.
-        dtype: Of the parameter.
-        copied: Whether the target is an fp32 master, to be rounded into the parameter.
-        sharded: Whether the parameter is a DTensor.
-        held: Whether an optimizer has it.
-        keeper: The optimizer that keeps what 16 bits cannot hold, or None.
-    """
-
-    name: str
-    parameter: nn.Parameter
+    name: str  # its name in the model
+    parameter: nn.Parameter  # the model's own, which holds the gradient
+    # what the optimizer updates: the parameter itself, this rank's part of it in the same memory,
+    # or an fp32 master
     target: nn.Parameter
-    dtype: torch.dtype
-    copied: bool
-    sharded: bool
-    held: bool
-    keeper: KeepsMasters | None
+    dtype: torch.dtype  # of the parameter
+    copied: bool  # whether the target is an fp32 master, to be rounded into the parameter
+    sharded: bool  # whether the parameter is a DTensor
+    held: bool  # whether an optimizer has it
+    keeper: KeepsMasters | None  # the optimizer that keeps what 16 bits cannot hold, or None
 
     @property
     def visible(self) -> Tensor:
@@ -85,11 +75,7 @@ class Weight:
         return local_gradient(self.parameter) if self.sharded else self.parameter.grad
 
     def require_unconverted(self) -> None:
-        """Refuse a parameter that was converted or moved since it was taken in.
-
-        Raises:
-            PrecisionError: Naming it, what it is now and what it was.
-        """
+        """Refuse a parameter that was converted or moved since it was taken in."""
         parameter, device = self.parameter, self.target.device
         if parameter.dtype == self.dtype and parameter.device == device:
             return
@@ -248,8 +234,7 @@ class MasterWeights:
     def installed(self, yes: bool = True) -> Iterator[None]:
         """Inside, the optimizers' groups and states hold targets in the parameters' places.
 
-        Args:
-            yes: False gives the parameters back meanwhile, for code of the user's.
+        With False they hold the parameters meanwhile, for code of the user's.
         """
         before = self._installed
         self._install(yes)
@@ -279,11 +264,7 @@ class MasterWeights:
     ) -> dict[nn.Parameter, Tensor]:
         """Target to finished gradient on this rank, of those that have one.
 
-        Args:
-            targets: These alone; None: all that the optimizers hold, in their order.
-
-        Raises:
-            PrecisionError: If a parameter was converted or moved since it was taken in.
+        Of these targets alone, or of all that the optimizers hold, in their order.
         """
         if targets is None:
             parameters = [*self._held()]
@@ -334,17 +315,13 @@ class MasterWeights:
         that ``model.load_state_dict`` has changed are taken as they are, remainders dropped.
         """
         for weight in self._weights.values():
-            self._take_(weight)
+            if weight.keeper is None and not weight.copied:
+                continue
+            if self._was_loaded(weight):
+                self._set_(weight, weight.visible)
+            elif weight.copied:
+                _follow_(weight.target.detach(), weight.visible)
         self._loaded.before.clear()
-
-    def _take_(self, weight: Weight) -> None:
-        """Let what stands behind one weight take over what was written into it."""
-        if weight.keeper is None and not weight.copied:
-            return
-        if self._was_loaded(weight):
-            self._set_(weight, weight.visible)
-        elif weight.copied:
-            _follow_(weight.target.detach(), weight.visible)
 
     def _was_loaded(self, weight: Weight) -> bool:
         before = self._loaded.before
@@ -476,11 +453,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Set every weight from :meth:`items`, of this policy or of another.
-
-        Raises:
-            PrecisionError: If a weight is missing or of another shape; nothing is changed then.
-        """
+        """Set every weight from :meth:`items`, of this policy or of another."""
         allowed = "fp32 tensors by the names of Precision.named_parameters()"
         for weight in self._current():
             table = require(values, Mapping, "start_from_(values)", allowed)

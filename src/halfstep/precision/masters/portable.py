@@ -16,6 +16,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,23 +49,21 @@ Exact = weakref.WeakMethod[Callable[[Tensor], Tensor]]
 def make_portable_(
     model: nn.Module, ours: Callable[[object], bool], low: Iterable[nn.Parameter], exact: Exact
 ) -> None:
-    """Let copies and pickles of a model be plain.
+    """Let copies and pickles of a model, with all hooks in place, be plain.
 
-    Args:
-        model: With all hooks and replaced forwards in place.
-        ours: Whether a hook or a ``forward`` is halfstep's.
-        low: Parameters that were cast to 16 bits.
-        exact: Gives the fp32 values that one of them stands for, in memory of their own; once it is
-            gone they are what is stored.
+    ``ours`` tells halfstep's hooks and forwards. ``low`` are the parameters that were cast to 16
+    bits; ``exact`` gives the fp32 values that one of them stands for, and may be gone by then.
     """
     for module in model.modules():
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(map(ours, (*hooks, module.__dict__.get("forward")))):
-            module.__dict__["__reduce_ex__"] = _PlainModule(module, ours)
-            module.__dict__["__prepare_scriptable__"] = _PlainCopy(module)
+            own = weakref.ref(module)
+            module.__dict__["__reduce_ex__"] = partial(_reduce_module, own, ours)
+            module.__dict__["__prepare_scriptable__"] = partial(_plain_copy, own)
     for parameter in low:
-        parameter.__dict__["__deepcopy__"] = _ExactCopy(parameter, exact)
-        parameter.__dict__["__reduce_ex__"] = _PlainParameter(parameter)
+        held = weakref.ref(parameter)
+        parameter.__dict__["__deepcopy__"] = partial(_exact_copy, held, exact)
+        parameter.__dict__["__reduce_ex__"] = partial(_reduce_parameter, held)
 
 
 def make_plain_(model: nn.Module) -> None:
@@ -77,87 +76,59 @@ def make_plain_(model: nn.Module) -> None:
             parameter.__dict__.pop(name, None)
 
 
-class _PlainModule:
-    """Stands as ``__reduce_ex__`` in a module's own attributes."""
-
-    def __init__(self, module: nn.Module, ours: Callable[[object], bool]) -> None:
-        self._module = weakref.ref(module)
-        self._ours = ours
-
-    def __call__(self, protocol: Any) -> Any:
-        """What the module's class says, without what is ours."""
-        module = self._module()
-        assert module is not None, "asked by way of the module"
-        reduced: Any = type(module).__reduce_ex__(module, protocol)
-        made, arguments, state, *rest = reduced
-        if isinstance(state, Mapping):
-            state = self._without_ours(state)
-        return made, arguments, state, *rest
-
-    def _without_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
-        if self._ours(plain.get("forward")):
-            del plain["forward"]
-        dropped: set[int] = set()
-        for name in _HOOKS:
-            hooks = plain[name]
-            dropped |= {key for key, hook in hooks.items() if self._ours(hook)}
-            plain[name] = type(hooks)((k, h) for k, h in hooks.items() if not self._ours(h))
-        for name in _NUMBERED:
-            marks = plain[name]
-            plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
-        return plain
+# Each of these is asked by way of the module or parameter that it holds, which is alive then.
 
 
-class _PlainCopy:
-    """Stands as ``__prepare_scriptable__``, which torch.jit.script asks for what to compile."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self) -> nn.Module:
-        """A plain copy, which shares no weight with the model that is trained."""
-        return copy.deepcopy(self._module())  # type: ignore[return-value]  # asked by way of it
-
-
-class _PlainParameter:
-    """Stands as ``__reduce_ex__`` in a parameter's own attributes."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, protocol: Any) -> Any:
-        """The parameter as it is stored."""
-        parameter = self._parameter()
-        assert parameter is not None, "asked by way of the parameter"
-        plain: Any = nn.Parameter(parameter.data, parameter.requires_grad)
-        return plain.__reduce_ex__(protocol)
+def _reduce_module(
+    module: Callable[[], Any], ours: Callable[[object], bool], protocol: Any
+) -> tuple[Any, ...]:
+    """``__reduce_ex__`` of a module: what its class says, without what is ours."""
+    held = module()
+    kind: Any = type(held)
+    made, arguments, state, *rest = kind.__reduce_ex__(held, protocol)
+    if isinstance(state, Mapping):
+        state = _without_ours(state, ours)
+    return made, arguments, state, *rest
 
 
-class _ExactCopy:
-    """Stands as ``__deepcopy__`` in a 16-bit parameter's own attributes."""
+def _without_ours(state: Mapping[str, Any], ours: Callable[[object], bool]) -> dict[str, Any]:
+    plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
+    if ours(plain.get("forward")):
+        del plain["forward"]
+    dropped: set[int] = set()
+    for name in _HOOKS:
+        hooks = plain[name]
+        dropped |= {key for key, hook in hooks.items() if ours(hook)}
+        plain[name] = type(hooks)((k, h) for k, h in hooks.items() if not ours(h))
+    for name in _NUMBERED:
+        marks = plain[name]
+        plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
+    return plain
 
-    def __init__(self, parameter: nn.Parameter, exact: Exact) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._exact = exact
 
-    def __call__(self, memo: Any) -> nn.Parameter:
-        """The fp32 values that are trained.
+def _plain_copy(module: Callable[[], Any]) -> Any:
+    """What torch.jit.script compiles: a copy that shares no weight with the model in training."""
+    return copy.deepcopy(module())
 
-        Raises:
-            PrecisionError: If torch's AveragedModel asks, which cannot average fp32 with 16 bits.
-        """
-        parameter = self._parameter()
-        assert parameter is not None, "asked by way of the parameter"
-        if _averages():
-            raise PrecisionError(
-                "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
-                "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
-                "Precision(..., ema=...), which averages the exact weights"
-            )
-        exact = self._exact()
-        values = parameter.detach().float() if exact is None else exact(parameter)
-        return nn.Parameter(values, parameter.requires_grad)
+
+def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
+    """``__reduce_ex__`` of a parameter: as it is stored."""
+    held = parameter()
+    plain: Any = nn.Parameter(held.data, held.requires_grad)
+    return plain.__reduce_ex__(protocol)
+
+
+def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Parameter:
+    """``__deepcopy__`` of a 16-bit parameter: the fp32 values that are trained."""
+    if _averages():
+        raise PrecisionError(
+            "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
+            "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
+            "Precision(..., ema=...), which averages the exact weights"
+        )
+    held, read = parameter(), exact()
+    values = held.detach().float() if read is None else read(held)
+    return nn.Parameter(values, held.requires_grad)
 
 
 def _averages() -> bool:

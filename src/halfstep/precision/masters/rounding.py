@@ -47,18 +47,19 @@ _INF = 0x7F800000
 _QUIET = 0x7FC00000
 
 
-def _mix(x: int) -> int:
-    """A bijection of 32-bit integers whose output bits each depend on every input bit."""
-    x ^= x >> 16
+def _mix(x: Any) -> Any:
+    """A bijection of 32-bit integers; those of a tensor are int64, whose products wrap around."""
+    x = x ^ x >> 16
     x = x * 0x7FEB352D & _MASK
-    x ^= x >> 15
+    x = x ^ x >> 15
     x = x * 0x846CA68B & _MASK
     return x ^ x >> 16
 
 
 def random_key(seed: int, step: int, stream: int) -> int:
     """The 32-bit key of one tensor's random bits in one step."""
-    return _mix(_mix(_mix(seed & _MASK) ^ step & _MASK) ^ stream & _MASK)
+    key: int = _mix(_mix(_mix(seed & _MASK) ^ step & _MASK) ^ stream & _MASK)
+    return key
 
 
 def random_bits(
@@ -84,24 +85,9 @@ def random_bits(
         int32, of ``shape``.
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
-    x = torch.arange(start, start + size.numel(), device=device) ^ random_key(seed, step, stream)
-    x = x & _MASK  # int64 holds 32-bit products only if both factors are cut: see _times
-    x = x ^ x >> 16
-    x = _times(x, 0x7FEB352D)
-    x = x ^ x >> 15
-    x = _times(x, 0x846CA68B)
-    x = x ^ x >> 16
-    return _int32(x).reshape(size)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """The product modulo 2^32 in int64, which wraps around harmlessly at 2^64."""
-    return x * factor & _MASK
-
-
-def _int32(x: Tensor) -> Tensor:
-    """Numbers below 2^32 in int64 as the int32 of the same bits."""
-    return (x - ((x & 0x80000000) << 1)).to(torch.int32)
+    numbers = torch.arange(start, start + size.numel(), device=device)
+    x: Tensor = _mix((numbers ^ random_key(seed, step, stream)) & _MASK)
+    return (x - ((x & 0x80000000) << 1)).to(torch.int32).reshape(size)  # the same 32 bits
 
 
 def _canonical_bits(master: Tensor) -> Tensor:
@@ -145,8 +131,7 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     remainder is beside it, rounding gives the weight back. Beside a zero a negative remainder,
     which :func:`split` never makes, would make a NaN; there it counts as 0.
     """
-    high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + _beside(high, remainder.to(torch.int32))).view(torch.float32)
+    return _joined(weight, remainder.to(torch.int32))
 
 
 def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,24 +145,29 @@ def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         bf16 and int8. :func:`join24` gives a number of 15 stored mantissa bits whose mean over the
         random bits is the master.
     """
-    b = _canonical_bits(master)
-    magnitude = b & _ABS
-    rounded = (magnitude + (bits & 0xFF)) & ~0xFF
-    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x100), magnitude)
-    cut = (b & ~_ABS | rounded) >> 8  # 24 bits with the sign
+    cut = _cut(master, bits, 0xFF) >> 8  # 24 bits with the sign
     low = cut << 24 >> 24
     return _bf16_of((cut - low) >> 8), low.to(torch.int8)
 
 
 def join24(weight: Tensor, remainder: Tensor) -> Tensor:
     """The 24-bit master, as fp32, of a bf16 weight and its int8 remainder; as :func:`join`."""
+    return _joined(weight, remainder.to(torch.int32) << 8)
+
+
+def _joined(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 of a bf16 and a remainder, which is 0 where it cannot be that of a zero."""
     high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + _beside(high, remainder.to(torch.int32) << 8)).view(torch.float32)
+    low = torch.where((high & _ABS) == 0, low.clamp(min=0), low)
+    return (high + low).view(torch.float32)
 
 
-def _beside(high: Tensor, low: Tensor) -> Tensor:
-    """Remainders as numbers, but 0 where they cannot be those of a weight of zero."""
-    return torch.where((high & _ABS) == 0, low.clamp(min=0), low)
+def _cut(values: Tensor, bits: Tensor, low: int) -> Tensor:
+    """The bits of fp32 numbers with random ones added and the low ones cut, sign kept."""
+    b = _canonical_bits(values)
+    magnitude = b & _ABS
+    rounded = ((magnitude + (bits & low)) & ~low).clamp(max=_INF - (low + 1))  # stays finite
+    return b & ~_ABS | torch.where(magnitude < _INF, rounded, magnitude)
 
 
 def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
@@ -191,11 +181,7 @@ def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
         bf16: numbers that bf16 holds stay; others have the right mean, up to the largest finite
         bf16, which finite values never exceed. Infinities stay; NaN stays NaN.
     """
-    b = _canonical_bits(values)
-    magnitude = b & _ABS
-    rounded = (magnitude + (bits & 0xFFFF)) & ~0xFFFF
-    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x10000), magnitude)
-    return _bf16_of((b & ~_ABS | rounded) >> 16)
+    return _bf16_of(_cut(values, bits, 0xFFFF) >> 16)
 
 
 def kahan_split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,30 +238,22 @@ class RoundingMode:
     """How an fp32 value is kept in a weight from one step to the next.
 
     Its number in the C++ kernel is its position in :data:`ROUNDING`; Triton knows it by name.
-
-    Attributes:
-        name: How policies, optimizers and kernels know it.
-        policy: The named policy that uses it, with bf16 weights; empty where several do.
-        master_dtype: What such a policy calls its master: the weight's own format where the two
-            together are less than fp32.
-        remainder_dtype: What is stored beside the weight; None for nothing.
-        random: Whether ``split`` draws random bits, so that updates are right on average.
-        split: An fp32 value, and int32 random bits where it draws some, to weight and remainder.
-        join: Weight and remainder to the fp32 value.
-        weight_text: What ``explain`` says of the weights.
-        master_text: What ``explain`` says of the master.
-        advice: Policies that keep the updates which this mode loses; empty where it loses none.
     """
 
-    name: Update
-    policy: str = ""
+    name: Update  # how policies, optimizers and kernels know it
+    policy: str = ""  # the named policy that uses it, with bf16 weights; empty where several do
+    # what such a policy calls its master: the weight's own format where the two together are less
+    # than fp32
     master_dtype: torch.dtype = torch.float32
-    remainder_dtype: torch.dtype | None = None
+    remainder_dtype: torch.dtype | None = None  # what is stored beside the weight; None for nothing
+    # whether ``split`` draws random bits, so that updates are right on average
     random: bool = False
+    # an fp32 value, and int32 random bits where it draws some, to weight and remainder
     split: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
-    join: Callable[[Tensor, Tensor], Tensor] | None = None
-    weight_text: str
-    master_text: str = "what the optimizer updates"
+    join: Callable[[Tensor, Tensor], Tensor] | None = None  # weight and remainder to the fp32 value
+    weight_text: str  # what ``explain`` says of the weights
+    master_text: str = "what the optimizer updates"  # what ``explain`` says of the master
+    # policies that keep the updates which this mode loses; empty where it loses none
     advice: str = ""
 
     @property
@@ -348,11 +326,7 @@ ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 
 
 def rounding_mode(update: str) -> RoundingMode:
-    """The rounding mode of a name.
-
-    Raises:
-        PrecisionError: If there is none.
-    """
+    """The rounding mode of a name, or a refusal with all names."""
     if update not in ROUNDING:
         raise PrecisionError(f"update={update!r}; allowed: {', '.join(ROUNDING)}")
     return ROUNDING[update]

@@ -62,11 +62,7 @@ def _has_gradients(kind: type[Any]) -> bool:
 
 
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that cannot keep weights or moments as the policy says.
-
-    Raises:
-        PrecisionError: Naming the optimizer, the policy and the nearest that works.
-    """
+    """Refuse an optimizer that cannot keep weights or moments as the policy says."""
     if not policy.needs_own_optimizer:
         return
     for optimizer in optimizers:

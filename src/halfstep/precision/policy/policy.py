@@ -13,8 +13,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update
-from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
@@ -212,30 +212,23 @@ CHOICES = {name: get_args(kind) for name, kind in _TYPES.items() if get_origin(k
 """Field, which is its own key, to what it may be, for fields that hold a word."""
 
 
-def _master(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        param_dtype=dtype, compute_dtype=dtype, loss_scale=LossScaleConfig(kind=kind)
-    )
-
-
-def _pure(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
+def _low(
+    dtype: torch.dtype, master: torch.dtype = torch.float32, update: Update = "nearest"
+) -> PrecisionPolicy:
+    """Weights of 16 bits; what an update rounds to nothing is kept by the master or the mode."""
+    added = master if update == "nearest" else torch.float32
     return PrecisionPolicy(
         param_dtype=dtype,
         compute_dtype=dtype,
-        grad_dtype=dtype,
-        reduce_dtype=dtype,
-        master_dtype=dtype,
-        loss_scale=LossScaleConfig(kind=kind),
+        grad_dtype=added,
+        reduce_dtype=added,
+        master_dtype=master,
+        update=update,
+        loss_scale=_SCALED if dtype == torch.float16 else LossScaleConfig(),
     )
 
 
-def _kept(mode: RoundingMode) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        compute_dtype=torch.bfloat16,
-        master_dtype=mode.master_dtype,
-        update=mode.name,
-    )
+_SCALED = LossScaleConfig(kind="dynamic")
 
 
 POLICIES: dict[str, PrecisionPolicy] = {
@@ -243,14 +236,16 @@ POLICIES: dict[str, PrecisionPolicy] = {
     "tf32": PrecisionPolicy(tf32=True),
     "bf16-mixed": PrecisionPolicy(compute_dtype=torch.bfloat16),
     "bf16-module": PrecisionPolicy(compute_dtype=torch.bfloat16, casts="module"),
-    "fp16-mixed": PrecisionPolicy(
-        compute_dtype=torch.float16, loss_scale=LossScaleConfig(kind="dynamic")
-    ),
-    "bf16-master": _master(torch.bfloat16, "none"),
-    "fp16-master": _master(torch.float16, "dynamic"),
-    **{mode.policy: _kept(mode) for mode in ROUNDING.values() if mode.policy},
-    "bf16-pure": _pure(torch.bfloat16, "none"),
-    "fp16-pure": _pure(torch.float16, "dynamic"),
+    "fp16-mixed": PrecisionPolicy(compute_dtype=torch.float16, loss_scale=_SCALED),
+    "bf16-master": _low(torch.bfloat16),
+    "fp16-master": _low(torch.float16),
+    **{
+        m.policy: _low(torch.bfloat16, m.master_dtype, m.name)
+        for m in ROUNDING.values()
+        if m.policy
+    },
+    "bf16-pure": _low(torch.bfloat16, torch.bfloat16),
+    "fp16-pure": _low(torch.float16, torch.float16),
 }
 _ALIASES = {
     "fp32": "32 32-true float32 fp32-true no",

@@ -30,38 +30,25 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the rules say of one module.
+    """What the rules say of one module."""
 
-    Attributes:
-        name: Its qualified name, one of several where a module is shared.
-        module: The module.
-        fp32: Whether a rule keeps it in fp32; else it is in the policy's own format.
-        rule: The pattern that decided, ``""`` where none did.
-        direct: Whether that pattern matches the module itself.
-        around_fp32: Whether the module that calls it is kept in fp32: the nearest one above that
-            has a forward (a ``ModuleList`` has none).
-    """
-
-    name: str
+    name: str  # its qualified name, one of several where a module is shared
     module: nn.Module
-    fp32: bool
-    rule: str
-    direct: bool
+    fp32: bool  # whether a rule keeps it in fp32; else it is in the policy's own format
+    rule: str  # the pattern that decided, ``""`` where none did
+    direct: bool  # whether that pattern matches the module itself
+    # whether the module that calls it is kept in fp32: the nearest one above that has a forward (a
+    # ``ModuleList`` has none)
     around_fp32: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """What a policy says of a model: made once by :func:`place`, and handed to all who ask.
-
-    Attributes:
-        policy: The policy.
-        model: The model.
-        modules: Every module, a shared one under each of its names; parents first.
-    """
+    """What a policy says of a model: made once by :func:`place`, and handed to all who ask."""
 
     policy: PrecisionPolicy
     model: nn.Module
+    # every module, a shared one under each of its names; parents first
     modules: tuple[Placement, ...]
 
     @property
@@ -102,13 +89,16 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
     found: dict[str, Placement] = {}
     for name, module in named:
         above = found[name.rpartition(".")[0]] if name else None
+        pattern, fp32 = "", policy.compute_dtype == torch.float32
+        if above is not None:
+            pattern, fp32 = above.rule, above.fp32
         matching = [rule for rule in policy.rules if matches(rule[0], name, module)]
         if matching:
-            pattern, form = matching[-1]
-            fp32 = form == "fp32"
-        else:
-            pattern, fp32 = (above.rule, above.fp32) if above else ("", _is_fp32(policy))
-        around = fp32 if above is None else above.fp32 if _runs(above) else above.around_fp32
+            pattern, fp32 = matching[-1][0], matching[-1][1] == "fp32"
+        around = fp32
+        if above is not None:
+            runs = not above.name or has_forward(above.module)
+            around = above.fp32 if runs else above.around_fp32
         found[name] = Placement(name, module, fp32, pattern, bool(matching), around)
     placements = list(found.values())
     if policy.rules:
@@ -141,14 +131,6 @@ def needs_region(placement: Placement) -> bool:
 def has_forward(module: nn.Module) -> bool:
     """Whether the module is called itself, as a ``ModuleList`` is not."""
     return type(module).forward is not nn.Module.forward
-
-
-def _runs(placement: Placement) -> bool:
-    return not placement.name or has_forward(placement.module)
-
-
-def _is_fp32(policy: PrecisionPolicy) -> bool:
-    return policy.compute_dtype == torch.float32
 
 
 def _require_matches(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 
 def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float = 2.0**24) -> float:
@@ -93,11 +92,6 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
     return list(leaves)
 
 
-def calibrated(loss: Tensor, config: LossScaleConfig) -> float:
-    """The first scale of a configuration with ``calibrate``, between its floor and ceiling."""
-    return largest_finite_scale(loss, minimum=config.min_scale, maximum=config.max_scale)
-
-
 def _exponents(minimum: float, maximum: float) -> tuple[int, int]:
     """The smallest and the largest allowed exponent."""
     if not (0 < minimum < math.inf and 0 < maximum < math.inf):
@@ -143,9 +137,5 @@ def _is_finite_at(loss: Tensor, scale: float, leaves: list[Tensor]) -> bool:
             "calibration cannot look through torch.utils.checkpoint(use_reentrant=True); use "
             "use_reentrant=False, or give the first loss scale as a number"
         ) from error
-    return all(_is_finite(gradient) for gradient in gradients if gradient is not None)
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(values.isfinite().all())
+    found = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+    return all(bool(values.isfinite().all()) for values in found)

@@ -29,15 +29,10 @@ _PIECE = 2**18
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Which parameters have gradients that are not finite, and in which way.
+    """Which parameters have gradients that are not finite, and in which way."""
 
-    Attributes:
-        nan: Names of parameters with a NaN in the gradient.
-        inf: Names of parameters with an infinity and no NaN.
-    """
-
-    nan: tuple[str, ...]
-    inf: tuple[str, ...]
+    nan: tuple[str, ...]  # names of parameters with a NaN in the gradient
+    inf: tuple[str, ...]  # names of parameters with an infinity and no NaN
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -187,17 +182,11 @@ _STRANGER = "a tensor that is not the model's"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a step's gradients and loss turned out to be, the same on every rank.
+    """What a step's gradients and loss turned out to be, the same on every rank."""
 
-    Attributes:
-        loss: Of the whole step.
-        norm: The global 2-norm of its gradients, in fp64 where squares leave the range of fp32.
-        found: What is not finite in them; None if the loss itself is not.
-    """
-
-    loss: float
-    norm: float
-    found: NonFinite | None
+    loss: float  # of the whole step
+    norm: float  # the global 2-norm of its gradients, in fp64 where squares leave the range of fp32
+    found: NonFinite | None  # what is not finite in them; None if the loss itself is not
 
     @property
     def broken(self) -> bool:
@@ -228,12 +217,7 @@ class Examiner:
         self._dense_norm: Norm = own[0].norm if own else global_norm
 
     def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Measure a step, with one host synchronisation.
-
-        Args:
-            loss: This rank's, fp32 scalar.
-            gradients: By what the optimizers are about to update.
-        """
+        """Measure a rank's loss, and gradients by what is to be updated; the host waits once."""
         by_parts: dict[int, list[Tensor]] = {}
         for target, gradient in gradients.items():
             parts = self._ranks.parts_of(self._masters.parameter_of(target))

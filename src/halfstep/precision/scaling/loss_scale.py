@@ -43,12 +43,9 @@ def _is_number(value: object, kind: type[int] | type[float]) -> bool:
 class ScaleState(NamedTuple):
     """All that changes of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
 
-    value: float
-    """The scale that the next backward carries."""
-    good_steps: int
-    """Good steps since the last overflow or growth."""
-    hysteresis_left: int
-    """Overflows left before the next back-off."""
+    value: float  # the scale that the next backward carries
+    good_steps: int  # since the last overflow or growth
+    hysteresis_left: int  # overflows left before the next back-off
 
 
 class Limits(NamedTuple):
@@ -163,11 +160,7 @@ class LossScale:
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`; all or nothing.
-
-        Raises:
-            PrecisionError: If the state is none of this configuration.
-        """
+        """Continue from :meth:`state_dict`; all or nothing."""
         _check_keys(state, set(), "no loss scale")
 
 
@@ -204,16 +197,12 @@ class DynamicLossScale(StaticLossScale):
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(config)
         self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
-        self.state = ScaleState(self.value, 0, config.hysteresis)
-
-    @property
-    def at_floor(self) -> bool:  # type: ignore[override]
-        """Whether the scale is at its floor and hysteresis is used up."""
-        return self.limits.at_floor(self.state)
+        self.take(ScaleState(self.value, 0, config.hysteresis))
 
     def take(self, state: ScaleState) -> None:
         """Go on from a state."""
         self.state, self.value = state, state.value
+        self.at_floor = self.limits.at_floor(state)
 
     def start_at(self, value: float) -> None:
         """Start at this power of two between floor and ceiling."""
