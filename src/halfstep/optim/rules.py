@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Name = Literal["adamw", "sgd", "lion"]
 Moved = tuple[Tensor, Tensor, Tensor]
 Constants = tuple[float, ...]
 
@@ -23,7 +22,7 @@ class Algorithm:
     """One update rule.
 
     Attributes:
-        name: How kernels know it.
+        name: How kernels and configurations know it.
         moments: Names of its state, as ``torch.optim`` has them; the first is signed.
         settled: Group options to the rule's fp32 constants in late steps, at most 8.
         at_step: These and a step number, from 1, to the constants of that step. The only part that
@@ -32,7 +31,7 @@ class Algorithm:
             fp32 of one shape; a moment that the rule has not is handed through.
     """
 
-    name: Name
+    name: str
     moments: tuple[str, ...]
     settled: Callable[[dict[str, Any]], Constants]
     at_step: Callable[[Constants, int], Constants]
