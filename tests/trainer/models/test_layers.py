@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import Block, CausalSelfAttention, Embedding, LayerNorm
+from halfstep.trainer.models.shapes import GPTConfig
 
 HALVES = [torch.bfloat16, torch.float16]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -9,12 +9,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.trainer.models.pretrained_folders import edit_json, save_classifier, save_lm, silence
+from tests.trainer.models.pretrained_folders import (
+    edit_json,
+    save,
+    save_classifier,
+    save_lm,
+    silence,
+)
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained import weights
 from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
+from halfstep.trainer.models.pretrained.lm import open_causal_lm
+from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
 
 NAMES = ("joy", "anger", "fear")
@@ -43,7 +51,11 @@ def reload(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_encoder_trains_and_comes_back(tmp_path, kind):
     with silence():
-        model = open_classifier(save_classifier(tmp_path / "in", kind), NAMES)
+        model = open_classifier(save_classifier(tmp_path / "in", kind), NAMES, dropout=0.3)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
+    with silence():
+        model = open_classifier(tmp_path / "in", NAMES, dropout=0.0)
+    assert torch.equal(model.logits(batch()), model.logits(batch()))  # no number is drawn
     assert model.training
     assert model.head_is_new
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -175,17 +187,6 @@ def test_stored_16_bits_are_widened_exactly(tmp_path, dtype):
     assert reload(tmp_path / "out").dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_reaches_every_layer(tmp_path, kind):
-    folder = save_classifier(tmp_path / "m", kind)
-    for p in (0.0, 0.3):
-        model = open_classifier(folder, NAMES, dropout=p)
-        found = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
-        assert found == {p}
-    model = open_classifier(folder, NAMES, dropout=0.0)  # in training mode: no number is drawn
-    assert torch.equal(model.logits(batch()), model.logits(batch()))
-
-
 def test_dropout_reaches_layers_that_no_setting_names(folder, monkeypatch):
     monkeypatch.setattr(weights, "set_dropout", lambda config, dropout: None)
     model = open_classifier(folder, NAMES, dropout=0.3)
@@ -228,24 +229,21 @@ def test_options_out_of_range(folder, options, message):
         open_classifier(folder, NAMES, **options)
 
 
-def test_an_architecture_without_a_classifier(tmp_path):
+def test_architectures_that_are_no_classifier_or_no_causal_lm(tmp_path):
+    own = dict(vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    save(transformers.T5Model(transformers.T5Config(**own)), tmp_path / "t5")
+    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
+        open_classifier(tmp_path / "t5", NAMES)
     vit = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
-    with quiet():
-        transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
+    save(transformers.ViTModel(vit), tmp_path / "vit")
     with pytest.raises(ConfigError, match="'vit' has no classifier"):
         open_classifier(tmp_path / "vit", NAMES)
-
-
-def test_an_encoder_with_a_decoder_is_refused(tmp_path):
-    t5 = transformers.T5Config(
-        vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16
-    )
-    with quiet():
-        transformers.T5Model(t5).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
-        open_classifier(tmp_path / "t5", NAMES)
+    with pytest.raises(ConfigError, match="'vit' has no causal language model"):
+        open_causal_lm(tmp_path / "vit")
+    with pytest.raises(ConfigError, match="'bert' is an encoder"):
+        open_causal_lm(save_classifier(tmp_path / "bert-lm", head="ForMaskedLM"))
 
 
 def rewrite(folder, change):
@@ -325,4 +323,8 @@ def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
 
 def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
     open_classifier(folder, ("a", "b")).save_(tmp_path / "out", {})
+    lm = open_causal_lm(save_lm(tmp_path / "lm"), gradient_checkpointing=True)
+    lm.save_(tmp_path / "whole", {})
+    add_lora(lm).save_(tmp_path / "adapter", {})
+    open_adapted_lm(tmp_path / "adapter").save_(tmp_path / "merged", {}, merge=True)
     assert capfd.readouterr() == ("", "")

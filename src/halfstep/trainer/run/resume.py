@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,9 +60,9 @@ def require_resumable(
     """
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision"} if other_precision else set())
-    changed = [key for key in a if a[key] != b[key] and key not in allowed]
+    changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
-        listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
+        listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
 
 
@@ -80,6 +80,8 @@ def _flat(config: BaseConfig) -> dict[str, object]:
             values[name] = str(part)
             continue
         prefix = "" if name == "run" else f"{name}."
-        for key in type(part).__dataclass_fields__:
-            values[prefix + key] = getattr(part, key)
+        if hasattr(part, "FAMILY"):
+            values[f"{name}.family"] = part.FAMILY
+        for field in fields(part):
+            values[prefix + field.name] = getattr(part, field.name)
     return values

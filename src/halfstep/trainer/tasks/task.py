@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,11 +21,19 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
+from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import (
+    ClassifierConfig,
+    ClassifyConfig,
+    FinetuneConfig,
+    LMConfig,
+)
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.data.instructions.config import InstructionsConfig
+from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
@@ -128,6 +139,37 @@ class Task(Protocol):
         return
 
 
+class EpochTask(Task):
+    """A task of which an epoch's batches hold every example once."""
+
+    config: FinetuneConfig
+
+    def deal(self, config: FinetuneConfig, lengths: npt.ArrayLike) -> None:
+        """Take the configuration, with steps in place of epochs.
+
+        Args:
+            config: Of the run.
+            lengths: Tokens of each training example.
+        """
+        run = config.run
+        self._lengths = np.asarray(lengths)
+        self._batches = EpochBatches(lengths, run.batch_size, run.seed)
+        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
+        self.config = config.resolved(self._batches.steps_per_epoch)
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """The examples of a step."""
+        return self._batches.indices(step)
+
+    def batch_size(self, step: int) -> int:
+        """Examples of the step; those of an epoch differ by one at most."""
+        return len(self.indices(step))
+
+    def tokens(self, step: int) -> int:
+        """Tokens of the step's examples, special ones included."""
+        return int(self._lengths[self.indices(step)].sum())
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """How good a trained model is: in words, as plain values, and what a user should know of it."""
@@ -176,6 +218,24 @@ class Trained:
         by = self.config.COMMAND or "halfstep.Trainer"
         instead = f"there is {', '.join(own)}" if own else f"load {self.path / 'model'} yourself"
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
+
+
+@dataclass
+class InUse:
+    """A model in evaluation mode on its device, under a policy."""
+
+    model: Any
+    policy: PrecisionPolicy
+    device: torch.device
+
+    def around(self) -> AbstractContextManager[None]:
+        """The context of a forward pass in the policy's precision."""
+        return around_model(self.policy, self.model, self.device)
+
+    @property
+    def judge(self) -> Judge:
+        """How the model is measured."""
+        return Judge(self.model.loss_sum, self.around, self.device)
 
 
 # What ranks have alike, and what each has for itself.
@@ -246,3 +306,22 @@ def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
     model: Any = dataclasses.replace(choice, revision=revision)
     options = {"revision": revision, "trust_remote_code": trust}
     return dataclasses.replace(config, model=model), options
+
+
+Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
+
+
+def within(part: Part, section: str, limit: int | None, source: str) -> Part:
+    """A section whose ``max_length`` is within a model's positions, if need be those.
+
+    Raises:
+        ConfigError: More were asked for.
+    """
+    if limit is None or part.max_length <= limit:
+        return part
+    if part.max_length != type(part)().max_length:
+        raise ConfigError(
+            f"{section}.max_length={part.max_length} is over the {limit} positions of "
+            f"model.source={source}; lower --max-length"
+        )
+    return dataclasses.replace(part, max_length=limit)

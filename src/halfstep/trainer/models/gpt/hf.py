@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.pretrained.folder import ADAPTER, WEIGHTS, read_json, read_tensors
 from halfstep.trainer.models.pretrained.hub import require_plain_files
 from halfstep.trainer.models.pretrained.weights import new_folder
+from halfstep.trainer.models.shapes import GPTConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +65,12 @@ def load_gpt2(
         if name in found:
             raise CheckpointError(f"{folder}: tensor {full_name!r} is there twice")
         found[name] = tensor
-    _check_size(folder, config, found)
+    # A model far larger than its weights is refused before anything of it is built.
+    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
+    tables = {"wte.weight": config.vocab_size, "wpe.weight": config.block_size}
+    for name, rows in tables.items():
+        _checked(folder, name, found, (rows, config.n_embd))
+    _checked(folder, last, found, (config.n_embd,))
     with torch.device("meta"):
         model = GPT(config)
     state = {}
@@ -74,13 +79,21 @@ def load_gpt2(
         tensor = _checked(folder, theirs, found, hf_shape(name, parameter))
         state[name] = from_hf(name, tensor, config.n_head)
         del found[theirs]
-    _check_surplus(folder, found, state["wte.weight"])
+    head = found.pop("lm_head.weight", state["wte.weight"])
+    if not torch.equal(head.float(), state["wte.weight"]):
+        raise CheckpointError(
+            f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
+            "for both; an untied head cannot be loaded"
+        )
+    surplus = [name for name in found if not IGNORED.fullmatch(name)]
+    if surplus:
+        raise CheckpointError(f"{folder}: tensor {surplus[0]!r} has no place in halfstep's GPT")
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
 
 def save_gpt2(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> None:
     """Writes a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
 
@@ -90,20 +103,13 @@ def save_gpt2(
     Args:
         model: With all its parameters on this process (not sharded).
         folder: Must not exist, or be empty.
-        dtype: Of the written weights: float32, bfloat16 or float16. None keeps the parameters'
-            own (the widest of them, if they differ).
+        dtype: Of the written weights: float32, bfloat16 or float16.
 
     Raises:
         CheckpointError: The folder is not empty or cannot be written; or a weight is not finite,
             in the model or after rounding to ``dtype`` (the tensor is named).
     """
     folder = Path(folder)
-    if dtype is None:
-        dtype = torch.bfloat16
-        for i, parameter in enumerate(model.parameters()):
-            dtype = torch.promote_types(dtype, parameter.dtype) if i else parameter.dtype
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
@@ -119,14 +125,6 @@ def save_gpt2(
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # safetensors creates its file for the owner only; give it the permissions of its neighbour.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
-
-
-def _check_size(folder: Path, config: GPTConfig, found: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a model far larger than its weights before anything of it is built."""
-    _checked(folder, "wte.weight", found, (config.vocab_size, config.n_embd))
-    _checked(folder, "wpe.weight", found, (config.block_size, config.n_embd))
-    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
-    _checked(folder, last, found, (config.n_embd,))
 
 
 def _checked(
@@ -149,20 +147,6 @@ def _checked(
     if not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
     return tensor
-
-
-def _check_surplus(folder: Path, rest: Mapping[str, torch.Tensor], wte_VC: torch.Tensor) -> None:
-    """Raises CheckpointError for tensors that our GPT has no place for."""
-    for name, tensor in rest.items():
-        if IGNORED.fullmatch(name):
-            continue
-        if name != "lm_head.weight":
-            raise CheckpointError(f"{folder}: tensor {name!r} has no place in halfstep's GPT")
-        if tensor.shape != wte_VC.shape or not torch.equal(tensor.to(wte_VC.dtype), wte_VC):
-            raise CheckpointError(
-                f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one "
-                "table for both; an untied head cannot be loaded"
-            )
 
 
 # Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.

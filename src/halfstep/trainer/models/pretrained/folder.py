@@ -14,9 +14,7 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -242,23 +240,6 @@ def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
                 )
             widest = torch.promote_types(widest or tensor.dtype, tensor.dtype)
     return widest or torch.float32
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps ``transformers``' load reports, bars and warnings off the terminal; then as before."""
-    logging = require("transformers").utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:

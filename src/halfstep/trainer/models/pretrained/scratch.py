@@ -18,10 +18,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.losses.classification import class_weights_tensor
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier
-from halfstep.trainer.models.pretrained.folder import quiet, read_json
-from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
+from halfstep.trainer.models.pretrained.folder import read_json
+from halfstep.trainer.models.pretrained.hub import quiet, require
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
 from halfstep.trainer.models.pretrained.weights import set_dropout
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json, refuse_code
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.folder import first_line, read_json, refuse_code
+from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
 
 _NO_LIMIT = 10**9
 """What ``transformers`` writes for "no limit" is larger (1e30)."""
@@ -73,22 +73,17 @@ def open_tokenizer(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
     try:
-        return _within(tokenizer, min(limits))
+        specials = tokenizer.num_special_tokens_to_add()
+        if min(limits) <= specials:
+            raise ConfigError(
+                f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
+                "room for one more"
+            )
+        return PretrainedTokenizer(tokenizer, min(limits))
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, at the first text
         raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
-
-
-def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
-    """The tokenizer, if the special tokens of a text leave room for another one."""
-    specials = tokenizer.num_special_tokens_to_add()
-    if max_length <= specials:
-        raise ConfigError(
-            f"max_length is {max_length}, but a text has {specials} special tokens and needs room "
-            "for one more"
-        )
-    return PretrainedTokenizer(tokenizer, max_length)
 
 
 def _require_its_files(folder: Path, tokenizer: Any) -> None:
@@ -163,25 +158,20 @@ class PretrainedTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer says how messages become one text."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
-    ) -> str:
-        """The text of messages, special tokens in it by name; encode it with ``encode_plain``.
+    ) -> str | None:
+        """The text of messages, special tokens in it by name; None without a chat template.
 
         Args:
             messages: Each with ``role`` and ``content``.
             add_generation_prompt: End with what comes before an answer.
 
         Raises:
-            ConfigError: There is no chat template, or it refuses the messages.
+            ConfigError: The template refuses the messages.
         """
-        if not self.has_chat_template:
-            raise ConfigError("the tokenizer has no chat template")
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
         try:
             with quiet():
                 text: str = self._tokenizer.apply_chat_template(
