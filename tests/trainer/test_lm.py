@@ -15,13 +15,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests.trainer import lm_folders
+from tests.trainer.classifiers import checkpoint_of, metrics, start, whole_run as run
 from tests.trainer.lm_folders import alpaca, chats, save_base, save_tokenizer, write
 from tests.trainer.models.pretrained_folders import edit_json, silence
 from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError, DataError, PrecisionError
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.finetune import LMConfig
 from halfstep.trainer.data.progress import no_progress
@@ -29,7 +29,7 @@ from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
 from halfstep.trainer.models.pretrained.lora import add_lora
-from halfstep.trainer.run.folder import create_run, finish_run, reopen_run
+from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_batches
@@ -37,8 +37,6 @@ from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_b
 KINDS = ["GPT2", "Llama", "Qwen2"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
-TIMES = ("tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes")
-
 pytestmark = pytest.mark.covering
 
 
@@ -95,30 +93,11 @@ def config_of(base, data, policy="fp32", **changes):
     return config
 
 
-def start(config, path):
-    session = open_session(with_run_folder(config, path), no_progress)
-    return session, create_run(path, session)
-
-
 def finish(session, folder):
     ticks = list(train(session, folder.path))
     finish_run(session, folder.path)
     folder.close()
     return ticks
-
-
-def run(config, path):
-    session, folder = start(config, path)
-    return session, finish(session, folder)
-
-
-def metrics(path):
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
-def best(session, path):
-    return load_checkpoint(path / "checkpoints" / f"step-{session.best.step:08}")
 
 
 def plain_model(base, session):
@@ -204,7 +183,7 @@ def test_a_run_is_a_plain_loop_of_transformers(kind, lora, accum, bases, data, t
     )
     # forward and the gradient of activations; and of weights, where there are any to train
     assert session.task.flops(1.0) == (4 if lora else 6) * matrices
-    state = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1]).weights
+    state = checkpoint_of(tmp_path / "r").weights
     wanted = {f"model.{n}": p for n, p in plain.named_parameters() if p.requires_grad}
     assert state.keys() == wanted.keys()
     for name, tensor in state.items():
@@ -228,30 +207,6 @@ def test_fp16_mixed_clips_what_the_scale_is_taken_from(stored, bases, data, tmp_
     assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=2e-2)
 
 
-def test_an_fp16_base_trains_and_stays_bit_for_bit(bases, data, tmp_path):
-    base = bases("Llama", "fp16")
-    config = config_of(base, data, "fp16-mixed", run__max_steps=12, run__eval_every=6)
-    session, ticks = run(config, tmp_path / "r")
-    assert ticks[-1].record.loss < ticks[0].record.loss - 0.05
-    assert ticks[-1].evaluation.loss < ticks[5].evaluation.loss
-    stored = load_file(base / "model.safetensors")
-    frozen = {
-        n.removeprefix("model.base_model.model.").replace(".base_layer.", "."): p
-        for n, p in session.task.model.named_parameters()
-        if not p.requires_grad
-    }
-    assert set(frozen) <= set(stored)
-    for name, parameter in frozen.items():
-        assert parameter.dtype == torch.float16
-        assert torch.equal(parameter, stored[name]), name
-    trained = {n: p for n, p in session.task.model.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32}
-    saved = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1])
-    assert saved.weights.keys() == trained.keys()  # adapters only
-    assert {n.rpartition("/")[0] for n in saved.optimizer} == trained.keys()
-    assert all(".lora_" in name for name in trained)
-
-
 @pytest.mark.parametrize("stored", ["fp16", "bf16"])
 def test_all_weights_of_a_16_bit_model_train_in_fp32(stored, bases, data, tmp_path):
     config = config_of(bases("Llama", stored), data, "bf16-mixed", model__lora_r=0)
@@ -260,7 +215,7 @@ def test_all_weights_of_a_16_bit_model_train_in_fp32(stored, bases, data, tmp_pa
     written = load_file(tmp_path / "r" / "model" / "model.safetensors")
     assert {t.dtype for t in written.values()} == {torch.float32}
     assert json.loads((tmp_path / "r" / "model" / "config.json").read_text())["dtype"] == "float32"
-    weights = best(session, tmp_path / "r").weights
+    weights = checkpoint_of(tmp_path / "r", session.best.step).weights
     assert all(torch.equal(t, weights[f"model.{n}"]) for n, t in written.items())
 
 
@@ -419,7 +374,7 @@ def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     adapter = load_file(tmp_path / "r" / "model" / "adapter_model.safetensors")
     weights = {
         n.removeprefix("model.").replace(".default", ""): t
-        for n, t in best(session, tmp_path / "r").weights.items()
+        for n, t in checkpoint_of(tmp_path / "r", session.best.step).weights.items()
     }
     assert adapter.keys() == weights.keys()
     assert all(torch.equal(adapter[n], weights[n]) for n in adapter)
@@ -460,8 +415,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
     assert resume(session, folder.path / "checkpoints").name in ("step-00000004", "step-00000003")
     finish(session, folder)
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    a, b = (load_checkpoint(list_checkpoints(tmp_path / n / "checkpoints")[-1])
-            for n in ("whole", "cut"))  # fmt: skip
+    a, b = (checkpoint_of(tmp_path / name) for name in ("whole", "cut"))
     for mine, theirs in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[n], theirs[n]) for n in mine)

@@ -156,6 +156,8 @@ def test_a_file_says_which_family_it_means(family):
         config_from_table({"model": {"family": "bigam", **shape}})
     with pytest.raises(ConfigError, match=r"unknown key model\.n_layer"):
         config_from_table({"model": {"family": "bigram", **gpt}})
+    with pytest.raises(ConfigError, match=r"unknown key run\.family"):
+        config_from_table({"model": gpt, "run": {"family": "gpt"}})
     _, request = read_words(["train", "--model.family", "bigram", "--model.n-layer", "3"])
     assert request.given == {"model.family": "bigram", "model.n_layer": "3"}
 

@@ -181,7 +181,9 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
             every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
             if len(kinds) > 1:
                 names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
-                yield Option(f"{key}.{FAMILY}", names, field, f"Its kind; else {kinds[0].FAMILY}.")
+                yield Option(
+                    f"{key}.{FAMILY}", names, field, f"Which family; default {kinds[0].FAMILY}."
+                )
             yield from every.values()
         else:
             yield Option(key, hint, field, texts.get(field.name, ""))

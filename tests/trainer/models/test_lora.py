@@ -21,6 +21,8 @@ from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
 
 POLICIES = {"fp16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp32": torch.float32}
 
+pytestmark = pytest.mark.covering
+
 
 def trained(folder, policy="fp32", steps=20, **options):
     """A LoRA model after some steps, its losses, and its base before them."""

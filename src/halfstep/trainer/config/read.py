@@ -12,7 +12,7 @@ from halfstep.errors import ConfigError
 
 FAMILY = "family"
 """The key by which a section says which dataclass of a union it is, by its ``FAMILY``; without it,
-it is the first."""
+the first."""
 
 
 def insert(table: dict[str, Any], key: str, value: Any) -> None:
@@ -76,9 +76,9 @@ def _of_family(
     kinds: tuple[type[Any], ...], table: Any, where: str, named: Callable[[str], str]
 ) -> tuple[Any, type[Any]]:
     """A section without the key that names its family, and the class of that family."""
-    if len(kinds) == 1 or not isinstance(table, Mapping) or FAMILY not in table:
+    known = {getattr(kind, "FAMILY", ""): kind for kind in kinds}
+    if "" in known or not isinstance(table, Mapping) or FAMILY not in table:
         return table, kinds[0]
-    known = {kind.FAMILY: kind for kind in kinds}
     rest = dict(table)
     name = rest.pop(FAMILY)
     if not isinstance(name, str) or name not in known:

@@ -176,15 +176,8 @@ def sample(
     Tokens stand most probable first (ties: lower id first), so ``top_k`` and ``top_p`` are both
     "the first so many", and a smaller uniform number means a more probable token.
 
-    Args:
-        logits_BV: ``(B, V)`` fp32, finite.
-        uniforms_B: ``(B,)`` fp32 in ``[0, 1)``.
-        temperature: Positive.
-        top_k: As in :func:`generate`.
-        top_p: As in :func:`generate`.
-
-    Returns:
-        ``(B,)`` int64 token ids.
+    ``logits_BV`` are finite fp32, ``uniforms_B`` fp32 in ``[0, 1)``, ``temperature`` is positive,
+    ``top_k`` and ``top_p`` are those of :func:`generate`. Returns ``(B,)`` int64 token ids.
 
     **Source:** top-p is Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", §3.1.
     """

@@ -266,11 +266,8 @@ class _Items:
     ) -> None:
         """Take the data.
 
-        Args:
-            parts: With the data, and how items become a batch.
-            micro: Gives the rows of this rank's micro-batches of a step.
-            indices: Gives the items that the rows of a step are.
-            config: With seed and length of the run.
+        ``micro`` gives the rows of this rank's micro-batches of a step, ``indices`` the items that
+        the rows of a step are.
         """
         self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
         self._train = _Seeded(parts.train_data)

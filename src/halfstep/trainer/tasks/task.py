@@ -145,12 +145,7 @@ class EpochTask(Task):
     config: FinetuneConfig
 
     def deal(self, config: FinetuneConfig, lengths: npt.ArrayLike) -> None:
-        """Take the configuration, with steps in place of epochs.
-
-        Args:
-            config: Of the run.
-            lengths: Tokens of each training example.
-        """
+        """Take the configuration, with steps in place of epochs, and the examples' tokens."""
         run = config.run
         self._lengths = np.asarray(lengths)
         self._batches = EpochBatches(lengths, run.batch_size, run.seed)
@@ -187,12 +182,7 @@ class Trained:
     """
 
     def __init__(self, path: Path, config: Any = None) -> None:
-        """Load nothing yet.
-
-        Args:
-            path: Of the run, or of the model.
-            config: The run's; None for a model's folder.
-        """
+        """Load nothing yet; ``path`` is a run's with its ``config``, or a model's folder."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
@@ -261,14 +251,7 @@ def share_of(size: int, rank: int, ranks: int) -> range:
 
 
 def micro_batches(size: int, share: int, shares: int, grad_accum: int) -> list[range]:
-    """The rows of each micro-batch of a rank.
-
-    Args:
-        size: Rows of the step's batch, over all ranks.
-        share: Which share of them the rank takes.
-        shares: How many there are.
-        grad_accum: Micro-batches that each share is split into.
-    """
+    """The rows of each of the ``grad_accum`` micro-batches of a share of a step's ``size`` rows."""
     mine = share_of(size, share, shares)
     parts = [share_of(len(mine), number, grad_accum) for number in range(grad_accum)]
     return [mine[part.start : part.stop] for part in parts]

@@ -152,26 +152,30 @@ def _checked(
 # Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.
 
 
-_DEFAULTS: dict[str, Any] = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "layer_norm_epsilon": 1e-5,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1,
+_KEYS: dict[str, tuple[str, Any]] = {
+    "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12),
+    "n_embd": ("n_embd", 768),
+    "n_positions": ("block_size", 1024),
+    "vocab_size": ("vocab_size", 50257),
+    "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
+    "embd_pdrop": ("dropout", 0.1),
+    "attn_pdrop": ("dropout", 0.1),
+    "resid_pdrop": ("dropout", 0.1),
 }
-"""What a missing key means. **Source:** ``transformers.GPT2Config``, the same since version 2."""
+"""Our field of each key, and what a missing key means.
+
+**Source:** ``transformers.GPT2Config``, the same since version 2.
+"""
 
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
+    "n_ctx": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-"""Other spellings that transformers takes. **Source:** ``GPT2Config.attribute_map``."""
+"""Other spellings. **Source:** ``GPT2Config.attribute_map``; n_ctx is that of older files."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -194,12 +198,7 @@ name of the same tanh formula.
 def read_config(
     file: Path, *, dropout: float | None = None, activation_checkpointing: bool = False
 ) -> GPTConfig:
-    """The shape that ``config.json`` describes.
-
-    Args:
-        file: Path of the ``config.json``.
-        dropout: Instead of the file's three probabilities; None takes theirs.
-        activation_checkpointing: Passed on.
+    """The shape that ``config.json`` describes; arguments as of :func:`load_gpt2`.
 
     Raises:
         CheckpointError: The file cannot be read, describes another network, or holds a value that
@@ -229,29 +228,23 @@ def read_config(
             f"{file}: embd_pdrop, attn_pdrop and resid_pdrop differ ({sorted(drops, key=str)}), "
             "but halfstep's GPT has one dropout; pass dropout= to choose it"
         )
+    shape = {ours: values[key] for key, (ours, _) in _KEYS.items()}
+    if dropout is not None:
+        shape["dropout"] = dropout
     try:
-        return GPTConfig(
-            n_layer=values["n_layer"],
-            n_head=values["n_head"],
-            n_embd=values["n_embd"],
-            block_size=values["n_positions"],
-            vocab_size=values["vocab_size"],
-            dropout=drops.pop() if dropout is None else dropout,
-            activation_checkpointing=activation_checkpointing,
-            layer_norm_eps=values["layer_norm_epsilon"],
-        )
+        return GPTConfig(**shape, activation_checkpointing=activation_checkpointing)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
 def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The values of ``_DEFAULTS``'s keys, under whichever spelling, defaults where absent."""
-    values = dict(_DEFAULTS)
+    """The values of ``_KEYS``, under whichever spelling, defaults where absent."""
+    values = {key: default for key, (_, default) in _KEYS.items()}
     given: dict[str, str] = {}
-    for spelling in (*_DEFAULTS, *_ALIASES, "n_ctx"):
+    for spelling in (*_KEYS, *_ALIASES):
         if spelling not in found:
             continue
-        key = {**_ALIASES, "n_ctx": "n_positions"}.get(spelling, spelling)
+        key = _ALIASES.get(spelling, spelling)
         if key in given and found[spelling] != values[key]:
             raise CheckpointError(
                 f"{file}: {spelling} is {found[spelling]!r}, but {given[key]} is {values[key]!r}; "
@@ -262,30 +255,16 @@ def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Writes what ``transformers`` needs to build the same network.
-
-    Args:
-        file: Path of the new ``config.json``.
-        config: Of the model.
-        dtype: Of the weights beside it.
-    """
+    """Writes what ``transformers`` needs to build the same network, with weights of this dtype."""
     # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     dtype_name = str(dtype).removeprefix("torch.")
     content = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
+        **{key: getattr(config, ours) for key, (ours, _) in _KEYS.items()},
         "n_inner": None,
-        "n_positions": config.block_size,
         "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": config.layer_norm_eps,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
         "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -344,13 +323,7 @@ def hf_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Their tensor as a contiguous fp32 copy in our layout.
-
-    Args:
-        name: Our name of the parameter.
-        tensor: Of shape ``hf_shape(name, ...)``, fp32 or 16 bits.
-        n_head: H.
-    """
+    """Their tensor of our parameter ``name`` as a contiguous fp32 copy in our layout."""
     if _CONV1D.fullmatch(name):
         tensor = tensor.t()
     if ".qkv." in name:

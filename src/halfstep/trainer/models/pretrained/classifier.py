@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.models.pretrained.folder import open_folder
-from halfstep.trainer.models.pretrained.weights import (
-    load_weights,
-    named_state,
-    position_limit,
-    repeated_blocks,
-    save_model,
-)
+from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 IGNORED_LABEL = -1
 """Label of a row that does not count: it only fills a batch."""
@@ -63,8 +56,6 @@ def open_classifier(
     """
     names = _checked_names(names)
     weights_C = class_weights_tensor(class_weights, names)
-    if not 0 <= label_smoothing < 1:
-        raise ConfigError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
     model_class = folder.model_class("AutoModelForSequenceClassification", "classifier")
     config = folder.config
@@ -88,15 +79,13 @@ def open_classifier(
     return PretrainedClassifier(model, names, weights_C, label_smoothing, new_parameters=drawn)
 
 
-class PretrainedClassifier(nn.Module):
-    """A ``transformers`` classifier that gives loss sums; parameters are ``model.<their name>``.
+class PretrainedClassifier(Pretrained):
+    """A ``transformers`` classifier that gives loss sums.
 
     Its dropout draws from torch's global generator, so its masks depend on how ranks share a batch.
 
     Attributes:
-        model: The ``transformers`` module.
         names: The classes.
-        max_length: Most tokens of a text, special ones included; None: no fixed number.
         new_parameters: Names in ``model`` that were drawn, not loaded.
     """
 
@@ -109,16 +98,12 @@ class PretrainedClassifier(nn.Module):
         *,
         new_parameters: tuple[str, ...] = (),
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.names = names
         self.label_smoothing = label_smoothing
         self.new_parameters = new_parameters
-        self.max_length = position_limit(model)
         # No buffer: a policy that casts the module to 16 bits must not round the loss's weights.
         self._class_weights_C = class_weights_C
-        self._class = type(model)
-        self.train()
 
     @property
     def head_is_new(self) -> bool:
@@ -142,22 +127,6 @@ class PretrainedClassifier(nn.Module):
             weights_C = self._class_weights_C = weights_C.to(logits_BC.device)
         smoothing = self.label_smoothing if self.training else 0.0
         return classification_loss(logits_BC, batch[2], weights_C, smoothing)
-
-    def blocks(self) -> list[nn.Module]:
-        """The encoder's layers in order: what to shard one by one."""
-        return repeated_blocks(self.model)
-
-    def save_(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Writes a folder that ``from_pretrained`` and :func:`open_classifier` read.
-
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-
-        Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite.
-        """
-        save_model(self._class, self.model, named_state(self.model, weights), Path(folder))
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:

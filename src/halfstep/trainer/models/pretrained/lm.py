@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,13 +25,7 @@ from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_ent
 from halfstep.trainer.models.language_model import check_drawing, require_finite
 from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
 from halfstep.trainer.models.pretrained.hub import quiet, require
-from halfstep.trainer.models.pretrained.weights import (
-    load_weights,
-    named_state,
-    position_limit,
-    repeated_blocks,
-    save_model,
-)
+from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
@@ -81,31 +74,16 @@ def open_causal_lm(
     return PretrainedLM(model, dtype)
 
 
-class PretrainedLM(nn.Module):
-    """A ``transformers`` causal LM that gives loss sums; parameters are ``model.<their name>``.
-
-    Attributes:
-        model: The ``transformers`` module.
-        stored_dtype: Of the folder's weights.
-        max_length: Most tokens of a row; None: no fixed number.
-    """
+class PretrainedLM(Pretrained):
+    """A ``transformers`` causal LM that gives loss sums; ``stored_dtype`` is its folder's."""
 
     def __init__(self, model: Any, stored_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.stored_dtype = stored_dtype
         # What must be known of the bare model, before adapters or sharding wrap it.
-        self.max_length = position_limit(model)
-        self.model_class = type(model)
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.plain_head = _head_is_plain(model)
         self.explicit_mask = False
-        self.train()
-
-    @property
-    def core(self) -> Any:
-        """The ``transformers`` module without what wraps it."""
-        return self.model
 
     def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
         """Loss and count of a batch: :meth:`loss_sum`."""
@@ -178,36 +156,6 @@ class PretrainedLM(nn.Module):
             f"{self.model_class.__name__} lets documents that are packed into one row see "
             "each other; pad instead of packing"
         ) from failed
-
-    def blocks(self) -> list[nn.Module]:
-        """The layers in order: what to shard one by one."""
-        return repeated_blocks(self.core)
-
-    def save_(
-        self,
-        folder: Path,
-        weights: Mapping[str, Tensor],
-        merge: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Writes a folder that ``from_pretrained`` and :func:`open_causal_lm` read.
-
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-            merge: Without adapters there is nothing to merge; either value means the same.
-            dtype: Of the written weights; None keeps those of ``weights``.
-
-        Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
-        """
-        save_model(
-            self.model_class,
-            self.core,
-            named_state(self.model, weights),
-            Path(folder),
-            dtype,
-        )
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """The model's logits, in its own dtype."""

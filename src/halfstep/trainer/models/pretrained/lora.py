@@ -196,6 +196,7 @@ class LoraLM(PretrainedLM):
         vars(self).update(known)
         self.model = peft_model
         self.last_merge: MergeLoss | None = None
+        self.train()
 
     @property
     def core(self) -> Any:
@@ -212,7 +213,7 @@ class LoraLM(PretrainedLM):
         """Writes the adapter for ``peft``, or the whole model with the adapter added in.
 
         Args:
-            folder: As of :meth:`PretrainedLM.save_`.
+            folder: As of :meth:`Pretrained.save_`.
             weights: As there.
             merge: Write the whole model, without adapters; ``last_merge`` then says what it lost.
             dtype: Of the written weights; None: the base's for a merge, fp32 for an adapter.

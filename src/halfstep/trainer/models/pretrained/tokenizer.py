@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import first_line, read_json, refuse_code
 from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.weights import Pretrained
 
 _NO_LIMIT = 10**9
 """What ``transformers`` writes for "no limit" is larger (1e30)."""
@@ -27,14 +26,10 @@ def open_tokenizer(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
-    """The tokenizer of a model's folder or hub name.
+    """The tokenizer of a model's folder or hub name, arguments as of :func:`open_folder`.
 
-    Args:
-        source: As for the model.
-        max_length: Most tokens of a text, special ones included; None: as many as the model takes.
-        model_limit: The model's own ``max_length``; None: no fixed number.
-        trust_remote_code: Let code that comes with the tokenizer run.
-        revision: Of a hub name.
+    ``max_length`` is the most tokens of a text, special ones included, and ``model_limit`` the
+    model's own; the least of both and the tokenizer's counts.
 
     Raises:
         ConfigError: A source that cannot be used, code that is not trusted, ``max_length`` too
@@ -212,18 +207,9 @@ class PretrainedTokenizer:
         return [list(ids) for ids in out["input_ids"]]
 
 
-def require_vocabulary(model: nn.Module, tokenizer: PretrainedTokenizer) -> None:
-    """Makes sure that every id of the tokenizer has a row in the model's embedding.
-
-    Args:
-        model: A :class:`PretrainedClassifier` or :class:`PretrainedLM`.
-        tokenizer: For its ``vocab_size``.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    core: Any = getattr(model, "core", None) or model.model
-    rows = core.get_input_embeddings().weight.shape[0]
+def require_vocabulary(model: Pretrained, tokenizer: PretrainedTokenizer) -> None:
+    """Raises ConfigError unless every id of the tokenizer has a row in the model's embedding."""
+    rows = model.core.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "

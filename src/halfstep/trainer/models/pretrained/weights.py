@@ -25,6 +25,58 @@ _SLACK = 10**8
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
+class Pretrained(nn.Module):
+    """A ``transformers`` model under the loss of a task; parameters are ``model.<their name>``.
+
+    Attributes:
+        model: The ``transformers`` module.
+        model_class: Its class, before anything wraps it.
+        max_length: Most tokens of a row, special ones included; None: no fixed number.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.model_class = type(model)
+        self.max_length = position_limit(model)
+        self.train()
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module without what wraps it."""
+        return self.model
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers in order: what to shard one by one."""
+        return repeated_blocks(self.core)
+
+    def save_(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        merge: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes a folder that ``from_pretrained`` and the function that opened this one read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: By parameter name; those it lacks are taken from this module.
+            merge: Without adapters there is nothing to merge; either value means the same.
+            dtype: Of the written weights; None keeps those of ``weights``.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+        """
+        every = all_parameters(self.model, weights)
+        names = {id(p): f"model.{n}" for n, p in self.model.named_parameters()}
+        state = {  # tied weights are one object
+            key: every[names[id(tensor)]] if id(tensor) in names else tensor
+            for key, tensor in self.model.state_dict(keep_vars=True).items()
+        }
+        save_model(self.model_class, self.core, state, Path(folder), dtype)
+
+
 def load_weights(
     folder: PretrainedFolder,
     model_class: Any,
@@ -54,7 +106,7 @@ def load_weights(
     Raises:
         CheckpointError: A tensor is missing, has another shape than its parameter, or holds NaN or
             inf.
-        ConfigError: The model cannot be built, or ``dropout`` is not in [0, 1).
+        ConfigError: The model cannot be built.
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
@@ -102,12 +154,7 @@ def load_weights(
 
 
 def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
-    """The model on torch's ``meta`` device: names and shapes, no memory.
-
-    Raises:
-        CheckpointError: The configuration means far more weights than the folder holds.
-        ConfigError: The model cannot be built.
-    """
+    """The model on torch's ``meta`` device, unless it means far more weights than are stored."""
     with _built(folder, model_class), torch.device("meta"):
         model = model_class(folder.config)
     wanted = sum(parameter.numel() for parameter in model.parameters())
@@ -148,13 +195,7 @@ def _generation_config(folder: Path) -> Any:
 
 
 def set_dropout(config: Any, dropout: float) -> None:
-    """Sets every dropout probability of a ``transformers`` config, attention's too.
-
-    Raises:
-        ConfigError: ``dropout`` is not in [0, 1).
-    """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be in [0, 1), got {dropout}")
+    """Sets every dropout probability of a ``transformers`` config, attention's too."""
     for key, value in config.to_dict().items():
         words = key.split("_")
         named = key in _DROPOUTS or any(w in ("dropout", "pdrop") for w in words)
@@ -253,20 +294,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def named_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module with ``weights`` in place of its parameters; tied ones are one object.
-
-    Raises:
-        CheckpointError: As :func:`all_parameters`.
-    """
-    every = all_parameters(model, weights)
-    names = {id(p): f"model.{n}" for n, p in model.named_parameters()}
-    return {
-        key: every[names[id(tensor)]] if id(tensor) in names else tensor
-        for key, tensor in model.state_dict(keep_vars=True).items()
-    }
 
 
 def all_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
