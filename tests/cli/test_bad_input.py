@@ -18,8 +18,8 @@ from halfstep.cli.main import main
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer import memory
 from halfstep.trainer.memory import Need, memory_bytes, require_room, require_rows
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.shapes import GPTConfig
 
 TINY = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu", "--precision", "fp32",

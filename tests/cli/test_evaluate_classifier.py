@@ -21,7 +21,7 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from halfstep.trainer.tasks.predict import Predictor
+from halfstep.trainer.tasks.classify import Predictor
 
 
 @pytest.fixture(scope="module", params=["scratch", "bert"])

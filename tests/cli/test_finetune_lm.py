@@ -15,7 +15,7 @@ from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.run.folder import run_config
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]

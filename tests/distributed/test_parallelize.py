@@ -22,8 +22,8 @@ from halfstep.precision.casting.cast import add_regions_, around_model, cast_par
 from halfstep.precision.casting.simulate import simulated_fp16
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.models.gpt.generate import generate
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.language_model import generate
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from halfstep.cli.commands import COMMANDS, POSITIONAL, Request, Start
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import build, did_you_mean
+from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
 
 EXIT_CODES = (
@@ -177,8 +177,14 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
     hints, texts = get_type_hints(cls), docstrings(cls)
     for field in fields(cls):
         hint, key = hints[field.name], prefix + field.name
-        if is_dataclass(hint):
-            yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
+        if kinds := sections(hint):
+            every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
+            if len(kinds) > 1:
+                names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
+                yield Option(
+                    f"{key}.{FAMILY}", names, field, f"Which family; default {kinds[0].FAMILY}."
+                )
+            yield from every.values()
         else:
             yield Option(key, hint, field, texts.get(field.name, ""))
 

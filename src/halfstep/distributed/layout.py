@@ -44,6 +44,10 @@ class Layout:
         """Ranks with different data."""
         return self.data * self.shard
 
+    def batch_rank(self, rank: int) -> int:
+        """Which share of the batch a rank takes, of ``batch_ranks``."""
+        return rank // self.tensor
+
     def __str__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
         return ",".join(parts) or "data=1"

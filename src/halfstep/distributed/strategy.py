@@ -69,7 +69,7 @@ class Strategy:
         self.mesh = _mesh(layout, device)
         many = layout.size > 1
         rank = dist.get_rank() if many else 0
-        self.batch_rank = rank // layout.tensor
+        self.batch_rank = layout.batch_rank(rank)
         """Which share of the batch this rank takes, of ``layout.batch_ranks``."""
         self.ranks: Ranks = ManyRanks(device, loss_share=1 / layout.tensor) if many else OneRank()
         """Who agrees on each step; for :class:`~halfstep.precision.step.Precision`."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Name = Literal["adamw", "sgd", "lion"]
 Moved = tuple[Tensor, Tensor, Tensor]
 Constants = tuple[float, ...]
 
@@ -22,7 +21,7 @@ Constants = tuple[float, ...]
 class Algorithm:
     """One update rule."""
 
-    name: Name  # how kernels know it
+    name: str  # how kernels and configurations know it
     moments: tuple[str, ...]  # names of its state, as ``torch.optim`` has them; the first is signed
     # group options to the rule's fp32 constants in late steps, at most 8
     settled: Callable[[dict[str, Any]], Constants]

@@ -11,11 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.optim.optimizers import SGD, AdamW, Lion
+import halfstep.optim as optim
+from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
-_OWN: Mapping[str, Callable[..., Optimizer]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+_OWN: Mapping[str, Callable[..., Optimizer]] = {
+    kind.algorithm.name: kind
+    for kind in vars(optim).values()
+    if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
+}
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
 _FUSED = {"adam", "adamw", "sgd"}  # on CPU and CUDA alike
 

@@ -37,7 +37,8 @@ _OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
-_RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+"""Those that the compiled kernels have, here and in Triton; others run as torch operations."""
 
 
 class _Task(ctypes.Structure):
@@ -103,7 +104,7 @@ class NativeKernel:
             entry.count = task.weight.numel()
             entry.stream = 2 * task.stream & 0xFFFFFFFF
         shared = _Plan(
-            _RULES[plan.algorithm.name],
+            RULES[plan.algorithm.name],
             _DTYPES[tasks[0].weight.dtype],
             _DTYPES[tasks[0].gradient.dtype],
             _UPDATES[plan.update],

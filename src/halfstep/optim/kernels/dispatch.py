@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
-from halfstep.optim.kernels.cpu import native_kernel
+from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.storage.state import Task
 from halfstep.precision.scaling.gradients import global_norm
@@ -31,9 +31,20 @@ def kernel_for(device_type: str) -> Kernel:
     if device_type == "cpu":
         native = reason = native_kernel()
         if not isinstance(native, str):
-            return Kernel("a kernel compiled for this CPU", native.run, native.norm)
+            return Kernel("a kernel compiled for this CPU", _or_torch(native.run), native.norm)
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
-            return Kernel("Triton kernels", cuda.run, global_norm)
+            return Kernel("Triton kernels", _or_torch(cuda.run), global_norm)
     return Kernel(f"torch operations ({reason})", run_torch, global_norm)
+
+
+def _or_torch(
+    compiled: Callable[[Sequence[Task], Plan], None],
+) -> Callable[[Sequence[Task], Plan], None]:
+    """The compiled kernel, or torch operations for a rule that it does not have."""
+
+    def run(tasks: Sequence[Task], plan: Plan) -> None:
+        (compiled if plan.algorithm.name in RULES else run_torch)(tasks, plan)
+
+    return run

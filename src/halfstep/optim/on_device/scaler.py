@@ -18,6 +18,7 @@ from torch import Tensor
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, plain_options
+from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.on_device.buffer import Head, Row, head, loss_scale_state, read_result
 from halfstep.optim.on_device.tensors import Bound, Bundle
 from halfstep.precision.border import require
@@ -102,7 +103,8 @@ class DeviceScaler:
         if not isinstance(config, LossScaleConfig):
             config = parse_policy(config).loss_scale
         require(optimizer, LowPrecisionOptimizer, "DeviceScaler(optimizer)", "halfstep.optim's")
-        kernels = cuda.triton_kernels()
+        rule = optimizer.algorithm.name
+        kernels = cuda.triton_kernels() if rule in RULES else f"no kernel has the rule {rule!r}"
         if isinstance(kernels, str):
             raise PrecisionError(f"DeviceScaler has no torch-operations form: {kernels}")
         if config.calibrate:

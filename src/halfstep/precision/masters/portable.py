@@ -181,7 +181,7 @@ class Loaded:
 
 def _fingerprint(weight: Tensor) -> int:
     """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
-    codes = weight.contiguous().view(torch.uint8).reshape(-1)
+    codes = weight.reshape(-1).view(torch.uint8)  # a scalar parameter has no dim to view as bytes
     total = torch.zeros((), dtype=torch.int64, device=codes.device)
     for start in range(0, codes.numel(), _CHUNK):
         part = codes[start : start + _CHUNK].long()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 
@@ -21,7 +21,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.trainer.config.optimizer import ScheduleConfig
-from halfstep.trainer.config.read import build, did_you_mean, insert, shown
+from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
@@ -122,11 +122,14 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
 
 def _plain(part: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
+    hints = get_type_hints(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, PrecisionPolicy | Layout | OnNonFinite):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
+        if type(value) in sections(hints[field.name])[1:]:  # the first needs no name
+            table[field.name] = {FAMILY: value.FAMILY, **table[field.name]}
     return table
 
 

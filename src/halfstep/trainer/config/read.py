@@ -12,6 +12,10 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 
 from halfstep.errors import ConfigError
 
+FAMILY = "family"
+"""The key by which a section says which dataclass of a union it is, by its ``FAMILY``; without it,
+the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -90,14 +94,36 @@ def build(
                 f"unknown key {path}{key:.80}{did_you_mean(key, names)}; "
                 f"allowed: {', '.join(names)}"
             )
-        if is_dataclass(hints[key]):
-            values[key] = build(hints[key], value, f"{path}{key}.", named)
+        if kinds := sections(hints[key]):
+            part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
+            values[key] = build(kind, part, f"{path}{key}.", named)
         else:
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
             raise ConfigError(f"{named(path + f.name)} is missing")
     return cls(**values)
+
+
+def sections(hint: Any) -> tuple[type[Any], ...]:
+    """The dataclasses that a field's type means, or a union of them; none where it is a value."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return kinds if all(map(is_dataclass, kinds)) else ()
+
+
+def _of_family(
+    kinds: tuple[type[Any], ...], table: Any, where: str, named: Callable[[str], str]
+) -> tuple[Any, type[Any]]:
+    """A section without the key that names its family, and the class of that family."""
+    known = {getattr(kind, "FAMILY", ""): kind for kind in kinds}
+    if "" in known or not isinstance(table, Mapping) or FAMILY not in table:
+        return table, kinds[0]
+    rest = dict(table)
+    name = rest.pop(FAMILY)
+    if not isinstance(name, str) or name not in known:
+        hint = did_you_mean(str(name), known)
+        raise ConfigError(f"{named(where)}: {shown(name)}{hint}; allowed: {', '.join(known)}")
+    return rest, known[name]
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

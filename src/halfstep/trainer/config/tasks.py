@@ -14,7 +14,7 @@ from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.instructions.config import InstructionsConfig
 from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.shapes import Shape, of_the_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TrainConfig(BaseConfig):
     COMMAND: ClassVar[str] = "train"
     SHORT: ClassVar[Mapping[str, str]] = {"data": "data.train", "val-data": "data.validation"}
 
-    model: GPTConfig
+    model: Shape
     data: DataConfig = field(default_factory=DataConfig)
     run: TextRunConfig = field(default_factory=TextRunConfig)
 
@@ -63,11 +63,7 @@ class TrainConfig(BaseConfig):
         """With the run's vocabulary, or with the shape of the model that it started from."""
         shape = self.model
         if self.run.init_from and self.run.init_from == saved.run.init_from:
-            shape = dataclasses.replace(
-                saved.model,
-                dropout=shape.dropout,
-                activation_checkpointing=shape.activation_checkpointing,
-            )
+            shape = dataclasses.replace(saved.model, **of_the_run(shape))
         elif not shape.vocab_size:
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
         return dataclasses.replace(self, model=shape)

@@ -58,9 +58,9 @@ def require_resumable(
     """
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision"} if other_precision else set())
-    changed = [key for key in a if a[key] != b[key] and key not in allowed]
+    changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
-        listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
+        listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
 
 

@@ -1,38 +1,64 @@
-"""Tuning a causal language model on texts, instructions or chats."""
+"""A causal language model: tuning it on texts, instructions or chats, and putting it to use."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError
+from halfstep.errors import CheckpointError, ConfigError, PrecisionError
+from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.casting.cast import add_regions_, cast_to_policy_
+from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.data.instructions.config import InstructionsConfig
-from halfstep.trainer.data.instructions.instructions import read_instructions
-from halfstep.trainer.data.instructions.packing import lm_batch
-from halfstep.trainer.data.labelled.length_batches import EpochBatches
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
-from halfstep.trainer.models.pretrained.lora import add_lora
-from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer, require_vocabulary
-from halfstep.trainer.run.model_folder import frozen_fingerprint, matrix_parameters, replace_folder
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
+from halfstep.trainer.data.corpus.batches import IGNORED
+from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
+from halfstep.trainer.data.instructions.packing import Rows, lm_batch
+from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.environment import choose_device
+from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
+from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
+from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapted_lm
+from halfstep.trainer.models.pretrained.tokenizer import (
+    PretrainedTokenizer,
+    open_tokenizer,
+    require_vocabulary,
+)
+from halfstep.trainer.run.model_folder import (
+    copy_folder,
+    frozen_fingerprint,
+    matrix_parameters,
+    model_folder,
+    replace_folder,
+)
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.task import Exported, Progress, Task, pinned
-from halfstep.trainer.tasks.tuned_lm import (
-    PROMPT_FILE,
-    InstructionTokenizer,
-    hold_weights_,
-    measure,
-    validation_batches,
+from halfstep.trainer.tasks.task import (
+    EpochTask,
+    Exported,
+    InUse,
+    Measured,
+    Progress,
+    Trained,
+    pinned,
+    within,
 )
 
+PROMPT_FILE = "prompt.json"
+"""In a run folder: how prompts are written, and a hash of the base that adapters belong to."""
 
-class LMTask(Task):
+
+class LMTask(EpochTask):
     """A language model and its rows of tokens: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
+    config: LMConfig
     keeps_best = True
 
     def __init__(self, config: LMConfig, world: World, progress: Progress) -> None:
@@ -56,20 +82,13 @@ class LMTask(Task):
             gradient_checkpointing=choice.gradient_checkpointing,
             **trust,
         )
-        limit, length = self.model.max_length, config.data.max_length
-        notes: list[str] = []
-        if limit is not None and length > limit:
-            if length != InstructionsConfig().max_length:
-                raise ConfigError(
-                    f"data.max_length={length} is over the {limit} positions of model.source="
-                    f"{choice.source}; lower --max-length"
-                )
-            notes.append(f"rows have the model's {limit} positions")
-            length = limit
-            config = dataclasses.replace(
-                config, data=dataclasses.replace(config.data, max_length=limit)
-            )
-        tokenizer = open_tokenizer(choice.source, max_length=length, model_limit=limit, **trust)
+        limit = self.model.max_length
+        data = within(config.data, "data", limit, choice.source)
+        notes = [f"rows have the model's {limit} positions"] * (data is not config.data)
+        config = dataclasses.replace(config, data=data)
+        tokenizer = open_tokenizer(
+            choice.source, max_length=data.max_length, model_limit=limit, **trust
+        )
         require_vocabulary(self.model, tokenizer)
         self.tokenizer = InstructionTokenizer(tokenizer, choice.source)
         self.data = read_instructions(config.data, self.tokenizer, run.seed)
@@ -92,10 +111,7 @@ class LMTask(Task):
         world.require_same(self.identity)
         held = hold_weights_(self.model, config.precision)
         self.notes = [*notes, *self.data.notes, *([held] if held else [])]
-        self._lengths = self.data.train_rows.lengths
-        self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
-        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
-        self.config: LMConfig = config.resolved(self._batches.steps_per_epoch)
+        self.deal(config, self.data.train_rows.lengths)
         self._matrices = matrix_parameters(self.model)
 
     def summary(self) -> str:
@@ -109,22 +125,14 @@ class LMTask(Task):
             f"{len(rows):,} rows ({rows.efficiency:.0%} full)"
         )
 
-    def batch_size(self, step: int) -> int:
-        """Rows of the step; those of an epoch differ by one at most."""
-        return len(self._batches.indices(step))
-
     def batch(self, step: int, rows: range) -> Batch:
         """(ids_BT, targets_BT, positions_BT), int64."""
-        indices = self._batches.indices(step)[rows.start : rows.stop]
+        indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
 
     def targets(self, batch: Batch) -> float:
         """Number of tokens of the batch that the loss counts."""
         return count_targets(batch)
-
-    def tokens(self, step: int) -> int:
-        """Tokens of the step's rows without padding."""
-        return int(self._lengths[self._batches.indices(step)].sum())
 
     def flops(self, tokens: float) -> float:
         """Two operations a matrix weight and token forward, as many for each gradient."""
@@ -164,3 +172,302 @@ class LMTask(Task):
         replace_folder(folder / "model", write)
         what = "adapter" if self.config.model.lora_r else "model"
         return f"{what} in {folder / 'model'}"
+
+
+# What a run left, in use.
+
+
+@dataclass
+class TunedLM(InUse):
+    """A run's best state."""
+
+    model: PretrainedLM
+    tokenizer: InstructionTokenizer
+    template: str
+    """How training wrote prompts: see :class:`~halfstep.trainer.data.instructions.config`."""
+
+    def answer(self, prompt: str, *, raw: bool = False, **options: float | None) -> str:
+        """What the model writes to a prompt, without the end that it may have come to.
+
+        Args:
+            prompt: A user's words, or with ``raw`` the text to go on from.
+            raw: Write no template around the prompt.
+            options: Of :func:`~halfstep.trainer.models.pretrained.lm.generate_ids`.
+
+        Returns:
+            The answer; where there is no template, the prompt and what follows it.
+        """
+        tokenizer = self.tokenizer
+        if raw:
+            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
+            ids += tokenizer.encode(prompt)
+        else:
+            ids = prompt_ids(prompt, tokenizer, self.template)
+        ids = ids or [tokenizer.eos_id]  # as documents stand in pretraining
+        ends = [[tokenizer.eos_id], tokenizer.end_of_turn()]
+        with self.around():
+            written = generate_ids(self.model, ids, ends=ends, **options)  # type: ignore[arg-type]
+        decode = tokenizer.wrapped.decode
+        if raw or self.template == "plain":
+            return decode([*ids, *written])
+        # a tokenizer may drop the blank before a first word, so the answer is not decoded alone
+        return decode([*ids, *written])[len(decode(ids)) :].strip()
+
+
+def open_tuned_lm(
+    run: Path,
+    config: LMConfig,
+    device: torch.device,
+    precision: str = "",
+    *,
+    trust_remote_code: bool = False,
+) -> TunedLM:
+    """Open what a finished run left.
+
+    Args:
+        run: Its folder.
+        config: Its configuration.
+        device: To put the model on.
+        precision: A policy; empty: the run's.
+        trust_remote_code: Let code that comes with the model run; a run's own configuration is not
+            believed in this.
+
+    Raises:
+        ConfigError: The run has not ended yet, or its base is another model now.
+        CheckpointError: A file is damaged.
+        PrecisionError: The policy cannot be honoured.
+    """
+    policy = parse_policy(precision or config.precision)
+    require_support(policy, device)
+    folder, about = model_folder(run), prompt_settings(run)
+    model = _open_model(folder, config, trust_remote_code)
+    if config.model.lora_r and frozen_fingerprint(model) != about["base_model"]:
+        raise ConfigError(
+            f"{run}: the base model {config.model.source} has changed since the run, and the "
+            "adapter belongs to what it was; put it back"
+        )
+    tokenizer = open_tokenizer(
+        folder,
+        max_length=config.data.max_length,
+        model_limit=model.max_length,
+        trust_remote_code=trust_remote_code,
+    )
+    cast_for_use_(model, policy)
+    model.to(device).eval()
+    source = InstructionTokenizer(tokenizer, str(folder))
+    return TunedLM(model, policy, device, source, about["template"])
+
+
+def prompt_settings(run: Path) -> dict[str, str]:
+    """Template, format and base of a run.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    file = run / PROMPT_FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {key: str(found[key]) for key in ("format", "template", "base_model")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
+
+
+def validation_batches(
+    rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[Batch]:
+    """A rank's batches, as :func:`evaluation_shares` deals them."""
+    for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
+        ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
+        if not counts:
+            targets_BT = torch.full_like(targets_BT, IGNORED)
+        yield ids_BT, targets_BT, positions_BT
+
+
+def measure(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
+    """Loss and perplexity, and in which precision they were computed."""
+    loss, targets = mean_loss(batches, judge)
+    text = (
+        f"validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.3f} on "
+        f"{targets:,} tokens in {precision}"
+    )
+    return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
+
+
+class TrainedLM(Trained):
+    """What a run of ``finetune lm`` left."""
+
+    def generate(self, use: Generating) -> str:
+        """The answer to a prompt; its continuation where there is no template."""
+        lm = self._open(use)
+        if not (use.prompt or use.raw or lm.template == "plain"):
+            raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
+        return lm.answer(
+            use.prompt,
+            raw=use.raw,
+            max_new_tokens=use.max_new_tokens,
+            temperature=use.temperature,
+            top_k=use.top_k,
+            top_p=use.top_p,
+            seed=use.seed,
+        )
+
+    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+        """Loss and perplexity on the run's validation records, or on others."""
+        lm, data = self._open(use), self.config.data
+        if use.data:
+            data = dataclasses.replace(data, train=use.data, dev=use.data)
+        rows = read_instructions(data, lm.tokenizer, self.config.run.seed).dev_rows
+        if data.packing:
+            lm.model.check_packing()
+        pad_id = lm.tokenizer.wrapped.pad_id
+        batches = validation_batches(rows, use.batch_size, pad_id, use.max_batches)
+        found = measure(batches, lm.judge, str(lm.policy))
+        values = {
+            "loss": found.loss,
+            "perplexity": perplexity(found.loss),
+            "tokens": found.targets,
+            "precision": str(lm.policy),
+        }
+        return Measured(found.text.removeprefix("validation "), values)
+
+    def export(self, use: Exporting) -> str:
+        """Write the best state as one model, or as an adapter."""
+        choice, target, folder = self.config.model, Path(use.output), model_folder(self.path)
+        if use.adapter:
+            if not choice.lora_r:
+                raise ConfigError(f"--adapter: {self.path} trained all weights; leave it out")
+            if use.dtype:
+                raise ConfigError(
+                    "--dtype with --adapter: an adapter is written as trained, in fp32"
+                )
+            copy_folder(folder, target)
+            return f"{target}: adapter of {choice.source}"
+        dtype = DTYPES[use.dtype] if use.dtype else None
+        trust = use.trust_remote_code
+        model = _open_model(folder, self.config, trust)
+        length = self.config.data.max_length
+        tokenizer = open_tokenizer(folder, max_length=length, trust_remote_code=trust)
+        model.save_(target, {}, merge=True, dtype=dtype)
+        tokenizer.save(target)
+        count = sum(p.numel() for n, p in model.named_parameters() if ".lora_" not in n)
+        written = f"{target}: {count:,} parameters in {dtype_name(dtype or model.stored_dtype)}"
+        return f"{written}\n{model.last_merge}" if isinstance(model, LoraLM) else written
+
+    def _open(self, use: Use) -> TunedLM:
+        return open_tuned_lm(
+            self.path,
+            self.config,
+            choose_device(use.device),
+            use.precision,
+            trust_remote_code=use.trust_remote_code,
+        )
+
+
+def _open_model(folder: Path, config: LMConfig, trust: bool) -> PretrainedLM:
+    """The whole model, or the adapter on its base."""
+    if config.model.lora_r:
+        return open_adapted_lm(folder, revision=config.model.revision, trust_remote_code=trust)
+    return open_causal_lm(folder, trust_remote_code=trust)
+
+
+# In which dtype a model's weights are held while it is tuned under a policy.
+
+
+def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
+    """Trained weights become fp32; a frozen base stays as stored if the policy computes in that.
+
+    Otherwise, an fp16 base under ``bf16-mixed`` say, operations would meet two 16-bit formats, or
+    compute in another than the policy's; such a base is held in fp32, which is exact.
+
+    Args:
+        model: As it was opened, with adapters or without; changed in place.
+        policy: The run's.
+
+    Returns:
+        What a user should know of it; empty for nothing.
+
+    Raises:
+        PrecisionError: The policy keeps weights in a 16-bit format that is not the base's own, so
+            that it would round a base which shall stay as it is.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    stored = model.stored_dtype
+    if not frozen:
+        model.float()
+        return ""
+    if policy.param_dtype != torch.float32:
+        if policy.param_dtype != stored:
+            compute = dtype_name(policy.compute_dtype)
+            raise PrecisionError(
+                f"precision {policy} keeps all weights in {dtype_name(policy.param_dtype)}, and "
+                f"would round the frozen base, which is stored in {dtype_name(stored)}; use "
+                f"{compute}-mixed, or --lora-r 0 to train all weights"
+            )
+        return ""
+    if stored == torch.float32 or (stored == policy.compute_dtype and not policy.rules):
+        return ""
+    more = sum(p.numel() * (4 - p.element_size()) for p in frozen)
+    model.float()
+    form = dtype_name(stored) if stored.itemsize == 2 else "fp64"
+    return (
+        f"the frozen base is stored in {form} and held in fp32, as precision {policy} does not "
+        f"compute in {form} throughout: {max(more, 0) / 1e6:,.0f} MB more"
+        + (f"; {form}-mixed keeps it as it is" if form != "fp64" and not policy.rules else "")
+    )
+
+
+def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
+    """Hold and compute as in training, without an optimizer.
+
+    Raises:
+        PrecisionError: As :func:`hold_weights_`.
+    """
+    hold_weights_(model, policy)
+    if policy.param_dtype == torch.float32 and policy.casts == "op":
+        add_regions_(place(policy, model))  # a frozen base stays in 16 bits
+    else:
+        cast_to_policy_(model, policy)
+
+
+# A pretrained tokenizer as the data of a language model wants it.
+
+
+class InstructionTokenizer:
+    """An adapter to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
+
+    def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
+        """Take it over.
+
+        Raises:
+            ConfigError: If it has no end-of-text token.
+        """
+        if tokenizer.eos_id is None:
+            raise ConfigError(
+                f"model.source={source}: its tokenizer has no end-of-text token (eos_token in "
+                "tokenizer_config.json), so a tuned model could not learn to stop; set one"
+            )
+        self.wrapped = tokenizer
+        self.eos_id: int = tokenizer.eos_id
+        self.bos_id = tokenizer.bos_id
+        self.special_tokens: Sequence[str] = tokenizer.special_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without special ones."""
+        return self.wrapped.encode_plain([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each as ``encode`` would."""
+        return self.wrapped.encode_plain(texts)
+
+    def render_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool
+    ) -> str | None:
+        """A chat in the tokenizer's own template; None if it has none."""
+        return self.wrapped.chat(messages, add_generation_prompt)
+
+    def end_of_turn(self) -> list[int]:
+        """The ids with which the chat template ends an answer; empty if it has none."""
+        text = self.render_chat(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], False
+        )
+        return [] if text is None else self.encode(text.rpartition("!")[2].rstrip())

@@ -27,11 +27,10 @@ from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.tasks import ModuleConfig
-from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.run.model_folder import matrix_parameters, replace_folder
+from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.step import Batch, tensors_of, to_device
-from halfstep.trainer.tasks.task import Exported, Task, dropout_seed, micro_batches, share_of
+from halfstep.trainer.tasks.task import EpochTask, Exported, dropout_seed, micro_batches, share_of
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
@@ -80,7 +79,7 @@ class Parts:
             raise ConfigError(f"Trainer(num_workers={self.num_workers}); allowed: integers >= 0")
 
 
-class ModuleTask(Task):
+class ModuleTask(EpochTask):
     """A module, a loss and a dataset: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     config: ModuleConfig
@@ -95,20 +94,17 @@ class ModuleTask(Task):
         if world.size > 1:
             assert dist.group.WORLD is not None
             broadcast_(self.model, dist.group.WORLD)
-        self._batches = EpochBatches(np.ones(len(parts.train_data)), run.batch_size, run.seed)
-        self.smallest_batch = len(parts.train_data) // self._batches.steps_per_epoch
-        self.config = config.resolved(self._batches.steps_per_epoch)
+        self.deal(config, np.ones(len(parts.train_data)))  # an item counts as one token
         shapes = "".join(f"{n} {tuple(p.shape)} " for n, p in self.model.named_parameters())
         self.identity = {
             "model": hashlib.sha256(shapes.encode()).hexdigest(),
             "data": f"{len(parts.train_data)} items",
         }
         world.require_same(self.identity)
-        self._matrices = matrix_parameters(self.model)
-        rank, ranks = world.rank // layout.tensor, layout.batch_ranks
+        rank, ranks = layout.batch_rank(world.rank), layout.batch_ranks
         self._items = _Items(
             parts, lambda step: micro_batches(self.batch_size(step), rank, ranks, run.grad_accum),
-            self._indices, self.config,
+            lambda step: self.indices(step).tolist(), self.config,
         )  # fmt: skip
 
     def summary(self) -> str:
@@ -151,10 +147,6 @@ class ModuleTask(Task):
         done = taken if self.config.schedule.on_skip == "advance" else applied
         return peak * float(self._parts.schedule(done))
 
-    def batch_size(self, step: int) -> int:
-        """Items of the step; those of an epoch differ by one at most."""
-        return len(self._batches.indices(step))
-
     def batch(self, step: int, rows: range) -> Batch:
         """What ``collate`` makes of the rows' items."""
         return self._items.batch(step, rows)
@@ -182,10 +174,6 @@ class ModuleTask(Task):
     def targets(self, batch: Batch) -> float:
         """By the user's function; without one, the batch's rows."""
         return rows_of(batch) if self._parts.targets is None else self._parts.targets(batch)
-
-    def tokens(self, step: int) -> int:
-        """Items: what their tokens are is the user's business."""
-        return self.batch_size(step)
 
     def flops(self, tokens: float) -> float:
         """Unknown: a matrix may be used many times an item."""
@@ -254,10 +242,6 @@ class ModuleTask(Task):
         """End the loader's processes."""
         self._items.close()
 
-    def _indices(self, step: int) -> Sequence[int]:
-        found: list[int] = self._batches.indices(step).tolist()
-        return found
-
     def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
         """A rank's batches, and whether they count: all ranks run as often."""
         run, size = self.config.run, len(self._parts.val_data)
@@ -282,11 +266,8 @@ class _Items:
     ) -> None:
         """Take the data.
 
-        Args:
-            parts: With the data, and how items become a batch.
-            micro: Gives the rows of this rank's micro-batches of a step.
-            indices: Gives the items that the rows of a step are.
-            config: With seed and length of the run.
+        ``micro`` gives the rows of this rank's micro-batches of a step, ``indices`` the items that
+        the rows of a step are.
         """
         self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
         self._train = _Seeded(parts.train_data)
@@ -304,7 +285,7 @@ class _Items:
             self._made = iter(
                 DataLoader(
                     self._train,
-                    batch_sampler=_Batches(keys),
+                    batch_sampler=keys,
                     num_workers=self._parts.num_workers,
                     collate_fn=self._parts.collate,
                 )
@@ -332,16 +313,6 @@ class _Items:
             for part in self._micro(later):
                 if later > step or part.start >= rows.start:
                     yield later, part
-
-
-class _Batches:
-    """An iterator as the batch sampler that a DataLoader wants."""
-
-    def __init__(self, keys: Iterator[list[tuple[int, int]]]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._keys
 
 
 class _Seeded(Dataset[Any]):

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.cells import cell_len
 from torch.nn import functional
 
 from halfstep.trainer.data.labelled.examples import Examples, padded
 from halfstep.trainer.data.labelled.length_batches import evaluation_shares
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.losses.classification import IGNORED_LABEL
+from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
 
 
@@ -256,26 +257,13 @@ def _cells(*values: float) -> tuple[str, ...]:
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:
     """Text in columns: the first to the left, the others to the right; wide letters count two."""
-    widths = [max(_width(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            (cell + " " * (width - _width(cell)) if i == 0 else " " * (width - _width(cell)) + cell)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _width(text: str) -> int:
-    """Columns of a terminal: wide letters take two, marks above and below others none."""
-    return sum(
-        0
-        if unicodedata.category(letter) in ("Mn", "Me")
-        else 2
-        if unicodedata.east_asian_width(letter) in "WF"
-        else 1
-        for letter in text
-    )
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for line in lines:
+        gaps = [" " * (w - cell_len(cell)) for w, cell in zip(widths, line, strict=True)]
+        numbers = [gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True)]
+        texts.append("  ".join([line[0] + gaps[0], *numbers]).rstrip())
+    return "\n".join(texts)
 
 
 def _printable(label: str) -> str:

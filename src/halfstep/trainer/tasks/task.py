@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,11 +21,19 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
+from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig
+from halfstep.trainer.config.tasks import (
+    ClassifierConfig,
+    ClassifyConfig,
+    FinetuneConfig,
+    LMConfig,
+)
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.data.instructions.config import InstructionsConfig
+from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
@@ -128,6 +139,32 @@ class Task(Protocol):
         return
 
 
+class EpochTask(Task):
+    """A task of which an epoch's batches hold every example once."""
+
+    config: FinetuneConfig
+
+    def deal(self, config: FinetuneConfig, lengths: npt.ArrayLike) -> None:
+        """Take the configuration, with steps in place of epochs, and the examples' tokens."""
+        run = config.run
+        self._lengths = np.asarray(lengths)
+        self._batches = EpochBatches(lengths, run.batch_size, run.seed)
+        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
+        self.config = config.resolved(self._batches.steps_per_epoch)
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """The examples of a step."""
+        return self._batches.indices(step)
+
+    def batch_size(self, step: int) -> int:
+        """Examples of the step; those of an epoch differ by one at most."""
+        return len(self.indices(step))
+
+    def tokens(self, step: int) -> int:
+        """Tokens of the step's examples, special ones included."""
+        return int(self._lengths[self.indices(step)].sum())
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """How good a trained model is: in words, as plain values, and what a user should know of it."""
@@ -145,12 +182,7 @@ class Trained:
     """
 
     def __init__(self, path: Path, config: Any = None) -> None:
-        """Load nothing yet.
-
-        Args:
-            path: Of the run, or of the model.
-            config: The run's; None for a model's folder.
-        """
+        """Load nothing yet; ``path`` is a run's with its ``config``, or a model's folder."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
@@ -178,6 +210,24 @@ class Trained:
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 
+@dataclass
+class InUse:
+    """A model in evaluation mode on its device, under a policy."""
+
+    model: Any
+    policy: PrecisionPolicy
+    device: torch.device
+
+    def around(self) -> AbstractContextManager[None]:
+        """The context of a forward pass in the policy's precision."""
+        return around_model(self.policy, self.model, self.device)
+
+    @property
+    def judge(self) -> Judge:
+        """How the model is measured."""
+        return Judge(self.model.loss_sum, self.around, self.device)
+
+
 # What ranks have alike, and what each has for itself.
 
 
@@ -201,14 +251,7 @@ def share_of(size: int, rank: int, ranks: int) -> range:
 
 
 def micro_batches(size: int, share: int, shares: int, grad_accum: int) -> list[range]:
-    """The rows of each micro-batch of a rank.
-
-    Args:
-        size: Rows of the step's batch, over all ranks.
-        share: Which share of them the rank takes.
-        shares: How many there are.
-        grad_accum: Micro-batches that each share is split into.
-    """
+    """The rows of each of the ``grad_accum`` micro-batches of a share of a step's ``size`` rows."""
     mine = share_of(size, share, shares)
     parts = [share_of(len(mine), number, grad_accum) for number in range(grad_accum)]
     return [mine[part.start : part.stop] for part in parts]
@@ -246,3 +289,22 @@ def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
     model: Any = dataclasses.replace(choice, revision=revision)
     options = {"revision": revision, "trust_remote_code": trust}
     return dataclasses.replace(config, model=model), options
+
+
+Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
+
+
+def within(part: Part, section: str, limit: int | None, source: str) -> Part:
+    """A section whose ``max_length`` is within a model's positions, if need be those.
+
+    Raises:
+        ConfigError: More were asked for.
+    """
+    if limit is None or part.max_length <= limit:
+        return part
+    if part.max_length != type(part)().max_length:
+        raise ConfigError(
+            f"{section}.max_length={part.max_length} is over the {limit} positions of "
+            f"model.source={source}; lower --max-length"
+        )
+    return dataclasses.replace(part, max_length=limit)

@@ -1,10 +1,12 @@
-"""Training a GPT on text."""
+"""Training a network of one of the families on text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,15 +19,37 @@ from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
 from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import Need, require_room
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import load_gpt2
+from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
+from halfstep.trainer.models.language_model import LanguageModel
+from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
 from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 
+def _no_folders(*_: Any, **__: Any) -> Any:
+    raise ConfigError(
+        "this family of models has no Hugging Face folders; run.init_from and export are for gpt"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is made of a shape."""
+
+    make: Callable[..., LanguageModel]
+    """The network, of the shape and ``seed``."""
+    load: Callable[..., LanguageModel] = _no_folders
+    """That of a Hugging Face folder, of its path and fields that a run may set."""
+    save: Callable[..., None] = _no_folders
+    """Writes such a folder, of network, path and ``dtype``."""
+
+
+FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, load_gpt2, save_gpt2)}
+
+
 class TextTask(Task):
-    """A GPT, and windows of a token file: a :class:`~halfstep.trainer.tasks.task.Task`."""
+    """A language model, and windows of a token file: see :class:`~.task.Task`."""
 
     keeps_best = False
 
@@ -65,11 +89,7 @@ class TextTask(Task):
                 f"run.block_size={run.block_size} is over the {shape.block_size} positions of "
                 f"run.init_from={run.init_from}"
             )
-        if shape.n_head % layout.tensor:
-            raise ConfigError(
-                f"model.n_head={shape.n_head} attention heads cannot be shared equally by "
-                f"tensor={layout.tensor} ranks; choose a tensor size that divides them"
-            )
+        self.model.require_shares(layout.tensor)
         self.smallest_batch = run.batch_size
         self.notes: list[str] = []
         part = "training"
@@ -82,7 +102,7 @@ class TextTask(Task):
 
     @staticmethod
     def _require_room(
-        config: TrainConfig, device: torch.device, layout: Layout, shape: GPTConfig
+        config: TrainConfig, device: torch.device, layout: Layout, shape: Shape
     ) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
@@ -131,7 +151,7 @@ class TextTask(Task):
         return self.config.run.batch_size * self.config.block_size
 
     def flops(self, tokens: float) -> float:
-        """Floating-point operations of a step over ``tokens``: :meth:`GPT.flops_per_token`."""
+        """Floating-point operations of a step over ``tokens``."""
         return self.model.flops_per_token(self.config.block_size) * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
@@ -161,20 +181,17 @@ class TextTask(Task):
                 yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
+def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
     """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
-    size = tokenizer.vocab_size
-    if config.run.init_from and resuming:
-        return GPT(config.model, seed=config.run.seed)
-    if config.run.init_from:
-        model = load_gpt2(
-            Path(config.run.init_from),
-            dropout=config.model.dropout,
-            activation_checkpointing=config.model.activation_checkpointing,
-        )
+    size, source = tokenizer.vocab_size, config.run.init_from
+    family = FAMILIES[type(config.model)]
+    if source and resuming:
+        return family.make(config.model, seed=config.run.seed)
+    if source:
+        model = family.load(Path(source), **of_the_run(config.model))
         if model.config.vocab_size < size:
             raise ConfigError(
-                f"run.init_from={config.run.init_from} has a vocabulary of "
+                f"run.init_from={source} has a vocabulary of "
                 f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
                 "use the model's own tokenizer folder"
             )
@@ -185,4 +202,4 @@ def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GP
             f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
         )
     shape = dataclasses.replace(config.model, vocab_size=size)
-    return GPT(shape, seed=config.run.seed)
+    return family.make(shape, seed=config.run.seed)

@@ -8,10 +8,10 @@ from pathlib import Path
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Exporting, Use
 from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.predict import TrainedClassifier
+from halfstep.trainer.tasks.classify import TrainedClassifier
+from halfstep.trainer.tasks.lm import TrainedLM
 from halfstep.trainer.tasks.task import Trained
 from halfstep.trainer.tasks.text_model import TrainedText
-from halfstep.trainer.tasks.tuned_lm import TrainedLM
 
 TRAINED: Mapping[str, type[Trained]] = {
     TrainConfig.TASK: TrainedText,

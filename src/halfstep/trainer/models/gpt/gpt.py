@@ -6,6 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +14,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.gpt.config import GPTConfig
-from halfstep.trainer.models.losses.cross_entropy import linear_cross_entropy_sum
-from halfstep.trainer.models.losses.fp32_regions import autocast_off, matmul_dtype
-from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
+from halfstep.trainer.models.cross_entropy import (
+    WHOLE,
+    Vocabulary,
+    autocast_off,
+    linear_cross_entropy_sum,
+    matmul_dtype,
+)
+from halfstep.trainer.models.language_model import Cache, LanguageModel
+from halfstep.trainer.models.shapes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """The GPT-2 network; the same code in fp32, under autocast, and with all parameters in 16 bits.
 
     Weights are drawn on the CPU from ``seed`` alone, so they are the same on every device and the
@@ -30,6 +36,8 @@ class GPT(nn.Module):
 
     **Source:** Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3.
     """
+
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
         """Builds the model on torch's default device, or the one of a ``torch.device`` context.
@@ -104,13 +112,7 @@ class GPT(nn.Module):
     def loss_sum(
         self, batch: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of next-token losses over a batch, and how many there are; never all logits.
-
-        Args:
-            batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
-
-        Returns:
-            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
+        """As every family's, and never all logits at a time.
 
         Raises:
             DataError: As :meth:`forward`, or (CPU) a target is out of range.
@@ -121,29 +123,21 @@ class GPT(nn.Module):
             x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
         )
 
-    def last_logits(
-        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
-    ) -> torch.Tensor:
-        """Logits after the last position only, ``(B, V)`` fp32.
-
-        Args:
-            tokens_BT: ``(B, T)`` int64. With filled caches: the one position that follows them.
-            caches: From :meth:`new_caches`; filled on the way.
+    def last_logits(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
+        """As every family's.
 
         Raises:
             DataError: As :meth:`forward`, counting the cached positions.
         """
         return self._head(self.hidden(tokens_BT, caches)[:, -1])
 
-    def new_caches(self) -> list[KeyValueCache]:
-        """Empty key-value caches, one per block, for :meth:`last_logits`."""
+    def new_caches(self) -> Sequence[Cache]:
+        """One for the keys and values of each block."""
         return [KeyValueCache() for _ in self.layers]
 
-    def hidden(
-        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
-    ) -> torch.Tensor:
+    def hidden(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
         """Final, normalised hidden states, ``(B, T, C)`` in the dtype of the residual stream."""
-        past = caches[0].length if caches is not None else 0
+        past = caches[0].length if caches else 0
         end = past + tokens_BT.shape[1]
         if end > self.config.block_size:
             raise DataError(
@@ -153,7 +147,7 @@ class GPT(nn.Module):
         positions_T = torch.arange(past, end, device=tokens_BT.device)
         x_BTC = self.dropout(self._embed(tokens_BT) + self.wpe(positions_T))
         for i, block in enumerate(self.layers):
-            x_BTC = block(x_BTC, None if caches is None else caches[i])
+            x_BTC = block(x_BTC, caches[i] if caches else None)
         normed_BTC: torch.Tensor = self.final_norm(x_BTC)
         return normed_BTC
 
@@ -180,7 +174,7 @@ class GPT(nn.Module):
         return vocabulary.gather(logits_V.to(wide))
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order: what to shard, checkpoint or compile one by one."""
+        """The transformer blocks in order."""
         return list(self.layers)
 
     def tp_plan(self) -> dict[str, str]:
@@ -210,9 +204,13 @@ class GPT(nn.Module):
         plan["final_norm"] = "replicate:gather"
         return plan
 
-    def num_parameters(self) -> int:
-        """The number of parameters, the tied embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def require_shares(self, ranks: int) -> None:
+        """Raises ConfigError for ranks that cannot share the heads equally."""
+        if self.config.n_head % ranks:
+            raise ConfigError(
+                f"model.n_head={self.config.n_head} attention heads cannot be shared equally by "
+                f"tensor={ranks} ranks; choose a tensor size that divides them"
+            )
 
     def flops_per_token(self, block_size: int) -> int:
         """Floating-point operations of forward and backward per token: 6 N + 12 n_layer n_embd T.

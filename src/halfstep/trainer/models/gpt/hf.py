@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.pretrained.folder import ADAPTER, WEIGHTS, read_json, read_tensors
 from halfstep.trainer.models.pretrained.hub import require_plain_files
 from halfstep.trainer.models.pretrained.weights import new_folder
+from halfstep.trainer.models.shapes import GPTConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +65,12 @@ def load_gpt2(
         if name in found:
             raise CheckpointError(f"{folder}: tensor {full_name!r} is there twice")
         found[name] = tensor
-    _check_size(folder, config, found)
+    # A model far larger than its weights is refused before anything of it is built.
+    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
+    tables = {"wte.weight": config.vocab_size, "wpe.weight": config.block_size}
+    for name, rows in tables.items():
+        _checked(folder, name, found, (rows, config.n_embd))
+    _checked(folder, last, found, (config.n_embd,))
     with torch.device("meta"):
         model = GPT(config)
     state = {}
@@ -74,13 +79,21 @@ def load_gpt2(
         tensor = _checked(folder, theirs, found, hf_shape(name, parameter))
         state[name] = from_hf(name, tensor, config.n_head)
         del found[theirs]
-    _check_surplus(folder, found, state["wte.weight"])
+    head = found.pop("lm_head.weight", state["wte.weight"])
+    if not torch.equal(head.float(), state["wte.weight"]):
+        raise CheckpointError(
+            f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
+            "for both; an untied head cannot be loaded"
+        )
+    surplus = [name for name in found if not IGNORED.fullmatch(name)]
+    if surplus:
+        raise CheckpointError(f"{folder}: tensor {surplus[0]!r} has no place in halfstep's GPT")
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
 
 def save_gpt2(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> None:
     """Writes a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
 
@@ -90,20 +103,13 @@ def save_gpt2(
     Args:
         model: With all its parameters on this process (not sharded).
         folder: Must not exist, or be empty.
-        dtype: Of the written weights: float32, bfloat16 or float16. None keeps the parameters'
-            own (the widest of them, if they differ).
+        dtype: Of the written weights: float32, bfloat16 or float16.
 
     Raises:
         CheckpointError: The folder is not empty or cannot be written; or a weight is not finite,
             in the model or after rounding to ``dtype`` (the tensor is named).
     """
     folder = Path(folder)
-    if dtype is None:
-        dtype = torch.bfloat16
-        for i, parameter in enumerate(model.parameters()):
-            dtype = torch.promote_types(dtype, parameter.dtype) if i else parameter.dtype
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
@@ -119,14 +125,6 @@ def save_gpt2(
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # safetensors creates its file for the owner only; give it the permissions of its neighbour.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
-
-
-def _check_size(folder: Path, config: GPTConfig, found: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a model far larger than its weights before anything of it is built."""
-    _checked(folder, "wte.weight", found, (config.vocab_size, config.n_embd))
-    _checked(folder, "wpe.weight", found, (config.block_size, config.n_embd))
-    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
-    _checked(folder, last, found, (config.n_embd,))
 
 
 def _checked(
@@ -151,43 +149,33 @@ def _checked(
     return tensor
 
 
-def _check_surplus(folder: Path, rest: Mapping[str, torch.Tensor], wte_VC: torch.Tensor) -> None:
-    """Raises CheckpointError for tensors that our GPT has no place for."""
-    for name, tensor in rest.items():
-        if IGNORED.fullmatch(name):
-            continue
-        if name != "lm_head.weight":
-            raise CheckpointError(f"{folder}: tensor {name!r} has no place in halfstep's GPT")
-        if tensor.shape != wte_VC.shape or not torch.equal(tensor.to(wte_VC.dtype), wte_VC):
-            raise CheckpointError(
-                f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one "
-                "table for both; an untied head cannot be loaded"
-            )
-
-
 # Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.
 
 
-_DEFAULTS: dict[str, Any] = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "layer_norm_epsilon": 1e-5,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1,
+_KEYS: dict[str, tuple[str, Any]] = {
+    "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12),
+    "n_embd": ("n_embd", 768),
+    "n_positions": ("block_size", 1024),
+    "vocab_size": ("vocab_size", 50257),
+    "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
+    "embd_pdrop": ("dropout", 0.1),
+    "attn_pdrop": ("dropout", 0.1),
+    "resid_pdrop": ("dropout", 0.1),
 }
-"""What a missing key means. **Source:** ``transformers.GPT2Config``, the same since version 2."""
+"""Our field of each key, and what a missing key means.
+
+**Source:** ``transformers.GPT2Config``, the same since version 2.
+"""
 
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
+    "n_ctx": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-"""Other spellings that transformers takes. **Source:** ``GPT2Config.attribute_map``."""
+"""Other spellings. **Source:** ``GPT2Config.attribute_map``; n_ctx is that of older files."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -210,12 +198,7 @@ name of the same tanh formula.
 def read_config(
     file: Path, *, dropout: float | None = None, activation_checkpointing: bool = False
 ) -> GPTConfig:
-    """The shape that ``config.json`` describes.
-
-    Args:
-        file: Path of the ``config.json``.
-        dropout: Instead of the file's three probabilities; None takes theirs.
-        activation_checkpointing: Passed on.
+    """The shape that ``config.json`` describes; arguments as of :func:`load_gpt2`.
 
     Raises:
         CheckpointError: The file cannot be read, describes another network, or holds a value that
@@ -245,29 +228,23 @@ def read_config(
             f"{file}: embd_pdrop, attn_pdrop and resid_pdrop differ ({sorted(drops, key=str)}), "
             "but halfstep's GPT has one dropout; pass dropout= to choose it"
         )
+    shape = {ours: values[key] for key, (ours, _) in _KEYS.items()}
+    if dropout is not None:
+        shape["dropout"] = dropout
     try:
-        return GPTConfig(
-            n_layer=values["n_layer"],
-            n_head=values["n_head"],
-            n_embd=values["n_embd"],
-            block_size=values["n_positions"],
-            vocab_size=values["vocab_size"],
-            dropout=drops.pop() if dropout is None else dropout,
-            activation_checkpointing=activation_checkpointing,
-            layer_norm_eps=values["layer_norm_epsilon"],
-        )
+        return GPTConfig(**shape, activation_checkpointing=activation_checkpointing)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
 def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The values of ``_DEFAULTS``'s keys, under whichever spelling, defaults where absent."""
-    values = dict(_DEFAULTS)
+    """The values of ``_KEYS``, under whichever spelling, defaults where absent."""
+    values = {key: default for key, (_, default) in _KEYS.items()}
     given: dict[str, str] = {}
-    for spelling in (*_DEFAULTS, *_ALIASES, "n_ctx"):
+    for spelling in (*_KEYS, *_ALIASES):
         if spelling not in found:
             continue
-        key = {**_ALIASES, "n_ctx": "n_positions"}.get(spelling, spelling)
+        key = _ALIASES.get(spelling, spelling)
         if key in given and found[spelling] != values[key]:
             raise CheckpointError(
                 f"{file}: {spelling} is {found[spelling]!r}, but {given[key]} is {values[key]!r}; "
@@ -278,30 +255,16 @@ def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Writes what ``transformers`` needs to build the same network.
-
-    Args:
-        file: Path of the new ``config.json``.
-        config: Of the model.
-        dtype: Of the weights beside it.
-    """
+    """Writes what ``transformers`` needs to build the same network, with weights of this dtype."""
     # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     dtype_name = str(dtype).removeprefix("torch.")
     content = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
+        **{key: getattr(config, ours) for key, (ours, _) in _KEYS.items()},
         "n_inner": None,
-        "n_positions": config.block_size,
         "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": config.layer_norm_eps,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
         "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -360,13 +323,7 @@ def hf_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Their tensor as a contiguous fp32 copy in our layout.
-
-    Args:
-        name: Our name of the parameter.
-        tensor: Of shape ``hf_shape(name, ...)``, fp32 or 16 bits.
-        n_head: H.
-    """
+    """Their tensor of our parameter ``name`` as a contiguous fp32 copy in our layout."""
     if _CONV1D.fullmatch(name):
         tensor = tensor.t()
     if ".qkv." in name:

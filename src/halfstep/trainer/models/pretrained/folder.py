@@ -14,9 +14,7 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -65,15 +63,7 @@ class PretrainedFolder:
         return type(self.config) in getattr(require("transformers"), auto_class)._model_mapping
 
     def model_class(self, auto_class: str, what: str) -> Any:
-        """The class that builds the model.
-
-        Args:
-            auto_class: Name of the Auto class.
-            what: For the error: what the model cannot do.
-
-        Raises:
-            ConfigError: The architecture has none.
-        """
+        """The class that builds the model, or a ConfigError that says ``what`` it is not."""
         transformers = require("transformers")
         if auto_class in self.auto_map:
             dynamic = transformers.dynamic_module_utils
@@ -132,11 +122,7 @@ def open_folder(
 def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> None:
     """Refuses a JSON file that asks for code, on whatever level.
 
-    Args:
-        file: For the error.
-        found: Its content.
-        trust_remote_code: Whether Python files of the folder itself may run. Code from elsewhere
-            is refused all the same.
+    Where code is trusted, that is the folder's own: code from elsewhere is refused all the same.
 
     Raises:
         ConfigError: The file asks for Python that is not trusted, for a kernel of the hub, or for
@@ -170,11 +156,7 @@ def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> N
 
 
 def read_json(file: Path, hint: str = "") -> dict[str, Any]:
-    """The object of a JSON file inside a model's folder.
-
-    Raises:
-        CheckpointError: It is missing (the hint follows), unreadable, or no object.
-    """
+    """The object of a JSON file, or a CheckpointError; where it is missing, the hint follows."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist: {hint}")
     try:
@@ -210,11 +192,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file.
-
-    Raises:
-        CheckpointError: It is missing, damaged or no safetensors file.
-    """
+    """The tensors of one file, or a CheckpointError."""
     try:
         # load_file gives views of the mapped file
         return {name: view.clone() for name, view in load_file(file).items()}
@@ -229,8 +207,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
     """The dtype that holds all stored floating numbers exactly; fp32 where nothing is floating.
 
-    Raises:
-        CheckpointError: A dtype that is not one to train in (8 bits, say).
+    Raises CheckpointError for one that is not to train in (8 bits, say).
     """
     widest: torch.dtype | None = None
     for name, tensor in tensors.items():
@@ -242,23 +219,6 @@ def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
                 )
             widest = torch.promote_types(widest or tensor.dtype, tensor.dtype)
     return widest or torch.float32
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps ``transformers``' load reports, bars and warnings off the terminal; then as before."""
-    logging = require("transformers").utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:
@@ -300,12 +260,7 @@ def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
 
 
 def _refuse_level(file: Path, level: dict[str, Any], tensors: int) -> None:
-    """Refuses quantized weights, and sizes of which ``transformers`` makes lists first thing.
-
-    Raises:
-        ConfigError: The model, or a part of it, is stored quantized.
-        CheckpointError: There are more layers than tensors, or more labels than anyone has.
-    """
+    """Refuses quantized weights, and sizes of which ``transformers`` makes lists first thing."""
     for key, value in level.items():
         if key in _QUANTIZED and value is not None:
             raise ConfigError(

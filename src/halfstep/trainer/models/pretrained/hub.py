@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,12 +59,8 @@ def pin(
 
     A branch may move between two questions, so a model and its tokenizer, each resolved by the
     branch's name, could be of two commits. The commit is that of the files :func:`resolve_source`
-    has, so they are downloaded, and without the hub it is that of the earlier download.
-
-    Args:
-        source: As :func:`resolve_source`.
-        revision: As :func:`resolve_source`.
-        trust_remote_code: As :func:`resolve_source`.
+    has, so they are downloaded, and without the hub it is that of the earlier download. Arguments
+    are those of :func:`resolve_source`.
 
     Returns:
         40 hexadecimal digits; "" for a folder.
@@ -101,7 +98,7 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
     if ".." in revision or Path(revision).is_absolute():
         raise ConfigError(f"revision {revision!r} is not a branch, tag or commit")
     try:
-        with _no_bars(hub):
+        with quiet():
             return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -170,12 +167,17 @@ def _require_gate(version: str) -> None:
 
 
 @contextmanager
-def _no_bars(hub: Any) -> Iterator[None]:
-    """The hub's progress bars off, and on again if they were."""
-    off = hub.utils.are_progress_bars_disabled()
-    hub.utils.disable_progress_bars()
+def quiet() -> Iterator[None]:
+    """Keeps ``transformers``' load reports, bars and warnings off the terminal; then as before."""
+    logging = require("transformers").utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        if not off:
-            hub.utils.enable_progress_bars()
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,18 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.models.gpt.generate import check_drawing, require_finite
-from halfstep.trainer.models.losses.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
-from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
-from halfstep.trainer.models.pretrained.hub import require
-from halfstep.trainer.models.pretrained.weights import (
-    load_weights,
-    named_state,
-    position_limit,
-    refuse_lost,
-    repeated_blocks,
-    save_model,
-)
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
+from halfstep.trainer.models.language_model import check_drawing, require_finite
+from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
+from halfstep.trainer.models.pretrained.hub import quiet, require
+from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
@@ -73,46 +64,26 @@ def open_causal_lm(
             "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
         )
     dtype = stored_dtype(folder.tensors)
-    loaded = load_weights(folder, model_class, dtype, dropout=dropout)
-    refuse_lost(folder, loaded.missing, loaded)
-    for module in loaded.model.modules():  # it would look at the ids of each step, on their device
+    model, _ = load_weights(folder, model_class, dtype, dropout=dropout)
+    for module in model.modules():  # it would look at the ids of each step, on their device
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _no_warning
     if gradient_checkpointing:
         with quiet():
-            loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return PretrainedLM(loaded.model, Traits.of(loaded.model, dtype))
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PretrainedLM(model, dtype)
 
 
-class PretrainedLM(nn.Module):
-    """A ``transformers`` causal LM that gives loss sums; parameters are ``model.<their name>``.
+class PretrainedLM(Pretrained):
+    """A ``transformers`` causal LM that gives loss sums; ``stored_dtype`` is its folder's."""
 
-    Attributes:
-        model: The ``transformers`` module.
-        traits: Of the bare model.
-    """
-
-    def __init__(self, model: Any, traits: Traits) -> None:
-        super().__init__()
-        self.model = model
-        self.traits = traits
+    def __init__(self, model: Any, stored_dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self.stored_dtype = stored_dtype
+        # What must be known of the bare model, before adapters or sharding wrap it.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.plain_head = _head_is_plain(model)
         self.explicit_mask = False
-        self.train()
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Of the folder's weights."""
-        return self.traits.stored_dtype
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of a row; None: no fixed number."""
-        return self.traits.max_length
-
-    @property
-    def core(self) -> Any:
-        """The ``transformers`` module without what wraps it."""
-        return self.model
 
     def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
         """Loss and count of a batch: :meth:`loss_sum`."""
@@ -134,7 +105,7 @@ class PretrainedLM(nn.Module):
         head = self.core.get_output_embeddings()
         # The head's owner is not asked to call it alone: what stands before it (a projection) and
         # after it (softcapping, a factor) differs between architectures, and runs as it is.
-        fused = self.traits.plain_head and type(head) is nn.Linear and head.bias is None
+        fused = self.plain_head and type(head) is nn.Linear and head.bias is None
         rows: list[Tensor] = []
 
         def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -182,44 +153,14 @@ class PretrainedLM(nn.Module):
             self.train(training)
         self.explicit_mask = False
         raise ConfigError(
-            f"{self.traits.model_class.__name__} lets documents that are packed into one row see "
+            f"{self.model_class.__name__} lets documents that are packed into one row see "
             "each other; pad instead of packing"
         ) from failed
-
-    def blocks(self) -> list[nn.Module]:
-        """The layers in order: what to shard one by one."""
-        return repeated_blocks(self.core)
-
-    def save_(
-        self,
-        folder: Path,
-        weights: Mapping[str, Tensor],
-        merge: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Writes a folder that ``from_pretrained`` and :func:`open_causal_lm` read.
-
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-            merge: Without adapters there is nothing to merge; either value means the same.
-            dtype: Of the written weights; None keeps those of ``weights``.
-
-        Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
-        """
-        save_model(
-            self.traits.model_class,
-            self.core,
-            named_state(self.model, weights),
-            Path(folder),
-            dtype,
-        )
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """The model's logits, in its own dtype."""
         inputs: dict[str, Any] = {"use_cache": False}  # a cache would not keep documents apart
-        if self.traits.takes_positions:
+        if self.takes_positions:
             inputs["position_ids"] = positions_BT
         if self.explicit_mask:
             inputs["attention_mask"] = self._mask(positions_BT)
@@ -271,27 +212,6 @@ def _autocast_eps(device_type: str) -> float:
     if not torch.is_autocast_enabled(device_type):
         return 0.0
     return torch.finfo(torch.get_autocast_dtype(device_type)).eps
-
-
-# What must be known of a language model before adapters or sharding wrap it.
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What must be known of a model before anything wraps it."""
-
-    model_class: Any
-    stored_dtype: torch.dtype
-    max_length: int | None
-    takes_positions: bool
-    plain_head: bool
-    """The logits are what the head puts out, nothing behind it."""
-
-    @classmethod
-    def of(cls, model: Any, stored_dtype: torch.dtype) -> Traits:
-        """The traits of a bare ``transformers`` model."""
-        takes = "position_ids" in inspect.signature(model.forward).parameters
-        return cls(type(model), stored_dtype, position_limit(model), takes, _head_is_plain(model))
 
 
 def _head_is_plain(model: Any) -> bool:
@@ -420,8 +340,3 @@ class _Ends:
         rows = ids_BT[:, self._start :].tolist()
         done = [any(row[-len(end) :] == end for end in self._ends) for row in rows]
         return torch.tensor(done, device=ids_BT.device)
-
-
-def _finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
-    """What ``transformers`` asks before it draws."""
-    return require_finite(logits_BV)

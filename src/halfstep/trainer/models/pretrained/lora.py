@@ -16,13 +16,12 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import (
     ADAPTER,
     first_line,
-    quiet,
     read_json,
     read_safetensors,
 )
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
-from halfstep.trainer.models.pretrained.weights import new_folder, save_model
+from halfstep.trainer.models.pretrained.weights import all_parameters, new_folder, save_model
 
 __all__ = ["LoraLM", "MergeLoss", "add_lora", "open_adapted_lm"]
 
@@ -51,17 +50,9 @@ def add_lora(
         seed: Of the adapters' first weights; the caller's generators are not touched.
 
     Raises:
-        ConfigError: A value out of range, or a target that no layer has; the message lists those
-            that exist.
+        ConfigError: A target that no layer has; the message lists those that exist.
     """
     peft = require("peft")
-    if isinstance(lm, LoraLM):
-        raise ConfigError("the model has LoRA adapters already")
-    if r < 1 or not alpha > 0 or not 0 <= dropout < 1:
-        raise ConfigError(
-            f"LoRA needs r >= 1, alpha > 0 and dropout in [0, 1), got r = {r}, alpha = {alpha}, "
-            f"dropout = {dropout}"
-        )
     layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
     names = [name for name, _ in lm.core.named_modules()]
     for target in targets:
@@ -95,21 +86,12 @@ def add_lora(
 
 
 def open_adapted_lm(
-    folder: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str] | None = None,
-    dropout: float | None = None,
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-    revision: str = "",
+    folder: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str = ""
 ) -> LoraLM:
-    """A saved adapter on its base, ready to go on training.
+    """A saved adapter on the base that it names, ready to go on training.
 
     Args:
         folder: With ``adapter_config.json`` and ``adapter_model.safetensors``, or a hub name.
-        base: Folder or hub name of the base; None takes what the adapter names.
-        dropout: As :func:`open_causal_lm`.
-        gradient_checkpointing: As :func:`open_causal_lm`.
         trust_remote_code: As :func:`open_causal_lm`.
         revision: Of the base.
 
@@ -132,9 +114,9 @@ def open_adapted_lm(
             f"{file}: only plain LoRA can be opened, this is {found.get('peft_type')!r} with "
             f"{', '.join(other) or 'bias'}; merge it into its base with peft (merge_and_unload)"
         )
-    source = base if base is not None else found.get("base_model_name_or_path")
-    if not source or not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"{file} names no base model; give it (base)")
+    source = found.get("base_model_name_or_path")
+    if not source or not isinstance(source, str):
+        raise ConfigError(f"{file} names no base model")
     targets = found.get("target_modules")
     if isinstance(targets, str):
         targets = [targets]
@@ -143,13 +125,7 @@ def open_adapted_lm(
         targets, drop = tuple(str(t) for t in targets or ()), float(drop)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is no LoRA configuration: {error!r}") from error
-    lm = open_causal_lm(
-        source,
-        dropout=dropout,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    )
+    lm = open_causal_lm(source, trust_remote_code=trust_remote_code, revision=revision)
     lora = add_lora(lm, r, alpha, drop, targets)
     tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
@@ -215,9 +191,12 @@ class LoraLM(PretrainedLM):
     """
 
     def __init__(self, lm: PretrainedLM, peft_model: Any) -> None:
-        super().__init__(peft_model, lm.traits)
-        self.explicit_mask = lm.explicit_mask
+        nn.Module.__init__(self)  # what is known of the bare model stays so
+        known = {name: value for name, value in vars(lm).items() if name not in vars(self)}
+        vars(self).update(known)
+        self.model = peft_model
         self.last_merge: MergeLoss | None = None
+        self.train()
 
     @property
     def core(self) -> Any:
@@ -234,27 +213,22 @@ class LoraLM(PretrainedLM):
         """Writes the adapter for ``peft``, or the whole model with the adapter added in.
 
         Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
+            folder: As of :meth:`Pretrained.save_`.
+            weights: As there.
             merge: Write the whole model, without adapters; ``last_merge`` then says what it lost.
             dtype: Of the written weights; None: the base's for a merge, fp32 for an adapter.
 
         Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+            CheckpointError: As there.
         """
-        own = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        unknown = sorted(set(weights) - set(own))
-        if unknown:
-            raise CheckpointError(
-                f"weights has {unknown[0]!r}, which is not a parameter of the model"
-            )
+        every = all_parameters(self.model, weights)
         if merge:
-            self._save_merged(Path(folder), {**own, **weights}, dtype)
+            self._save_merged(Path(folder), every, dtype)
             return
         peft = require("peft")
         state = {
             name.removeprefix("model."): tensor.detach().to("cpu", dtype or torch.float32)
-            for name, tensor in {**own, **weights}.items()
+            for name, tensor in every.items()
             if ".lora_" in name
         }
         for name, tensor in state.items():
@@ -304,7 +278,7 @@ class LoraLM(PretrainedLM):
             if ".lora_" not in key:
                 mine = weights.get(f"model.{names.get(id(tensor), '')}", tensor)
                 state[key.replace(".base_layer.", ".")] = merged.get(id(tensor), mine)
-        save_model(self.traits.model_class, self.core, state, folder, target)
+        save_model(self.model_class, self.core, state, folder, target)
         self.last_merge = MergeLoss(target, max_error, gone / max(updates, 1))
 
 

@@ -18,10 +18,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.losses.classification import class_weights_tensor
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier
-from halfstep.trainer.models.pretrained.folder import quiet, read_json
-from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
+from halfstep.trainer.models.pretrained.folder import read_json
+from halfstep.trainer.models.pretrained.hub import quiet, require
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
 from halfstep.trainer.models.pretrained.weights import set_dropout
 
@@ -56,11 +55,7 @@ _SPACE = "▁"
 
 
 def scratch_size(source: str) -> Size:
-    """The size that ``scratch:NAME`` means.
-
-    Raises:
-        ConfigError: There is no such size.
-    """
+    """The size that ``scratch:NAME`` means, or a ConfigError."""
     name = source.removeprefix(SCRATCH)
     if name not in SIZES:
         near = difflib.get_close_matches(name, SIZES, n=1)
@@ -108,9 +103,6 @@ def make_classifier(
         class_weights: A weight for each class in the loss; None: 1.
         label_smoothing: In [0, 1).
         seed: Of the weights; the caller's generators are not touched.
-
-    Raises:
-        ConfigError: ``dropout`` is out of range.
     """
     transformers = require("transformers")
     config = transformers.BertConfig(

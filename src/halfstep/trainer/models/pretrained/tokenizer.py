@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json, refuse_code
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.folder import first_line, read_json, refuse_code
+from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.weights import Pretrained
 
 _NO_LIMIT = 10**9
 """What ``transformers`` writes for "no limit" is larger (1e30)."""
@@ -27,14 +26,10 @@ def open_tokenizer(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
-    """The tokenizer of a model's folder or hub name.
+    """The tokenizer of a model's folder or hub name, arguments as of :func:`open_folder`.
 
-    Args:
-        source: As for the model.
-        max_length: Most tokens of a text, special ones included; None: as many as the model takes.
-        model_limit: The model's own ``max_length``; None: no fixed number.
-        trust_remote_code: Let code that comes with the tokenizer run.
-        revision: Of a hub name.
+    ``max_length`` is the most tokens of a text, special ones included, and ``model_limit`` the
+    model's own; the least of both and the tokenizer's counts.
 
     Raises:
         ConfigError: A source that cannot be used, code that is not trusted, ``max_length`` too
@@ -73,22 +68,17 @@ def open_tokenizer(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
     try:
-        return _within(tokenizer, min(limits))
+        specials = tokenizer.num_special_tokens_to_add()
+        if min(limits) <= specials:
+            raise ConfigError(
+                f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
+                "room for one more"
+            )
+        return PretrainedTokenizer(tokenizer, min(limits))
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, at the first text
         raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
-
-
-def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
-    """The tokenizer, if the special tokens of a text leave room for another one."""
-    specials = tokenizer.num_special_tokens_to_add()
-    if max_length <= specials:
-        raise ConfigError(
-            f"max_length is {max_length}, but a text has {specials} special tokens and needs room "
-            "for one more"
-        )
-    return PretrainedTokenizer(tokenizer, max_length)
 
 
 def _require_its_files(folder: Path, tokenizer: Any) -> None:
@@ -163,25 +153,20 @@ class PretrainedTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer says how messages become one text."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
-    ) -> str:
-        """The text of messages, special tokens in it by name; encode it with ``encode_plain``.
+    ) -> str | None:
+        """The text of messages, special tokens in it by name; None without a chat template.
 
         Args:
             messages: Each with ``role`` and ``content``.
             add_generation_prompt: End with what comes before an answer.
 
         Raises:
-            ConfigError: There is no chat template, or it refuses the messages.
+            ConfigError: The template refuses the messages.
         """
-        if not self.has_chat_template:
-            raise ConfigError("the tokenizer has no chat template")
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
         try:
             with quiet():
                 text: str = self._tokenizer.apply_chat_template(
@@ -222,18 +207,9 @@ class PretrainedTokenizer:
         return [list(ids) for ids in out["input_ids"]]
 
 
-def require_vocabulary(model: nn.Module, tokenizer: PretrainedTokenizer) -> None:
-    """Makes sure that every id of the tokenizer has a row in the model's embedding.
-
-    Args:
-        model: A :class:`PretrainedClassifier` or :class:`PretrainedLM`.
-        tokenizer: For its ``vocab_size``.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    core: Any = getattr(model, "core", None) or model.model
-    rows = core.get_input_embeddings().weight.shape[0]
+def require_vocabulary(model: Pretrained, tokenizer: PretrainedTokenizer) -> None:
+    """Raises ConfigError unless every id of the tokenizer has a row in the model's embedding."""
+    rows = model.core.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,13 +16,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync, sync_folder
-from halfstep.trainer.models.pretrained.folder import (
-    PretrainedFolder,
-    first_line,
-    quiet,
-    read_json,
-)
-from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_line, read_json
+from halfstep.trainer.models.pretrained.hub import quiet, require
 
 _GENERATION = "generation_config.json"
 _SLACK = 10**8
@@ -31,18 +25,56 @@ _SLACK = 10**8
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model with what its folder lacked and what it had too much."""
+class Pretrained(nn.Module):
+    """A ``transformers`` model under the loss of a task; parameters are ``model.<their name>``.
 
-    model: Any
-    """The ``transformers`` model, in evaluation mode, on the CPU."""
-    missing: tuple[str, ...]
-    """Parameters that were drawn, sorted."""
-    unused: tuple[str, ...]
-    """Tensors of the folder that have no place in the model, sorted."""
-    head: frozenset[str]
-    """Names of the model's tensors that are not its base model's."""
+    Attributes:
+        model: The ``transformers`` module.
+        model_class: Its class, before anything wraps it.
+        max_length: Most tokens of a row, special ones included; None: no fixed number.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.model_class = type(model)
+        self.max_length = position_limit(model)
+        self.train()
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module without what wraps it."""
+        return self.model
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers in order: what to shard one by one."""
+        return repeated_blocks(self.core)
+
+    def save_(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        merge: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Writes a folder that ``from_pretrained`` and the function that opened this one read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: By parameter name; those it lacks are taken from this module.
+            merge: Without adapters there is nothing to merge; either value means the same.
+            dtype: Of the written weights; None keeps those of ``weights``.
+
+        Raises:
+            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+        """
+        every = all_parameters(self.model, weights)
+        names = {id(p): f"model.{n}" for n, p in self.model.named_parameters()}
+        state = {  # tied weights are one object
+            key: every[names[id(tensor)]] if id(tensor) in names else tensor
+            for key, tensor in self.model.state_dict(keep_vars=True).items()
+        }
+        save_model(self.model_class, self.core, state, Path(folder), dtype)
 
 
 def load_weights(
@@ -51,10 +83,10 @@ def load_weights(
     dtype: torch.dtype,
     *,
     dropout: float | None = None,
-    keep_head: bool = True,
+    head: Literal["needed", "kept", "new"] = "needed",
     seed: int = 0,
-) -> Loaded:
-    """A model with the folder's tensors; parameters without one are drawn from ``seed``.
+) -> tuple[Any, tuple[str, ...]]:
+    """A model with the folder's tensors; those of a head that it lacks are drawn from ``seed``.
 
     The caller's generators are left as they are. ``transformers`` is given the tensors and not the
     folder: it does the renaming, splitting and tying that an architecture asks for.
@@ -64,19 +96,24 @@ def load_weights(
         model_class: What to build.
         dtype: Of the parameters.
         dropout: All the model's dropout probabilities; None keeps its own.
-        keep_head: Whether the folder's own head is wanted, or a new one.
+        head: Whether the folder must have one, may have one, or a new one is wanted.
         seed: Of what is drawn.
 
+    Returns:
+        The ``transformers`` model in evaluation mode on the CPU, and the parameters that were
+        drawn, sorted.
+
     Raises:
-        CheckpointError: A tensor has another shape than its parameter, or holds NaN or inf.
-        ConfigError: The model cannot be built, or ``dropout`` is not in [0, 1).
+        CheckpointError: A tensor is missing, has another shape than its parameter, or holds NaN or
+            inf.
+        ConfigError: The model cannot be built.
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
     bare = _skeleton(folder, model_class)
     prefix = f"{bare.base_model_prefix}."
-    head = {name for name in bare.state_dict() if not name.startswith(prefix)}
-    kept = {name: t for name, t in folder.tensors.items() if keep_head or name not in head}
+    of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
+    kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
     with _built(folder, model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, info = model_class.from_pretrained(
@@ -94,6 +131,16 @@ def load_weights(
         )
     if info["error_msgs"]:
         raise CheckpointError(f"{folder.folder}: {' '.join(str(info['error_msgs']).split())}")
+    missing, unused = (sorted(info[k]) for k in ("missing_keys", "unexpected_keys"))
+    # A checkpoint of masked language modelling has no pooler, which is a part of the head.
+    lost = [n for n in missing if head == "needed" or (n not in of_head and ".pooler." not in n)]
+    if lost:
+        raise CheckpointError(
+            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
+            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
+            + (f", such as {', '.join(unused[:5])}" if unused else "")
+            + ": config.json and weights are of different models"
+        )
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
@@ -103,17 +150,11 @@ def load_weights(
     model.name_or_path = model.config.name_or_path = folder.name
     if model.can_generate() and (folder.folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder.folder)
-    missing, unused = (tuple(sorted(info[k])) for k in ("missing_keys", "unexpected_keys"))
-    return Loaded(model, missing, unused, frozenset(head))
+    return model, tuple(missing)
 
 
 def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
-    """The model on torch's ``meta`` device: names and shapes, no memory.
-
-    Raises:
-        CheckpointError: The configuration means far more weights than the folder holds.
-        ConfigError: The model cannot be built.
-    """
+    """The model on torch's ``meta`` device, unless it means far more weights than are stored."""
     with _built(folder, model_class), torch.device("meta"):
         model = model_class(folder.config)
     wanted = sum(parameter.numel() for parameter in model.parameters())
@@ -153,26 +194,8 @@ def _generation_config(folder: Path) -> Any:
             raise CheckpointError(f"{folder / _GENERATION}: {first_line(error)}") from error
 
 
-def refuse_lost(folder: PretrainedFolder, lost: Sequence[str], loaded: Loaded) -> None:
-    """Raises CheckpointError where a model lacks weights, with what the folder has instead."""
-    unused = loaded.unused
-    if lost:
-        raise CheckpointError(
-            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
-            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
-            + (f", such as {', '.join(unused[:5])}" if unused else "")
-            + ": config.json and weights are of different models"
-        )
-
-
 def set_dropout(config: Any, dropout: float) -> None:
-    """Sets every dropout probability of a ``transformers`` config, attention's too.
-
-    Raises:
-        ConfigError: ``dropout`` is not in [0, 1).
-    """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be in [0, 1), got {dropout}")
+    """Sets every dropout probability of a ``transformers`` config, attention's too."""
     for key, value in config.to_dict().items():
         words = key.split("_")
         named = key in _DROPOUTS or any(w in ("dropout", "pdrop") for w in words)
@@ -273,24 +296,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def named_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module with ``weights`` in place of its parameters; tied ones are one object.
-
-    Args:
-        model: Whose ``state_dict`` names are wanted.
-        weights: By parameter name with ``model.`` in front; those it lacks are the module's own.
+def all_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` by parameter name with ``model.`` in front; those it lacks are the module's own.
 
     Raises:
         CheckpointError: ``weights`` has a name that is no parameter.
     """
-    names = {id(p): f"model.{n}" for n, p in model.named_parameters()}
-    unknown = sorted(set(weights) - set(names.values()))
+    own = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    unknown = sorted(set(weights) - set(own))
     if unknown:
         raise CheckpointError(f"weights has {unknown[0]!r}, which is not a parameter of the model")
-    return {
-        key: weights.get(names.get(id(tensor), ""), tensor)
-        for key, tensor in model.state_dict(keep_vars=True).items()
-    }
+    return {**own, **weights}
 
 
 def position_limit(model: Any) -> int | None:

@@ -11,13 +11,12 @@ Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 
 from halfstep.errors import DataError
-from halfstep.trainer.models.losses.fp32_regions import autocast_off, matmul_dtype
-from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
 
 IGNORE_INDEX = -100
 """A target that counts for nothing. **Source:** the default of ``torch.nn.CrossEntropyLoss``."""
@@ -36,12 +35,70 @@ and V = 50257 (98 MiB) alike.
 """
 
 
+# What a head and its loss must know of where the vocabulary's rows are: here, or on many ranks.
+
+
+class Vocabulary:
+    """How the rows of an embedding table lie: all of them here, and there is nobody to ask.
+
+    Tensor parallelism puts an object with the same methods in its place, whose rows lie on many
+    ranks (``halfstep.distributed.tensor.styles``); all ranks then call the same methods in the same
+    order.
+    """
+
+    def local(self, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The rows that are here, of the table as it is stored; differentiable."""
+        return weight_VD
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states for the product with these rows: gradients are summed over ranks."""
+        return x
+
+    def gather(self, logits_V: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary, ``(..., V)``, of those that are here; differentiable."""
+        return logits_V
+
+    def columns(self, vocab: int) -> int:
+        """The most rows that any rank holds of a vocabulary of ``vocab``."""
+        return vocab
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' values, element by element."""
+        return value
+
+    def log_softmax(
+        self, logits_RV: torch.Tensor, target_R1: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities over the whole vocabulary, ``(R, V)`` here, and of the targets.
+
+        Args:
+            logits_RV: ``(R, V)`` of the rows that are here.
+            target_R1: ``(R, 1)`` int64, ids in the whole vocabulary.
+            dtype: To compute in.
+
+        Returns:
+            ``(R, V)`` and, of the targets, ``(R, 1)``, in nats.
+
+        Raises:
+            RuntimeError: A target is out of range, on CPU, on every rank.
+        """
+        log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
+        return log_p_RV, log_p_RV.gather(1, target_R1)
+
+    def put_(self, error_RV: torch.Tensor, target_R1: torch.Tensor, value_R1: torch.Tensor) -> None:
+        """Sets ``error_RV[r, target_R1[r]] = value_R1[r]`` where that column is here."""
+        error_RV.scatter_(1, target_R1, value_R1)
+
+
+WHOLE = Vocabulary()
+"""It has no state, so one serves all."""
+
+
 def linear_cross_entropy_sum(
     x_ND: torch.Tensor,
     weight_VD: torch.Tensor,
     targets_N: torch.Tensor,
     *,
-    ignore_index: int = IGNORE_INDEX,
     chunk_bytes: int = CHUNK_BYTES,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +111,8 @@ def linear_cross_entropy_sum(
     Args:
         x_ND: Final hidden states, ``(N, D)``, floating.
         weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
-        targets_N: ``(N,)`` int64, each in ``[0, V)`` or equal to ``ignore_index``.
-        ignore_index: Tokens with this target add nothing to sum, count or gradients.
+        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token adds nothing to
+            sum, count or gradients.
         chunk_bytes: Most bytes of one chunk's fp32 logits; 16 rows are taken at least. What is
             held at a time is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
         vocabulary: Where the rows of ``weight_VD`` are; all ranks that hold parts must call alike.
@@ -66,13 +123,11 @@ def linear_cross_entropy_sum(
         every target ignored, both and all gradients are 0.
 
     Raises:
-        ValueError: Shapes, dtypes or ``chunk_bytes`` do not fit.
         DataError: A target is out of range, on CPU. CUDA stops with a device-side assertion
             instead, because a look at the targets would make the host wait.
 
     **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
     """
-    _check_arguments(x_ND, weight_VD, targets_N, chunk_bytes)
     vocab, device_type = weight_VD.shape[0], x_ND.device.type
     x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
     dtype = matmul_dtype(x_ND, local_VD)
@@ -83,7 +138,6 @@ def linear_cross_entropy_sum(
                 x_ND,
                 local_VD,
                 targets_N,
-                ignore_index,
                 rows_per_chunk(vocabulary.columns(vocab), device_type, chunk_bytes),
                 dtype,
                 grad_is_on and x_ND.requires_grad,
@@ -92,9 +146,9 @@ def linear_cross_entropy_sum(
             )
     except RuntimeError as error:
         if device_type == "cpu":
-            _raise_if_target_out_of_range(targets_N, vocab, ignore_index, error)
+            _raise_if_target_out_of_range(targets_N, vocab, error)
         raise
-    return cast(torch.Tensor, loss_sum), (targets_N != ignore_index).sum()
+    return cast(torch.Tensor, loss_sum), (targets_N != IGNORE_INDEX).sum()
 
 
 def rows_per_chunk(vocab: int, device_type: str, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -112,7 +166,6 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         x_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         targets_N: torch.Tensor,
-        ignore_index: int,
         rows: int,
         dtype: torch.dtype,
         need_x: bool,
@@ -123,7 +176,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
         # Cast once, not once a chunk; both are the tensors themselves where the dtype fits already.
         xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
-        counted_N1 = (targets_N != ignore_index).unsqueeze(1)
+        counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
         # Ignored rows compute as if their target were 0 and are masked where they come out.
         safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
 
@@ -177,39 +230,21 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             None if grad is None else (grad * grad_loss).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*grads, None, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
-def _check_arguments(
-    x_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk_bytes: int
-) -> None:
-    """Raises ValueError for shapes and dtypes that torch would answer with a riddle."""
-    shapes = f"x {tuple(x_ND.shape)}, weight {tuple(weight_VD.shape)}"
-    if x_ND.ndim != 2 or weight_VD.ndim != 2 or x_ND.shape[1] != weight_VD.shape[1]:
-        raise ValueError(f"x must be (N, D) and weight (V, D) with one D, got {shapes}")
-    if targets_N.shape != x_ND.shape[:1] or targets_N.dtype != torch.int64:
-        got = f"{tuple(targets_N.shape)} {targets_N.dtype}"
-        raise ValueError(f"targets must be int64 of shape {tuple(x_ND.shape[:1])}, got {got}")
-    if not (x_ND.is_floating_point() and weight_VD.is_floating_point()):
-        raise ValueError(f"x and weight must be floating, got {x_ND.dtype} and {weight_VD.dtype}")
-    if chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}")
-
-
-def _raise_if_target_out_of_range(
-    targets_N: torch.Tensor, vocab: int, ignore_index: int, cause: Exception
-) -> None:
+def _raise_if_target_out_of_range(targets_N: torch.Tensor, vocab: int, cause: Exception) -> None:
     """Turns torch's "index out of bounds" into an error that shows the target; else returns.
 
     Runs only after a failure, so that the hot path never looks at the targets.
     """
-    bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != ignore_index)
+    bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != IGNORE_INDEX)
     if not bool(bad_N.any()):
         return
     row = int(bad_N.nonzero()[0, 0])
     raise DataError(
         f"target {int(targets_N[row])} at row {row} is out of range: allowed are 0 to {vocab - 1}, "
-        f"or {ignore_index} for a token that does not count. Check that the tokenizer's vocabulary "
+        f"or {IGNORE_INDEX} for a token that does not count. Check that the tokenizer's vocabulary "
         "is the model's vocab_size."
     ) from cause
 
@@ -312,3 +347,49 @@ def _largest(t: torch.Tensor) -> torch.Tensor:
 def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
     """The largest power of two not above ``t > 0``; exact, as t = m 2^k with m in [0.5, 1)."""
     return t / (2 * torch.frexp(t).mantissa)
+
+
+# Keeps chosen operations out of autocast's hands, alike on every device type.
+#
+# Autocast decides per device which operations run in 16 bits: CUDA's list sends ``layer_norm`` to
+# fp32, CPU's list does not. A model that relies on the list computes different numbers on the two.
+# The operations whose dtype matters (norm statistics, logits, loss) are therefore islands: autocast
+# is switched off around them and they say themselves what they compute in.
+
+
+# A constant to ``torch.compile``, which in torch 2.11 cannot trace the question. Its decorator for
+# that, assume_constant_result, would import the compiler: as long as torch itself.
+_WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
+
+
+def autocast_is_on(device_type: str) -> bool:
+    """True if autocast is active now for ``device_type``; False where torch has none ("meta")."""
+    # is_autocast_enabled raises on device types without autocast, so availability comes first.
+    return device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """A context in which autocast does nothing for ``device_type``; free where it is off already.
+
+    Args:
+        device_type: ``tensor.device.type`` of the operands.
+    """
+    if autocast_is_on(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def matmul_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which ``x @ weight.T`` must run to honour the caller's autocast.
+
+    Under autocast it is autocast's dtype for the device of ``x`` (fp64 is left alone, as autocast
+    itself does); otherwise the smallest dtype that holds both operands exactly.
+
+    Args:
+        x: Any floating tensor; only its dtype and device are read.
+        weight: Likewise.
+    """
+    promoted = torch.promote_types(x.dtype, weight.dtype)
+    if promoted != torch.float64 and autocast_is_on(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return promoted

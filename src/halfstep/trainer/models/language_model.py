@@ -1,4 +1,4 @@
-"""Text from a GPT, one token at a time: greedy, or sampled by temperature, top-k and top-p.
+"""What the networks of ``halfstep train`` have in common, and text from one of them.
 
 Shapes: B rows of the batch, T tokens, V vocabulary, R ranks (V, most probable first).
 """
@@ -6,17 +6,78 @@ Shapes: B rows of the batch, T tokens, V vocabulary, R ranks (V, most probable f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, NonFiniteError
-from halfstep.trainer.models.gpt.gpt import GPT, KeyValueCache
+from halfstep.trainer.models.shapes import Shape
+
+
+class Cache(Protocol):
+    """What a part of a network remembers of a text, so that generation need not repeat it."""
+
+    @property
+    def length(self) -> int:
+        """Number of positions held."""
+
+
+class LanguageModel(nn.Module):
+    """A network that ``halfstep train`` trains; a family's own says the rest.
+
+    It is made as ``Family(config, seed=0)`` and has ``forward(tokens_BT)``, the logits of the next
+    token at every position, ``(B, T, V)`` fp32.
+    """
+
+    config: Shape
+
+    def loss_sum(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The sum of next-token losses over a batch, and how many there are.
+
+        Args:
+            batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
+
+        Returns:
+            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
+        """
+        raise NotImplementedError
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers in order: what to shard one by one; none: the whole network at once."""
+        return []
+
+    def last_logits(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
+        """Logits after the last position only, ``(B, V)`` fp32.
+
+        Args:
+            tokens_BT: ``(B, T)`` int64. With filled caches: the one position that follows them.
+            caches: From :meth:`new_caches`; filled on the way.
+        """
+        logits_BTV: Tensor = self(tokens_BT)
+        return logits_BTV[:, -1]
+
+    def new_caches(self) -> Sequence[Cache]:
+        """Empty caches for :meth:`last_logits`; none: every token repeats the whole text."""
+        return ()
+
+    def require_shares(self, ranks: int) -> None:
+        """Raises ConfigError for a number of ranks that cannot share each matrix product."""
+
+    def num_parameters(self) -> int:
+        """The number of parameters, a tied one counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, block_size: int) -> int:
+        """Floating-point operations of forward and backward per token of such sequences."""
+        return 6 * self.num_parameters()
 
 
 @torch.no_grad()
 def generate(
-    model: GPT,
-    tokens_BT: torch.Tensor,
+    model: LanguageModel,
+    tokens_BT: Tensor,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -24,7 +85,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_token: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The prompt with up to ``max_new_tokens`` tokens after it; the same seed gives the same text.
 
     Row ``b`` draws from a generator of its own, seeded ``seed + b``: what it says depends on its
@@ -48,11 +109,13 @@ def generate(
         ``(B, T + n)`` int64 with ``n <= max_new_tokens``, on the device of the prompt.
 
     Raises:
-        ValueError: An argument is out of range; the message names it.
+        ConfigError: An argument is out of range; the message names it.
         DataError: A prompt token is not in the vocabulary (CPU).
         NonFiniteError: The model's logits hold NaN or inf.
     """
-    _check_arguments(model, tokens_BT, max_new_tokens, temperature, top_k, top_p, seed, stop_token)
+    check_drawing(max_new_tokens, temperature, top_k, top_p)
+    if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
+        raise ConfigError(f"seed must be in [0, 2**63 - B), got {seed}")
     # Drawn on the CPU and all at once, so that they are the same on every device.
     uniforms_NB = torch.stack(
         [
@@ -85,15 +148,15 @@ def generate(
 
 
 def _next_logits(
-    model: GPT, tokens_BT: torch.Tensor, caches: list[KeyValueCache]
-) -> tuple[torch.Tensor, list[KeyValueCache]]:
+    model: LanguageModel, tokens_BT: Tensor, caches: Sequence[Cache]
+) -> tuple[Tensor, Sequence[Cache]]:
     """Logits after the last token, and the caches to bring next time.
 
     While the text fits the model, one new token costs one position of work. Once it does not, the
     window slides, every token sits at another position than before, and all cached keys are wrong:
     the window is then computed anew for every token.
     """
-    seen = caches[0].length
+    seen = caches[0].length if caches else 0
     if tokens_BT.shape[1] > model.config.block_size:
         caches, seen = model.new_caches(), 0
     window_BT = tokens_BT[:, -model.config.block_size :][:, seen:]
@@ -102,26 +165,19 @@ def _next_logits(
 
 
 def sample(
-    logits_BV: torch.Tensor,
-    uniforms_B: torch.Tensor,
+    logits_BV: Tensor,
+    uniforms_B: Tensor,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """One token per row by inverting the cumulative distribution at ``uniforms_B``.
 
     Tokens stand most probable first (ties: lower id first), so ``top_k`` and ``top_p`` are both
     "the first so many", and a smaller uniform number means a more probable token.
 
-    Args:
-        logits_BV: ``(B, V)`` fp32, finite.
-        uniforms_B: ``(B,)`` fp32 in ``[0, 1)``.
-        temperature: Positive.
-        top_k: As in :func:`generate`.
-        top_p: As in :func:`generate`.
-
-    Returns:
-        ``(B,)`` int64 token ids.
+    ``logits_BV`` are finite fp32, ``uniforms_B`` fp32 in ``[0, 1)``, ``temperature`` is positive,
+    ``top_k`` and ``top_p`` are those of :func:`generate`. Returns ``(B,)`` int64 token ids.
 
     **Source:** top-p is Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", §3.1.
     """
@@ -143,28 +199,6 @@ def sample(
     return ids_BR.gather(1, rank_B1).squeeze(1)
 
 
-def _check_arguments(
-    model: GPT,
-    tokens_BT: torch.Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop_token: int | None,
-) -> None:
-    """Raises ValueError that names the argument which is out of range."""
-    vocab = model.config.vocab_size
-    if tokens_BT.ndim != 2 or tokens_BT.dtype != torch.int64 or 0 in tokens_BT.shape:
-        got = f"{tuple(tokens_BT.shape)} {tokens_BT.dtype}"
-        raise ValueError(f"tokens_BT must be int64 of shape (B >= 1, T >= 1), got {got}")
-    check_drawing(max_new_tokens, temperature, top_k, top_p)
-    if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
-        raise ValueError(f"seed must be in [0, 2**63 - B), got {seed}")
-    if stop_token is not None and not 0 <= stop_token < vocab:
-        raise ValueError(f"stop_token must be in [0, {vocab}), got {stop_token}")
-
-
 def check_drawing(
     max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -179,7 +213,7 @@ def check_drawing(
         raise ConfigError(f"top_p must be in (0, 1], or None for all tokens, got {top_p}")
 
 
-def require_finite(logits_BV: torch.Tensor) -> torch.Tensor:
+def require_finite(logits_BV: Tensor) -> Tensor:
     """The logits as they are; a NonFiniteError where there is nothing to draw from."""
     if not bool(torch.isfinite(logits_BV).all()):
         raise NonFiniteError(

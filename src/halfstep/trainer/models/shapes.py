@@ -1,8 +1,13 @@
-"""The shape of a GPT as one frozen config; the named sizes are the files of ``configs/``."""
+"""The shapes of the networks that ``halfstep train`` makes: a configuration's section ``model``.
+
+Each is one frozen dataclass; the named sizes are the files of ``configs/``. No torch here, so that
+--help is quick.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
 
@@ -14,6 +19,8 @@ class GPTConfig:
     Raises:
         ConfigError: A field has the wrong type or range; the message holds ``model.<field>``.
     """
+
+    FAMILY: ClassVar[str] = "gpt"
 
     n_layer: int
     """Number of transformer blocks."""
@@ -75,6 +82,17 @@ class GPTConfig:
         width = self.n_embd
         block = 12 * width * width + 13 * width
         return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block
+
+
+Shape: TypeAlias = GPTConfig
+"""A union of all families' shapes, the first of which is meant where a file names none by
+``model.family``."""
+
+
+def of_the_run(shape: Shape) -> dict[str, Any]:
+    """The fields that a run may set for a model which it loads; the others are the model's own."""
+    names = ("dropout", "activation_checkpointing")
+    return {name: getattr(shape, name) for name in names if hasattr(shape, name)}
 
 
 def _is_number(value: object) -> bool:
