@@ -67,7 +67,7 @@ class Loopback(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Its name among torch's."""
+        """The name by which torch knows this rendezvous, as it does "static" and "c10d"."""
         return LOOPBACK
 
 

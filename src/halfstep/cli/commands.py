@@ -45,7 +45,7 @@ class Request:
     words: list[str]
     """The command line itself, without torchrun's options."""
     launcher: list[str]
-    """Those."""
+    """torchrun's options, which stood behind ``--``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,8 @@ def _power(value: float) -> str:
     return f"2^{math.frexp(value)[1] - 1}"
 
 
-def _table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
+def table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
+    """Rows as lines of equal columns, those of ``right`` set flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -153,7 +154,7 @@ def _ranges() -> str:
     ]
     finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only)
     return (
-        f"{_table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
+        f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
         "s/e/m: bits of sign, exponent, mantissa. digits: decimal, log10(2^(m+1)).\n"
         f"tf32 is stored in 32 bits. {finite} has no infinity: beyond the largest comes NaN.\n"
         "halfstep formats VALUE shows what each makes of a number."
@@ -179,5 +180,5 @@ def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> s
     return (
         f"{text} is read as fp64: {spelled}\n"
         "Each format rounds that once, to the nearest, ties to even.\n\n"
-        f"{_table(errors, {1, 2, 3})}\n\n{_table(bits, {3, 4})}"
+        f"{table(errors, {1, 2, 3})}\n\n{table(bits, {3, 4})}"
     )
