@@ -1,5 +1,6 @@
 """The compiled kernel gives the bits of the torch operations; and what happens without one."""
 
+import copy
 import pwd
 import stat
 import subprocess
@@ -92,17 +93,7 @@ def fill_gradients(tasks: list[Task], seed: int, special: bool = False) -> None:
 
 
 def copies(tasks: list[Task]) -> list[Task]:
-    return [
-        replace(
-            task,
-            weight=task.weight.clone(),
-            remainder=None if task.remainder is None else task.remainder.clone(),
-            moments=tuple(m.clone() for m in task.moments),
-            tops=tuple(t.clone() for t in task.tops),
-            gradient=task.gradient,
-        )
-        for task in tasks
-    ]
+    return [replace(copy.deepcopy(task), gradient=task.gradient) for task in tasks]
 
 
 def parts(task: Task) -> dict[str, torch.Tensor]:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -181,17 +180,12 @@ class Autocast:
                 stack.enter_context(torch.autocast(self.device.type, dtype=low))
             _active().append((self, stack.pop_all()))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         entries = _active()
         # a generator that is resumed late may leave before what was entered after it
         last = max(i for i, (context, _) in enumerate(entries) if context is self)
         _, stack = entries.pop(last)
-        stack.__exit__(kind, error, trace)
+        stack.__exit__(*error)
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
