@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.trainer.models.pretrained_folders import edit_json
 
 import halfstep.files as files
 import halfstep.trainer.models.gpt.hf as hf
@@ -51,12 +52,6 @@ def saved_by_transformers(tmp_path_factory):
 def folder(saved_by_transformers, tmp_path):
     """A copy that a test may damage."""
     return shutil.copytree(saved_by_transformers, tmp_path / "model")
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 def edit_weights(folder, change):
@@ -127,22 +122,23 @@ def test_the_base_models_names_and_old_files_buffers_are_read(folder):
 
 
 def test_absent_keys_and_other_spellings_mean_what_transformers_means(folder):
-    edit_config(folder, n_layer=..., num_hidden_layers=2, n_positions=..., n_ctx=16, n_inner=96)
-    edit_config(folder, layer_norm_epsilon=..., embd_pdrop=..., attn_pdrop=..., resid_pdrop=...)
-    edit_config(folder, activation_function=..., tie_word_embeddings=..., scale_attn_weights=...)
+    file = folder / "config.json"
+    edit_json(file, n_layer=..., num_hidden_layers=2, n_positions=..., n_ctx=16, n_inner=96)
+    edit_json(file, layer_norm_epsilon=..., embd_pdrop=..., attn_pdrop=..., resid_pdrop=...)
+    edit_json(file, activation_function=..., tie_word_embeddings=..., scale_attn_weights=...)
     model = load_gpt2(folder)
     assert (model.config.dropout, model.config.layer_norm_eps) == (0.1, 1e-5)
     assert_same_logits(model, theirs())
 
 
 def test_dropout_and_checkpointing_can_be_chosen(folder):
-    edit_config(folder, embd_pdrop=0.0, attn_pdrop=0.2, resid_pdrop=0.1)
+    edit_json(folder / "config.json", embd_pdrop=0.0, attn_pdrop=0.2, resid_pdrop=0.1)
     with pytest.raises(CheckpointError, match="embd_pdrop, attn_pdrop and resid_pdrop differ"):
         load_gpt2(folder)
     model = load_gpt2(folder, dropout=0.0, activation_checkpointing=True)
     assert model.config.dropout == 0.0
     assert model.config.activation_checkpointing
-    edit_config(folder, embd_pdrop=0.25, attn_pdrop=0.25, resid_pdrop=0.25)
+    edit_json(folder / "config.json", embd_pdrop=0.25, attn_pdrop=0.25, resid_pdrop=0.25)
     model = load_gpt2(folder)
     assert model.layers[0].attn.dropout == model.layers[0].dropout.p == model.dropout.p == 0.25
 
@@ -183,9 +179,9 @@ def test_only_gpt2s_vocabulary_has_its_end_of_text_token(tmp_path, vocab, end):
     ],
 )
 def test_what_our_gpt_cannot_honour_is_refused_by_name(folder, key, value):
-    edit_config(folder, **{key: value})
+    edit_json(folder / "config.json", **{key: value})
     if key == "resid_pdrop":
-        edit_config(folder, attn_pdrop=value, embd_pdrop=value)
+        edit_json(folder / "config.json", attn_pdrop=value, embd_pdrop=value)
     ours = {"resid_pdrop": "dropout", "layer_norm_epsilon": "layer_norm_eps"}.get(key, key)
     with pytest.raises(CheckpointError, match=ours) as caught:
         load_gpt2(folder)

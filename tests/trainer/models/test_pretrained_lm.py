@@ -65,16 +65,6 @@ def test_packed_documents_have_the_logits_that_they_have_alone(kind, attention, 
     assert (bled - apart).abs().max() > 1e-2  # without restarts they do see each other
 
 
-def test_the_check_of_packing_sees_a_leak(tmp_path, monkeypatch):
-    lm = open_causal_lm(save_lm(tmp_path / "m", "Llama"))
-    run = lm._run
-    monkeypatch.setattr(
-        lm, "_run", lambda ids, positions: run(ids, torch.arange(ids.shape[1])[None])
-    )
-    with pytest.raises(ConfigError, match="see each other"):
-        lm.check_packing()
-
-
 def test_the_check_of_packing_sees_a_leak_smaller_than_rounding(tmp_path, monkeypatch):
     lm = open_causal_lm(save_lm(tmp_path / "m", "Llama", torch.bfloat16))
     logits = lm.logits

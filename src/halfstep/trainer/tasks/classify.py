@@ -268,12 +268,8 @@ class Predictor(InUse):
     ) -> None:
         """Load the model and its tokenizer.
 
-        Args:
-            folder: Of the model.
-            precision: A policy.
-            device: To run on.
-            max_length: Most tokens of a text, where its run cut texts shorter than the model must.
-            trust_remote_code: Let code that comes with the model run.
+        ``max_length`` is the most tokens of a text, where its run cut texts shorter than the model
+        must.
 
         Raises:
             ConfigError: If the folder holds no classifier.

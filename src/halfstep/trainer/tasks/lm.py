@@ -224,13 +224,8 @@ def open_tuned_lm(
 ) -> TunedLM:
     """Open what a finished run left.
 
-    Args:
-        run: Its folder.
-        config: Its configuration.
-        device: To put the model on.
-        precision: A policy; empty: the run's.
-        trust_remote_code: Let code that comes with the model run; a run's own configuration is not
-            believed in this.
+    An empty ``precision`` is the run's. Whether code that comes with the model may run is said
+    here: a run's own configuration is not believed in this.
 
     Raises:
         ConfigError: The run has not ended yet, or its base is another model now.

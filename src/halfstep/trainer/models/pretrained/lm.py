@@ -41,12 +41,8 @@ def open_causal_lm(
 ) -> PretrainedLM:
     """A pretrained causal language model in its stored dtype on the CPU, in training mode.
 
-    Args:
-        source: A folder or a hub name.
-        dropout: All the model's dropout probabilities; None keeps its own.
-        gradient_checkpointing: Recompute each layer's activations in backward.
-        trust_remote_code: Let code that comes with the model run.
-        revision: Of a hub name.
+    Arguments are those of :func:`~halfstep.trainer.models.pretrained.classifier.open_classifier`,
+    and whether each layer's activations are computed anew in backward.
 
     Raises:
         ConfigError: A source or architecture that cannot be used.
@@ -259,17 +255,9 @@ def generate_ids(
     """The ids that the model writes after a prompt; the same seed gives the same ones.
 
     How the model's author means it to generate (``generation_config.json``) is not used; what is
-    asked for here is all. The global random state is as before afterwards.
-
-    Args:
-        lm: On its device; run under the autocast of its policy.
-        prompt: At least one id.
-        max_new_tokens: Most ids to write; fewer where the model's positions end.
-        temperature: Divides the logits; 0 takes the most probable id every time.
-        top_k: Draw from the most probable ids only, so many; None: all.
-        top_p: Draw from the most probable ids that reach this probability together; None: all.
-        seed: Of the draws.
-        ends: Sequences of ids after which it stops; the one that stopped it is left out.
+    asked for here is all. The global random state is as before afterwards. Fewer ids are written
+    where the model's positions end, or one of ``ends``, which is left out; the other arguments
+    mean what they mean for a GPT: :func:`~halfstep.trainer.models.language_model.generate`.
 
     Raises:
         ConfigError: An argument is out of range, or the prompt leaves no position to write at.

@@ -90,10 +90,8 @@ def open_adapted_lm(
 ) -> LoraLM:
     """A saved adapter on the base that it names, ready to go on training.
 
-    Args:
-        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``, or a hub name.
-        trust_remote_code: As :func:`open_causal_lm`.
-        revision: Of the base.
+    ``folder`` has ``adapter_config.json`` and ``adapter_model.safetensors``, or is a hub name;
+    ``revision`` is the base's.
 
     Raises:
         ConfigError: No base, or a kind of adapter other than plain LoRA.
@@ -212,14 +210,9 @@ class LoraLM(PretrainedLM):
     ) -> None:
         """Writes the adapter for ``peft``, or the whole model with the adapter added in.
 
-        Args:
-            folder: As of :meth:`Pretrained.save_`.
-            weights: As there.
-            merge: Write the whole model, without adapters; ``last_merge`` then says what it lost.
-            dtype: Of the written weights; None: the base's for a merge, fp32 for an adapter.
-
-        Raises:
-            CheckpointError: As there.
+        As :meth:`Pretrained.save_`. With ``merge`` the whole model is written, without adapters,
+        and ``last_merge`` then says what it lost. ``dtype`` None means the base's for a merge, fp32
+        for an adapter.
         """
         every = all_parameters(self.model, weights)
         if merge:
