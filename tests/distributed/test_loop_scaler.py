@@ -34,7 +34,7 @@ def loop(rank, kind, clip, sharded):
     model = made(rank, sharded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=kind == "fused")
     scaler = LoopScaler("cpu", init_scale=256.0)
-    scaler.bind(lambda: [optimizer], model.named_parameters, None)
+    scaler.bind(lambda: [optimizer], model.named_parameters)
     seen = []
     for step in range(6):
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
@@ -130,25 +130,29 @@ class _Attachment:
 
     def install(self) -> None:
         """Put the scaler and the methods in place."""
-        self.scaler.bind(self.optimizers, self.named_parameters, None)
+        self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
-        self.accelerator.unscale_gradients = self.unscale_gradients
-        self.accelerator.prepare_optimizer = self.prepare_optimizer
-        self.accelerator.load_state = self.load_state
-        self.accelerator.free_memory = self.free_memory
+        for name in ("unscale_gradients", "prepare_optimizer", "load_state", "free_memory"):
+            setattr(self.accelerator, name, getattr(self, name))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The scaler of a copy is bound to the copied loop."""
         self.__dict__.update(state)
-        self.scaler.bind(self.optimizers, self.named_parameters, None)
+        self.scaler.bind(self.optimizers, self.named_parameters)
 
     def optimizers(self) -> list[Optimizer]:
         """Those that step in the loop, unwrapped."""
         return [bare(optimizer) for optimizer in self.accelerator._optimizers]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters of all models that the Accelerator has prepared."""
-        return _named_parameters(self.accelerator._models)
+        """Of all prepared models, as the user's modules name them; with the model's number."""
+        models = self.accelerator._models
+        for number, model in enumerate(models):
+            prefix = f"model {number}: " if len(models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                for wrapper in ("_orig_mod.", "_fsdp_wrapped_module."):
+                    name = name.replace(wrapper, "")
+                yield prefix + name.removeprefix("module."), parameter
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of the given optimizers; of all that wait for a step, if None."""
@@ -165,9 +169,8 @@ class _Attachment:
             PrecisionError: For trainable 16-bit weights, as :meth:`halfstep.GradScaler.check`.
         """
         if _kind(self.accelerator) != "FSDP":  # which widens the weights when it shards them
-            named = dict(self.named_parameters())
             known = self.scaler._names
-            self.scaler._names = known or {p: name for name, p in named.items()}
+            self.scaler._names = known or {p: name for name, p in self.named_parameters()}
             try:
                 self.scaler.check(bare(optimizer))
             finally:
@@ -175,8 +178,7 @@ class _Attachment:
         kind: Any = type(self.accelerator)
         ready = kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
         if self.every:
-            if self.scaler.meter is not None:
-                self.scaler.meter.close()
+            self.scaler.close_meter()
             self.scaler.meter = LostUpdateMeter(self.optimizers(), self.every)
         return ready
 
@@ -207,11 +209,7 @@ class _Attachment:
 
 
 def refuse_engine(accelerator: Any) -> None:
-    """Refuse engines that scale the loss themselves.
-
-    Raises:
-        PrecisionError: Naming the engine.
-    """
+    """Refuse engines that scale the loss themselves, by name."""
     engine = _OWN_SCALER.get(_kind(accelerator))
     if engine is not None:
         raise PrecisionError(
@@ -273,15 +271,5 @@ def bare(optimizer: Any) -> Optimizer:
     """Out of Accelerate's wrappers, of which there may be several."""
     while hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
-    bare: Optimizer = optimizer
-    return bare
-
-
-def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Names as the user's modules have them; with the model's number where there are several."""
-    for number, model in enumerate(models):
-        prefix = f"model {number}: " if len(models) > 1 else ""
-        for name, parameter in model.named_parameters():
-            for wrapper in ("_orig_mod.", "_fsdp_wrapped_module."):
-                name = name.replace(wrapper, "")
-            yield prefix + name.removeprefix("module."), parameter
+    unwrapped: Optimizer = optimizer
+    return unwrapped

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.grad_scaler.scaler import GradScaler
-from halfstep.integrations.lightning_common import PolicyPlugin, check_strategy, own_scaler, settle
-from halfstep.precision.result import StepResult
+from halfstep.integrations.lightning_common import PolicyPlugin, ScaledSteps, check_strategy
 
 try:
     from lightning.fabric import Fabric
@@ -45,6 +43,11 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
     Save it with the model: ``fabric.save(path, {"model": model, "optimizer": optimizer,
     "precision": precision})``.
     """
+
+    _not_set_up = (
+        "the model or the optimizer is not under the policy: call "
+        "precision.setup(fabric, model, optimizer) where fabric.setup(...) stood"
+    )
 
     def setup(
         self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer
@@ -92,15 +95,9 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         strategy.clip_gradients_value = self._clip_value
         return (*ready, *stepping)
 
-    def _not_set_up(self) -> PrecisionError:
-        return PrecisionError(
-            "the model or the optimizer is not under the policy: call "
-            "precision.setup(fabric, model, optimizer) where fabric.setup(...) stood"
-        )
-
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and back-propagate."""
-        self.backward_(tensor, args, kwargs)
+        self.backward_(tensor, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -161,7 +158,7 @@ def _fabrics(
     return ready, [stepping] if len(optimizers) == 1 else [*stepping]
 
 
-class ScaledPrecision(MixedPrecision):
+class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Fabric's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
     Args:
@@ -169,22 +166,9 @@ class ScaledPrecision(MixedPrecision):
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
-    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
-        scaler = own_scaler(scaler, device)
-        super().__init__("16-mixed", scaler._device, scaler)
-        self.scaler: Any
-        self._loss: Tensor | None = None
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """What the latest optimizer step did; reading it may wait for the device."""
-        result: StepResult | None = self.scaler.last_step
-        return result
-
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss, remember it and back-propagate."""
-        value = tensor.detach().float()
-        self._loss = value if self._loss is None else self._loss + value
+        self._add_loss(tensor)
         super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -194,12 +178,8 @@ class ScaledPrecision(MixedPrecision):
             NonFiniteError: If the loss was not finite (on this rank), or the scaler's options say
                 so.
         """
-        if isinstance(optimizer, LBFGS):
-            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
-        value = self.scaler.step(optimizer, **kwargs)
-        loss, self._loss = self._loss, None
-        settle(self.scaler, loss)
-        return value
+        self._refuse_lbfgs(optimizer)
+        return self._scaled_step(optimizer, kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Before clipping; fused optimizers too."""

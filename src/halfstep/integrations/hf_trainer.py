@@ -98,8 +98,7 @@ def attach(
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
     )
-    trainer.log = callback.with_numbers(trainer.log)
-    trainer.training_step = callback.keeping_loss(trainer.training_step)
+    trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
@@ -142,6 +141,7 @@ class NumericsCallback(TrainerCallback):
         self.scaler = scaler
         self.meter: LostUpdateMeter | None = None
         self._trainer = trainer
+        self._log, self._training_step = trainer.log, trainer.training_step
         self._accelerator = trainer.accelerator
         self._every = every
         self._ranks = ranks
@@ -153,33 +153,20 @@ class NumericsCallback(TrainerCallback):
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
 
-    def keeping_loss(self, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The Trainer's ``training_step``, with every micro-batch's loss kept for the step."""
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's, with every micro-batch's loss kept for the step."""
+        loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
+        self._micro.append((loss.detach(), inputs))
+        return loss
 
-        def step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            loss = training_step(model, inputs, *args, **kwargs)
-            self._micro.append((loss.detach(), inputs))
-            return loss
-
-        return step
-
-    def with_numbers(self, log: Callable[..., None]) -> Callable[..., None]:
-        """The Trainer's ``log``, which now also logs :meth:`numbers` during training."""
-
-        def log_numbers(logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs or "train_loss" in logs:
-                logs.update(self.numbers())
-            log(logs, *args, **kwargs)
-            if not math.isfinite(logs.get("loss", 0.0)):
-                self._restart_mean()
-
-        return log_numbers
-
-    def _restart_mean(self) -> None:
-        """The Trainer empties its sum of losses by ``sum -= sum``, which a NaN outlives."""
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, which now also logs :meth:`numbers` during training."""
+        if "loss" in logs or "train_loss" in logs:
+            logs.update(self.numbers())
+        self._log(logs, *args, **kwargs)
         total = getattr(self._trainer, "_tr_loss", None)
-        if isinstance(total, Tensor):
-            total.zero_()
+        if not math.isfinite(logs.get("loss", 0.0)) and isinstance(total, Tensor):
+            total.zero_()  # the Trainer empties it by ``sum -= sum``, which a NaN outlives
 
     def numbers(self) -> dict[str, float | str]:
         """What is new since the last call: see ``docs/integrations.md``."""
@@ -232,22 +219,22 @@ class NumericsCallback(TrainerCallback):
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
-        if not self._stop or not self._micro:
-            self._micro, self.kept_norm.norm = [], None
+        micro, norm = self._micro, self.kept_norm.norm
+        self._micro, self.kept_norm.norm = [], None
+        if not self._stop or not micro:
             return
-        losses = [loss for loss, _ in self._micro]
-        norm = 0.0 if self._scaled or self.kept_norm.norm is None else self.kept_norm.norm
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+        losses = [loss for loss, _ in micro]
+        whole = torch.as_tensor(0.0 if self._scaled or norm is None else _whole(norm))
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
         broken = self._agreeing(device).worst([loss_broken, not math.isfinite(values[-1])])
         if any(broken):
-            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": _number(self.kept_norm.norm)})
-            micro, step = self._micro, state.global_step + 1
+            shown = math.nan if norm is None else float(_whole(norm))
+            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
+            step = state.global_step + 1
             raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-        self._micro, self.kept_norm.norm = [], None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the reason, if the scaler has skipped this step."""
@@ -289,10 +276,9 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _number(norm: Any) -> float:
-    """Of a norm that may be a tensor, of any kind, or not known."""
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return math.nan if whole is None else float(whole)
+def _whole(norm: Any) -> Any:
+    """Of a norm that may be a number, a tensor or a distributed tensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _check(trainer: Any) -> None:

@@ -19,13 +19,11 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import name_table
-from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.integrations.lightning_common import (
     PolicyPlugin,
+    ScaledSteps,
     check_strategy,
     loss_with_backward,
-    own_scaler,
-    settle,
 )
 from halfstep.precision.result import StepResult
 
@@ -72,8 +70,9 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             return model, optimizers, lr_schedulers
         self._check(trainer, module)
         used = [o for o in optimizers if o.param_groups]  # configure_optimizers may give None
-        closures = len(used) == 1 and isinstance(used[0], LBFGS) and self._takes_closures()
-        self._plain = not used or closures
+        lbfgs = len(used) == 1 and isinstance(used[0], LBFGS)  # it calls the loss several times
+        low = self.policy.param_dtype != torch.float32 or self.policy.loss_scale.kind != "none"
+        self._plain = not used or (lbfgs and not low)
         if self._plain:
             self.evaluate_(module)
         else:
@@ -84,11 +83,6 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if module.automatic_optimization:
             lr_schedulers = hold_on_skip(lr_schedulers, self.applied)
         return model, optimizers, lr_schedulers
-
-    def _takes_closures(self) -> bool:
-        """Whether a step that calls the loss several times needs nothing of ours: LBFGS."""
-        low = self.policy.param_dtype != torch.float32
-        return not low and self.policy.loss_scale.kind == "none"
 
     def _check(self, trainer: Any, module: Any) -> None:
         if self.policy.keeps_more_than_weights:
@@ -107,11 +101,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if self._plain:
             model.backward(tensor, *args, **kwargs)
             return
-
-        def backward(loss: Tensor, **options: Any) -> None:
-            self.backward_(loss, (), options)
-
-        model.backward(loss_with_backward(tensor, backward), *args, **kwargs)
+        model.backward(loss_with_backward(tensor, self.backward_), *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
@@ -186,7 +176,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         self.give_back_()
 
 
-class ScaledPrecision(MixedPrecision):
+class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
     Weights, gradients and scales are bit for bit those of Lightning's own plugin, and besides:
@@ -199,19 +189,7 @@ class ScaledPrecision(MixedPrecision):
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
-    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
-        scaler = own_scaler(scaler, device)
-        super().__init__("16-mixed", scaler._device, scaler)
-        self.scaler: Any
-        self.attempts = 0
-        self._loss: Tensor | None = None
-        self._none = False
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """What the latest optimizer step did; reading it may wait for the device."""
-        result: StepResult | None = self.scaler.last_step
-        return result
+    _none = False  # whether the latest batch had no loss
 
     def applied(self) -> bool:
         """Whether the latest optimizer step updated the weights; True before the first."""
@@ -237,8 +215,7 @@ class ScaledPrecision(MixedPrecision):
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Scale the loss, and remember it."""
-        value = tensor.detach().float()
-        self._loss = value if self._loss is None else self._loss + value
+        self._add_loss(tensor)
         return super().pre_backward(tensor, module)
 
     def optimizer_step(
@@ -250,8 +227,7 @@ class ScaledPrecision(MixedPrecision):
         Raises:
             NonFiniteError: If the loss was not finite, or the scaler's options say so.
         """
-        if isinstance(optimizer, LBFGS):
-            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
+        self._refuse_lbfgs(optimizer)
         output = closure()
         self._none = output is None and bool(model.automatic_optimization)
         if self._none:  # as Lightning: what was accumulated before is dropped, too
@@ -260,20 +236,10 @@ class ScaledPrecision(MixedPrecision):
             return output
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        value = self.scaler.step(optimizer, **kwargs)
-        self.attempts += 1
-        loss, self._loss = self._loss, None
-        settle(self.scaler, loss)
-        return value
+        return self._scaled_step(optimizer, kwargs)
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Clip the unscaled gradients; fused optimizers too, whose gradients are unscaled here."""
-        LightningPrecision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+    # Fused optimizers too, which Lightning's own plugin refuses: they are unscaled by then.
+    clip_gradients = LightningPrecision.clip_gradients
 
 
 class StepLog(Callback):

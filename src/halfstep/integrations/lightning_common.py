@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler.parameter_names import owned
+from halfstep.integrations.grad_scaler.recording import broken_loss
 from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
@@ -44,6 +46,8 @@ class PolicyPlugin:
         attempts: Optimizer steps so far, skipped ones included.
     """
 
+    _not_set_up = "halfstep's precision plugin has no model yet"
+
     def __init__(
         self,
         policy: str | PrecisionPolicy,
@@ -63,17 +67,14 @@ class PolicyPlugin:
                 "plugins shard nothing; use bf16-mixed, or halfstep.distributed (parallel=shard=N)"
             )
         self.precision: Any = lightning_word(self.policy)
-        self._options: dict[str, Any] = {
-            "on_nonfinite": on_nonfinite,
-            "upcast_trainable": upcast_trainable,
-        }
+        self._options: Any = {"on_nonfinite": on_nonfinite, "upcast_trainable": upcast_trainable}
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None
         self.attempts = 0
         self._model: nn.Module | None = None
         self._border: ModuleBorder | None = None
         self._undo: Callable[[], None] | None = None
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: Sequence[Optimizer] = ()
         self._shared: SharedSteps | None = None
         self._said = False
         self._backwards = 0
@@ -82,16 +83,13 @@ class PolicyPlugin:
         self._viewing: list[Optimizer] = []  # whose gradients are shown without their scale
         self._applied = True
 
-    def train_(
-        self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], wrapped: nn.Module
-    ) -> None:
+    def train_(self, model: nn.Module, optimizers: Sequence[Optimizer], wrapped: nn.Module) -> None:
         """Put a model and its optimizers under the policy; ``wrapped`` is what calls the model.
 
         Raises:
             PrecisionError: As :class:`Precision`; nothing has been changed then.
         """
-        every = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
-        if any(isinstance(optimizer, LBFGS) for optimizer in every):
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise PrecisionError(
                 "LBFGS calls the loss several times within a step, so that no step can be skipped "
                 "as a whole; use halfstep.optim's, or any optimizer that takes one gradient a "
@@ -99,12 +97,14 @@ class PolicyPlugin:
             )
         self.give_back_()
         check_wrappers(self.policy, wrapped)
-        shared = self.policy.param_dtype == torch.float32 and _share_parameters(every)
-        self._shared = SharedSteps(every) if shared else None
-        if self.engine is not None and self.policy.param_dtype == torch.float32:
-            self.engine.close()  # weights say all, and another fit goes on from them
-        self.engine = Precision(self.policy, model, self._shared or every, **self._options)
-        self._optimizers = every
+        self._shared = None
+        if self.policy.param_dtype == torch.float32:
+            every = owned(*optimizers)
+            self._shared = SharedSteps(optimizers) if len({*every}) < len(every) else None
+            if self.engine is not None:
+                self.engine.close()  # weights say all, and another fit goes on from them
+        self.engine = Precision(self.policy, model, self._shared or optimizers, **self._options)
+        self._optimizers = optimizers
         self.last_step, self._applied, self._max_norm = None, True, None
         self._backwards = self._forwards = 0
         self._take(model)
@@ -152,7 +152,7 @@ class PolicyPlugin:
             PrecisionError: If no model was set up.
         """
         if self._model is None or self._border is None:
-            raise self._not_set_up()
+            raise PrecisionError(self._not_set_up)
         self._forwards += 1
         self._inside += 1
         try:
@@ -161,18 +161,15 @@ class PolicyPlugin:
         finally:
             self._inside -= 1
 
-    def _not_set_up(self) -> PrecisionError:
-        return PrecisionError("halfstep's precision plugin has no model yet")
-
     def _ready(self, optimizer: Optimizer | None = None) -> Precision:
         """The engine, which must be there, and be that of this optimizer."""
         if self.engine is None or (
             optimizer is not None and all(optimizer is not o for o in self._optimizers)
         ):
-            raise self._not_set_up()
+            raise PrecisionError(self._not_set_up)
         return self.engine
 
-    def backward_(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def backward_(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and back-propagate; with the options of ``torch.Tensor.backward``.
 
         Raises:
@@ -298,18 +295,12 @@ class SharedSteps(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        super().__init__(list(dict.fromkeys(owned)), {})
+        super().__init__([*dict.fromkeys(owned(*optimizers))], {})
         self.active = optimizers[0]
 
     def step(self, closure: Any = None) -> Any:
         """Step the active optimizer, and none of the others."""
         return self.active.step()
-
-
-def _share_parameters(optimizers: Sequence[Optimizer]) -> bool:
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return len(set(owned)) < len(owned)
 
 
 def _no_backward() -> PrecisionError:
@@ -326,8 +317,7 @@ def _device(model: nn.Module) -> torch.device:
 
 def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
     """Parameter to gradient, for all of some optimizers' that have one."""
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return {p: p.grad for p in owned if p.grad is not None}
+    return {p: p.grad for p in owned(*optimizers) if p.grad is not None}
 
 
 @contextmanager
@@ -363,17 +353,9 @@ def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
     """
 
     class Loss(Tensor):
-        def backward(
-            self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
-            inputs: Any = None,
-        ) -> None:  # fmt: skip
+        def backward(self, *args: Any, **kwargs: Any) -> None:
             """Call the function that stands in for ``Tensor.backward``, with the same options."""
-            options = {
-                "gradient": gradient, "retain_graph": retain_graph, "inputs": inputs,
-                "create_graph": create_graph or None,
-            }  # fmt: skip
-            given = {key: value for key, value in options.items() if value is not None}
-            backward(self.as_subclass(Tensor), **given)
+            backward(self.as_subclass(Tensor), *args, **kwargs)
 
     return loss.as_subclass(Loss)
 
@@ -387,11 +369,7 @@ def lightning_word(policy: PrecisionPolicy) -> str:
 
 
 def check_strategy(strategy: object, policy: object) -> None:
-    """Refuse strategies that cast, shard or scale by themselves.
-
-    Raises:
-        PrecisionError: Naming the strategy.
-    """
+    """Refuse strategies that cast, shard or scale by themselves, by name."""
     if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
         raise PrecisionError(
             f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
@@ -473,65 +451,69 @@ def _is_low(module: nn.Module) -> bool:
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
 
 
-# The end of a step with a loss scaler: a broken loss stops the run with its cause.
+# A loss scaler behind the hooks of a Lightning plugin: a broken loss stops the run with its cause.
 
 
-def own_scaler(scaler: GradScaler | None, device: str | None) -> GradScaler:
-    """The scaler that was given, or one with ``strict=True``.
+class ScaledSteps:
+    """What both plugins that are Lightning's ``16-mixed`` with :class:`halfstep.GradScaler` do."""
 
-    Raises:
-        ConfigError: If it is not halfstep's, or is for another device.
-    """
-    if scaler is None:
-        return GradScaler("cuda" if device is None else device, strict=True)
-    if not isinstance(scaler, GradScaler):
-        raise ConfigError(
-            f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's own "
-            "use Lightning's MixedPrecision"
-        )
-    if device not in (None, scaler._device):
-        raise ConfigError(
-            f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
-            f"GradScaler({device!r}, ...), or leave device out"
-        )
-    return scaler
+    scaler: Any
 
+    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
+        """Take the scaler that was given, or one with ``strict=True``.
 
-def broken_loss(scaler: GradScaler, loss: Tensor | None) -> NonFiniteError | None:
-    """The error for a step that was skipped because its loss was not finite, or None.
+        Raises:
+            ConfigError: If it is not halfstep's, or is for another device.
+        """
+        if scaler is None:
+            scaler = GradScaler("cuda" if device is None else device, strict=True)
+        if not isinstance(scaler, GradScaler):
+            raise ConfigError(
+                f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's "
+                "own use Lightning's MixedPrecision"
+            )
+        if device not in (None, scaler._device):
+            raise ConfigError(
+                f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
+                f"GradScaler({device!r}, ...), or leave device out"
+            )
+        super().__init__("16-mixed", scaler._device, scaler)  # type: ignore[call-arg]
+        self.attempts = 0
+        self._loss: Tensor | None = None
 
-    All ranks must call it together: an overflow in one rank's gradients is in everybody's.
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the latest optimizer step did; reading it may wait for the device."""
+        result: StepResult | None = self.scaler.last_step
+        return result
 
-    Args:
-        scaler: After ``step``, before ``update``.
-        loss: This rank's, summed over micro-batches; None if it is not known.
-    """
-    result = scaler.last_step
-    if result is None or result.applied:
-        return None
-    mine = loss is not None and not bool(loss.isfinite().all())
-    device = torch.device(scaler._device)
-    if not any(ranks_of_this_process(device).worst([int(mine)])):
-        return None
-    shown = f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"
-    return NonFiniteError(
-        f"the loss is {shown} before any gradient: the forward pass or the data made it, no loss "
-        "scale can help; the weights are unchanged",
-        cause="forward",
-    )
+    def _add_loss(self, loss: Tensor) -> None:
+        value = loss.detach().float()
+        self._loss = value if self._loss is None else self._loss + value
 
+    def _refuse_lbfgs(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
 
-def settle(scaler: GradScaler, loss: Tensor | None) -> None:
-    """Adapt the scale, and stop for a loss that is not finite rather than for what follows.
-
-    Raises:
-        NonFiniteError: As :func:`broken_loss` tells, or as :meth:`GradScaler.update`.
-    """
-    error = broken_loss(scaler, loss)
-    try:
-        scaler.update()
-    except NonFiniteError:
-        if error is None:
-            raise
-    if error is not None:
-        raise error
+    def _scaled_step(self, optimizer: Optimizer, options: dict[str, Any]) -> Any:
+        """Step and adapt the scale; stop for a loss that is not finite, not for what follows."""
+        value = self.scaler.step(optimizer, **options)
+        self.attempts += 1
+        loss, self._loss = self._loss, None
+        result = self.last_step
+        skipped = result is not None and not result.applied
+        ranks = ranks_of_this_process(torch.device(self.scaler._device))
+        # All ranks ask together: an overflow in one rank's gradients is in everybody's.
+        broken = broken_loss(loss, ranks) if skipped else ""
+        try:
+            self.scaler.update()
+        except NonFiniteError:
+            if not broken:
+                raise
+        if broken:
+            raise NonFiniteError(
+                f"the loss is {broken} before any gradient: the forward pass or the data made it, "
+                "no loss scale can help; the weights are unchanged",
+                cause="forward",
+            )
+        return value

@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.guard import Guard
-from halfstep.integrations.grad_scaler.parameter_names import Names, name_table
-from halfstep.integrations.grad_scaler.record import stored_gradients, total
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler.parameter_names import Names, name_table, with_gradients
+from halfstep.integrations.grad_scaler.recording import broken_loss, stored_gradients, total
+from halfstep.integrations.grad_scaler.scaler import GradScaler, Guard
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.precision.result import Reason
@@ -64,17 +63,14 @@ class LoopScaler(GradScaler):
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._checked: int | None = None  # id of the optimizer whose flags are this step's
 
-    def bind(self, optimizers: Optimizers, named: Named, ranks: Ranks | None) -> None:
+    def bind(self, optimizers: Optimizers, named: Named) -> None:
         """Tell whose loop it is.
 
         Args:
             optimizers: Gives the optimizers that step in it, unwrapped.
             named: Gives names and parameters, where none were given; asked once, when training.
-            ranks: Who must agree; None: as the scaler was made.
         """
         self._optimizers = optimizers
-        if ranks is not None:
-            self._ranks = ranks
         self._find_names = None if self._names else named
 
     @property
@@ -95,6 +91,10 @@ class LoopScaler(GradScaler):
         if self._found_names is not None:
             self._names, self._find_names = {}, self._found_names
             self._found_names = None
+        self.close_meter()
+
+    def close_meter(self) -> None:
+        """Measure no more lost updates."""
         if self.meter is not None:
             self.meter.close()
             self.meter = None
@@ -110,11 +110,8 @@ class LoopScaler(GradScaler):
         if self._enabled:
             if self._pending:
                 self._settle()
-            self._mixed |= {
-                key
-                for key, state in self._per_optimizer_states.items()
-                if state["stage"] is OptState.UNSCALED
-            }
+            states = self._per_optimizer_states.items()
+            self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -132,7 +129,7 @@ class LoopScaler(GradScaler):
         """Unscale the gradients of all optimizers that have some and wait for their step."""
         for optimizer in self._bound():
             self._refuse_mixed(optimizer)
-            if self._stage(optimizer) is OptState.READY and has_gradients(optimizer):
+            if self._stage(optimizer) is OptState.READY and with_gradients(optimizer):
                 self.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -232,7 +229,7 @@ class LoopScaler(GradScaler):
         return [
             optimizer
             for optimizer in self._bound()
-            if self._stage(optimizer) is not OptState.STEPPED and has_gradients(optimizer)
+            if self._stage(optimizer) is not OptState.STEPPED and with_gradients(optimizer)
         ]
 
     def _stage(self, optimizer: Optimizer) -> OptState:
@@ -250,19 +247,8 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The loop it is bound to does not travel."""
-        unbound: dict[str, Any] = {
-            "_optimizers": None,
-            "_find_names": None,
-            "_found_names": None,
-            "meter": None,
-            "_mixed": set(),
-        }
-        return super().__getstate__() | unbound
-
-
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether any of its parameters has one."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        unbound = dict.fromkeys(("_optimizers", "_find_names", "_found_names", "meter"))
+        return super().__getstate__() | unbound | {"_mixed": set()}
 
 
 # The look at loss and gradients before a step, for loops that need no loss scale: bf16, fp32.
@@ -315,7 +301,7 @@ class FiniteGuard(LoopScaler):
         """The outputs times 1; a scalar is remembered as the loss of a micro-batch."""
         scaled = super().scale(outputs)
         bound = self._bound()
-        if bound and not any(map(has_gradients, bound)):
+        if bound and not with_gradients(*bound):
             self._losses_sum = None  # what was back-propagated before has been dropped
         if isinstance(outputs, Tensor) and outputs.numel() == 1:
             value = outputs.detach().float().reshape(())
@@ -330,7 +316,7 @@ class FiniteGuard(LoopScaler):
             PrecisionError: If a closure is given, or another rank's optimizer has no gradient.
         """
         device = torch.device(self._device)
-        if not has_gradients(optimizer) and isinstance(self._agreeing(device), OneRank):
+        if not with_gradients(optimizer) and isinstance(self._agreeing(device), OneRank):
             value: float | None = optimizer.step(*args, **kwargs)
             return value
         return super().step(optimizer, *args, **kwargs)
@@ -370,18 +356,22 @@ class FiniteGuard(LoopScaler):
         self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
     ) -> None:
         loss = self._losses_sum
-        mine = loss is not None and not bool(loss.isfinite())
         device = torch.device(self._device) if loss is None else loss.device
-        of_loss = bool(self._agreeing(device).worst([int(mine)])[0])
+        of_loss = broken_loss(loss, self._agreeing(device))
         if of_loss:
-            shown = f"{loss.item()}" if mine and loss is not None else "not finite on another rank"
-            what = f"the loss is {shown}: the forward pass or the data made it"
+            what = f"the loss is {of_loss}: the forward pass or the data made it"
         else:
             kind = "NaN" if reason == "nan_gradients" else "overflow (inf)"
             whose = some(names) or "parameters that are not known here"
             what = f"{kind} in the gradients of {whose} under a finite loss"
         if self._choice.action == "skip" and self._count.in_a_row <= self._choice.count:
-            self._say(what)
+            if not self._said:
+                self._said = True
+                warnings.warn(
+                    f"the step is left out, as on_nonfinite={self._choice} allows: {what}. Said "
+                    "once; last_step tells of every step",
+                    stacklevel=6,
+                )
             return
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
@@ -389,12 +379,3 @@ class FiniteGuard(LoopScaler):
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else names,
         )
-
-    def _say(self, what: str) -> None:
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"the step is left out, as on_nonfinite={self._choice} allows: {what}. Said once; "
-                "last_step tells of every step",
-                stacklevel=7,
-            )

@@ -17,6 +17,7 @@ The loop stays as it is, no number of the training changes, and nothing waits fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from halfstep.diagnostics.lost_updates.replay import (
     ExactMoments,
     intended_updates,
     is_documented,
-    is_own,
     plain,
     slowdowns,
 )
@@ -104,18 +104,13 @@ class LostUpdateMeter:
             optimizers = source.optimizers
         else:
             optimizers = [source] if isinstance(source, Optimizer) else list(_optimizers(source))
-        self._watches = [
-            _Watch(
-                optimizer,
-                f"optimizer {i} " if len(optimizers) > 1 else "",
-                Chooser(samples, random_key(seed, i, 0)),
-                names,
-                visible,
-                every,
-                start,
-            )
-            for i, optimizer in enumerate(optimizers)
-        ]
+        self._watches = []
+        for i, optimizer in enumerate(optimizers):
+            prefix = f"optimizer {i} " if len(optimizers) > 1 else ""
+            choose = Chooser(samples, random_key(seed, i, 0))
+            exact = ExactMoments(choose)
+            watch = _Watch(optimizer, prefix, choose, names, visible, every, start, exact)
+            self._watches.append(watch)
         self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
 
     def report(self) -> tuple[GroupReport, ...]:
@@ -135,8 +130,7 @@ class LostUpdateMeter:
         reports = self.report()
         return table(reports) if reports else "no step has been measured yet"
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def close(self) -> None:
         """Unhook; what was measured can still be read."""
@@ -156,32 +150,22 @@ def _optimizers(source: object) -> Sequence[Optimizer]:
     )
 
 
+@dataclass(eq=False)
 class _Watch:
     """The hooks of one optimizer, and what they have seen."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        prefix: str,
-        choose: Chooser,
-        names: Mapping[Tensor, str],
-        visible: torch.dtype | None,
-        every: int,
-        start: int,
-    ) -> None:
-        self._optimizer = optimizer
-        self._prefix = prefix
-        self._choose = choose
-        self._names = names
-        self._visible = visible
-        self._every = every
-        self._count = start
-        self._own = is_own(optimizer)
-        self._exact = ExactMoments(choose)
-        self._open: StepSample | None = None
-        self._unread: list[StepSample] = []
-        self._reports: tuple[GroupReport, ...] = ()
-        self.fresh = False
+    _optimizer: Optimizer
+    _prefix: str
+    _choose: Chooser
+    _names: Mapping[Tensor, str]
+    _visible: torch.dtype | None
+    _every: int
+    _count: int
+    _exact: ExactMoments
+    _open: StepSample | None = None
+    _unread: list[StepSample] = field(default_factory=list)
+    _reports: tuple[GroupReport, ...] = ()
+    fresh: bool = False
 
     def hook(self) -> list[RemovableHandle]:
         """Register before and after the optimizer's step."""
@@ -193,12 +177,10 @@ class _Watch:
         self._open = None
         self._exact.prepare(optimizer)
         if (self._count + 1) % self._every == 0:
+            number, exact = self._count + 1, self._exact.get
             self._open = before_step(
-                optimizer, self._count + 1, self._choose, self._names, args, kwargs, own=self._own
+                optimizer, number, self._choose, self._names, exact, args, kwargs
             )
-            for number, group in enumerate(self._open.groups):
-                for j, sample in zip(group.members, group.samples, strict=True):
-                    sample.exact = self._exact.get((number, j))
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +189,7 @@ class _Watch:
         step, self._open = self._open, None
         self.fresh = step is not None
         if step is not None:
-            after_step(optimizer, step, own=self._own)
+            after_step(optimizer, step)
             kept = self._unread[1 - _UNREAD :] if step.found is not None else []
             self._unread = [*kept, step]
 

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.lost_updates.sampling import Chooser, Sample, in_memory, local
+from halfstep.diagnostics.lost_updates.sampling import (
+    Chooser,
+    Sample,
+    is_own,
+    local,
+    sampled_state,
+)
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import Algorithm
-from halfstep.optim.storage.moments import BLOCK, decode_elements
+from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import stored_moment
 
 # Every element by itself, as torch.optim documents them.
@@ -29,18 +35,6 @@ _ELEMENTWISE = frozenset(
 # Rows, columns, products of matrices or a history of whole gradients: a sample says nothing.
 _WHOLE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 _PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
-
-
-def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
-    """Whether it is one of halfstep's, whose rule can be called by itself."""
-    return isinstance(optimizer, LowPrecisionOptimizer)
-
-
-def why_unknown(kind: type[Optimizer], samples: Sequence[Sample]) -> str:
-    """Why a class's updates cannot be replayed on single elements; empty if they can."""
-    if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
-        return f"{kind.__name__} does not update every element by itself"
-    return ""
 
 
 def is_documented(optimizer: Optimizer) -> bool:
@@ -67,13 +61,13 @@ def intended_updates(
     gradients = [sample.gradient.double() * multiplier for sample in samples]
     if is_own(optimizer):
         return _by_rule(optimizer, options, samples, gradients)
-    reason = why_unknown(type(optimizer), samples)
-    if reason:
-        return reason
+    kind = type(optimizer)
+    if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
+        return f"{kind.__name__} does not update every element by itself"
     try:
-        return _by_twin(type(optimizer), options, samples, gradients)
+        return _by_twin(kind, options, samples, gradients)
     except Exception as error:  # somebody's class: anything may go wrong
-        return f"replaying {type(optimizer).__name__} on single elements failed ({error})"
+        return f"replaying {kind.__name__} on single elements failed ({error})"
 
 
 def plain(value: Any) -> Any:
@@ -106,13 +100,8 @@ def slowdowns(
 ) -> list[Tensor]:
     """How many times smaller each update is than it would be with an fp32 second moment.
 
-    Weight decay, which knows no moments, is left out on both sides.
-
-    Args:
-        optimizer: As for :func:`intended_updates`, like the other arguments.
-        options: Its group's.
-        samples: Of that group, on the CPU.
-        multiplier: What the step multiplies every gradient by.
+    Weight decay, which knows no moments, is left out on both sides. The arguments are those of
+    :func:`intended_updates`.
 
     Returns:
         For each sample fp64 of shape (k,); 1 where the second moment is kept in fp32, where there
@@ -138,19 +127,20 @@ def _before(
     rule: Algorithm, options: dict[str, Any], sample: Sample
 ) -> tuple[Tensor, Tensor, tuple[float, ...]]:
     """First and second moment in fp64, and the constants of the step that follows."""
-    first, *rest = (_moment(name, sample, signed=i == 0) for i, name in enumerate(rule.moments))
-    constants = rule.constants(options, int(sample.state.get("step", 0)) + 1)
+    state, shape = sample.state, sample.weight.shape
+    found = [_moment(m, state, signed=i == 0) for i, m in enumerate(rule.moments)]
+    first, *rest = (torch.zeros(shape, dtype=torch.float64) if m is None else m for m in found)
+    constants = rule.constants(options, int(state.get("step", 0)) + 1)
     return first, rest[0] if rest else first, constants
 
 
-def _moment(name: str, sample: Sample, *, signed: bool) -> Tensor:
-    """A sampled moment in fp64, whatever its format."""
-    values, tops = stored_moment(sample.state, name)
+def _moment(name: str, state: Mapping[str, Any], *, signed: bool) -> Tensor | None:
+    """A sampled moment in fp64, whatever its format; None before the first step."""
+    values, tops = stored_moment(state, name)
     if values is None:
-        return torch.zeros(sample.weight.shape, dtype=torch.float64)
-    if tops is None:
-        return values.double()
-    return decode_elements(values, tops, signed=signed).double()
+        return None
+    decoded = values if tops is None else decode_elements(values, tops, signed=signed)
+    return decoded.double()
 
 
 def _by_twin(
@@ -219,23 +209,18 @@ class ExactMoments:
                 state, place = optimizer.state.get(parameter, {}), (number, j)
                 step = state.get("step")
                 index = self._index.get(place)
-                if (
-                    index is None
-                    or step is not self._steps[place]
-                    or index.device != parameter.device
-                ):
+                follows = index is not None and index.device == parameter.device
+                if not follows or step is not self._steps[place]:
                     total = sum(local(p).numel() for p in group["params"])
-                    self._index[place] = self._choose(place, local(parameter.detach()), total)
-                    self._values[place] = _stored(state, self._index[place])
-                    self._steps[place] = step
+                    index = self._choose(place, local(parameter.detach()), total)
+                    sampled = sampled_state(state, parameter, index)
+                    stored = _moment("exp_avg_sq", sampled, signed=False)
+                    zeros = torch.zeros(index.shape, device=index.device)
+                    self._values[place] = zeros if stored is None else stored.float()
+                    self._index[place], self._steps[place] = index, step
 
     def update(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-        """After a step: average the gradients that it was given into the moments.
-
-        Args:
-            optimizer: That has stepped, one of halfstep's.
-            kwargs: The keyword arguments of its ``step``.
-        """
+        """After a step, of one of halfstep's: average the gradients that it was given in."""
         if not self._values:
             return
         given = kwargs.get("gradients")
@@ -266,19 +251,5 @@ class ExactMoments:
 
 def _is_coarse(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether a group's second moments are kept in less than fp32."""
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        return False
-    return len(optimizer.algorithm.moments) > 1 and group["moments"] not in (None, "fp32")
-
-
-def _stored(state: Mapping[str, Any], index: Tensor) -> Tensor:
-    """The optimizer's own second moments of some elements, as fp32."""
-    values, tops = stored_moment(state, "exp_avg_sq")
-    if values is None:
-        return torch.zeros(index.shape, device=index.device)
-    taken = torch.take(local(values), index)
-    if tops is None:
-        return taken.float()
-    return decode_elements(
-        taken, torch.take(tops, in_memory(index, local(values)) // BLOCK), signed=False
-    )
+    several = is_own(optimizer) and len(optimizer.algorithm.moments) > 1
+    return several and group["moments"] not in (None, "fp32")

@@ -168,27 +168,23 @@ def measure(
 ) -> GroupReport:
     """Compare what was intended with what is stored.
 
-    Args:
-        group: Its name.
-        step: Number of the step.
-        learning_rate: Of the step, or NaN.
-        samples: One or more, on the CPU.
-        updates: From ``intended_updates``: fp64 (k,) each, or why they are not known.
-        slowdowns: How many times smaller updates are than with fp32 moments: fp64 (k,) each.
-        visible: The format of the weights that matrix products see; None: as stored.
-        linear: Whether updates grow with the learning rate in proportion.
-        note: Added to the report.
+    ``samples`` are on the CPU; ``updates`` and ``slowdowns`` are from the replay, fp64 (k,) each,
+    or ``updates`` says why they are not known. ``visible`` is the format of the weights that matrix
+    products see, None as stored; ``linear``: updates grow with the learning rate in proportion.
     """
     shares = torch.cat(  # an element stands for as many as its tensor has elements per sample
         [torch.full_like(s.weight, s.numel / len(s.weight), dtype=torch.float64) for s in samples]
     )
     same = torch.cat([_unmoved(s) for s in samples])
-    hidden = torch.cat([_unseen(s, visible) for s in samples])
-    known = not isinstance(updates, str)
-    note = note if known else f"the intended update is not known: {updates}"
-    changes = list(updates) if not isinstance(updates, str) else [s.gradient for s in samples]
+    seen = [visible or s.weight.dtype for s in samples]
+    hidden = [_same_bits(s.weight.to(d), s.after.to(d)) for s, d in zip(samples, seen, strict=True)]
+    known, changes = not isinstance(updates, str), [s.gradient for s in samples]
+    if isinstance(updates, str):
+        note = f"the intended update is not known: {updates}"
+    else:
+        changes = [*updates]
     moving = torch.cat([change != 0 for change in changes])
-    lost = same & moving
+    lost, every = same & moving, torch.ones_like(moving)
     slow = torch.cat(list(slowdowns))
     frozen = wholly = float("nan")
     stuck: tuple[str, ...] = ()
@@ -211,8 +207,8 @@ def measure(
         stored=", ".join(sorted({_stored(s) for s in samples})),
         lost=_share(lost, moving, shares) if known else float("nan"),
         unmoved=_share(same & moving, moving, shares),
-        weight_unchanged=_share(hidden, torch.ones_like(hidden), shares),
-        zero=_share(~moving, torch.ones_like(moving), shares),
+        weight_unchanged=_share(torch.cat(hidden), every, shares),
+        zero=_share(~moving, every, shares),
         frozen_below=frozen,
         wholly_frozen_below=wholly,
         stuck=stuck,
@@ -249,11 +245,6 @@ def _unmoved(sample: Sample) -> Tensor:
     if sample.remainder is not None and sample.remainder_after is not None:
         same &= _same_bits(sample.remainder, sample.remainder_after)
     return same
-
-
-def _unseen(sample: Sample, visible: torch.dtype | None) -> Tensor:
-    dtype = visible or sample.weight.dtype
-    return _same_bits(sample.weight.to(dtype), sample.after.to(dtype))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -47,29 +47,17 @@ _SCALARS = frozenset(  # names of arguments that are data though they are number
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Facts about an operator, from its schema.
+    """Facts about an operator, from its schema."""
 
-    Attributes:
-        name: Such as ``"aten.add.Tensor"``.
-        base: Such as ``"add"``, without the underscore of an operation in place.
-        names: Of its arguments.
-        writes: Names of arguments that it writes to.
-        reads_what_it_writes: Whether their old values matter.
-        view: Whether its output is its input, seen otherwise.
-        allocates: Whether its output is memory as it is found.
-        attention: Whether it is an attention whole, softmax and all.
-        first_counts: Whether only its first output is meant to be finite.
-    """
-
-    name: str
-    base: str
-    names: tuple[str, ...]
-    writes: tuple[str, ...]
-    reads_what_it_writes: bool
-    view: bool
-    allocates: bool
-    attention: bool
-    first_counts: bool
+    name: str  # such as "aten.add.Tensor"
+    base: str  # such as "add", without the underscore of an operation in place
+    names: tuple[str, ...]  # of its arguments
+    writes: tuple[str, ...]  # names of arguments that it writes to
+    reads_what_it_writes: bool  # whether their old values matter
+    view: bool  # its output is its input, seen otherwise
+    allocates: bool  # its output is memory as it is found
+    attention: bool  # it is an attention whole, softmax and all
+    first_counts: bool  # only its first output is meant to be finite
 
     @property
     def softmax(self) -> bool:
@@ -185,19 +173,12 @@ def count(value: Tensor | float) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of an operation, as it was before.
+    """One input of an operation, as it was before."""
 
-    Attributes:
-        name: Of the argument.
-        original: The tensor that was handed over, or a number.
-        value: Its values before the operation: a copy if it wrote to them.
-        counts: Of ``value``.
-    """
-
-    name: str
-    original: Tensor | float
-    value: Tensor | float
-    counts: Counts
+    name: str  # of the argument
+    original: Tensor | float  # what was handed over
+    value: Tensor | float  # its values before the operation: a copy if it wrote to them
+    counts: Counts  # of ``value``
 
 
 def inputs(
@@ -205,11 +186,7 @@ def inputs(
 ) -> list[Input]:
     """What an operation read: floating tensors, and the numbers that are data.
 
-    Args:
-        known: Of the operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        before: Copies of what it wrote to, by the id of the tensor.
+    ``before`` holds copies of what it wrote to, by the id of the tensor.
     """
     names = known.names or tuple(f"argument {i}" for i in range(len(args)))
     found = []
@@ -232,12 +209,8 @@ def kind_of(
 ) -> Kind | None:
     """What made an output not finite, or None if the operation only passes on what came in.
 
-    Args:
-        func: The operator.
-        known: Facts about it.
-        given: Its inputs; those that are not finite are allowed to be.
-        outputs: Its outputs that are not finite.
-        made: Counts over them.
+    Inputs that are not finite are allowed to be; ``outputs`` are those that are not finite, and
+    ``made`` counts over them.
     """
     tensors = [i.counts for i in given if isinstance(i.value, Tensor)]
     numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
@@ -413,12 +386,7 @@ def short(value: float) -> str:
 def block_of(model: nn.Module, name: str) -> str:
     """The innermost item of a ``ModuleList`` that a module is or is in; else of a ``Sequential``.
 
-    Args:
-        model: The root.
-        name: Qualified, of a module in it.
-
-    Returns:
-        Its qualified name. Items of a ``Sequential`` without children, as in an MLP, are no blocks.
+    Items of a ``Sequential`` without children, as in an MLP, are no blocks.
     """
     parts = name.split(".") if name else []
     for container in (nn.ModuleList, nn.Sequential):

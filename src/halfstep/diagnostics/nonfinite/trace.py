@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -198,17 +198,14 @@ class NonFiniteTrace(TorchDispatchMode):
         self.first_cause = Cause(
             kind=kind,
             op=known.name,
-            module=module,
-            class_name=place.class_name,
             block=block_of(self._model, module),
-            direction="backward" if place.backward else "forward",
             dtype=dtype,
             nan=made.nan,
             inf=made.inf,
             elements=made.elements,
             inputs=tuple(self._operand(i, low) for i in given),
-            node=place.node,
-            source="" if place.backward else source,
+            source=source if place.direction == "forward" else "",
+            **place._asdict(),
         )
 
     def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
@@ -218,8 +215,9 @@ class NonFiniteTrace(TorchDispatchMode):
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._allowed[ref.cdata] = ref, unwritten
         if len(self._allowed) > self._prune_at:
-            alive = [(k, v) for k, v in self._allowed.items() if not _expired(v[0])]
-            self._allowed = dict(alive)
+            # The key of memory that is gone stays taken while the reference to it lives.
+            for key in [k for k, (ref, _) in self._allowed.items() if ref.expired()]:  # type: ignore[no-untyped-call]
+                del self._allowed[key]
             self._prune_at = 1024 + 2 * len(self._allowed)
 
     def _is_news(self, given: Input, known: Operation) -> bool:
@@ -266,46 +264,26 @@ class NonFiniteTrace(TorchDispatchMode):
         return simulated, ""
 
 
-def _expired(ref: StorageWeakRef) -> bool:
-    """Whether the memory is gone; its key stays taken while ``ref`` lives."""
-    return bool(ref.expired())  # type: ignore[no-untyped-call]
-
-
 # In which module's forward an operation runs, and of which forward a backward is.
 
 
 class Place(NamedTuple):
-    """Where an operation runs.
-
-    Attributes:
-        module: Qualified name of the innermost module; "" for the root, or outside of all.
-        class_name: Its class; "" outside of all modules.
-        backward: Whether autograd runs it, other than to compute a forward again.
-        node: The autograd node that runs.
-    """
+    """Where an operation runs, in the words of :class:`Cause`."""
 
     module: str = ""
     class_name: str = ""
-    backward: bool = False
+    direction: Literal["forward", "backward"] = "forward"
     node: str = ""
 
 
 class _Call(NamedTuple):
-    """One run of a module's forward.
-
-    Attributes:
-        name: Of the module.
-        class_name: Its class.
-        task: The backward pass in which it ran, -1 for none.
-        first: The number that autograd gives to the first node made in it.
-        end: One more than the last node's.
-    """
+    """One run of a module's forward."""
 
     name: str
     class_name: str
-    task: int
-    first: int
-    end: int = sys.maxsize
+    task: int  # the backward pass in which it ran, -1 for none
+    first: int  # the number that autograd gives to the first node made in it
+    end: int = sys.maxsize  # one more than the last node's
 
 
 class ModuleCalls:
@@ -352,31 +330,27 @@ class ModuleCalls:
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
 
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Place:
-        """Where the operation that runs now is.
-
-        Args:
-            names: Of parameters, by the key of their storage.
-        """
+        """Where the operation that runs now is; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
         top = self._stack[-1] if self._stack else None
         if task == -1 or (top is not None and top.task == task):
             return Place() if top is None else Place(top.name, top.class_name)
         node = torch._C._current_autograd_node()
         if node is None:
-            return Place(backward=True)
+            return Place(direction="backward")
         kind = node.name().removeprefix("torch::autograd::")
         variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
         if isinstance(variable, Tensor) and storage_key(variable) in names:
             parameter = names[storage_key(variable)][0]
             module = parameter.rpartition(".")[0]
             class_name = type(self._model.get_submodule(module)).__name__
-            return Place(module, class_name, True, f"{kind} of {parameter}")
+            return Place(module, class_name, "backward", f"{kind} of {parameter}")
         # Forwards that a backward pass runs again may number their nodes anew, and make none that
         # this same pass goes through.
         number = node._sequence_nr()
         runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
         runs = [c for c in runs if c.task == runs[-1].task]
         if not runs:
-            return Place("", "", True, kind)
+            return Place("", "", "backward", kind)
         call = min(runs, key=lambda run: run.end - run.first)
-        return Place(call.name, call.class_name, True, kind)
+        return Place(call.name, call.class_name, "backward", kind)

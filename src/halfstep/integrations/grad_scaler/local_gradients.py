@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.integrations.grad_scaler.parameter_names import owned, with_gradients
 from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part
 from halfstep.precision.masters.stepping import KeepsMasters
 
@@ -30,7 +31,7 @@ class LocalGradients:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        found = (local_gradient(parameter) for parameter in _with_gradients(optimizer))
+        found = (local_gradient(parameter) for parameter in with_gradients(optimizer))
         parts = [_carrying(gradient) for gradient in found if gradient is not None]
         self.param_groups = [{"params": parts}]
 
@@ -46,7 +47,7 @@ def _carrying(gradient: Tensor) -> Tensor:
 
 def kinds(optimizer: Optimizer) -> set[str]:
     """What its gradients are: ``"sharded"``, ``"plain"``, and ``"complex"`` where any is."""
-    every = _with_gradients(optimizer)
+    every = with_gradients(optimizer)
     found = {"sharded" if is_sharded(p) else "plain" for p in every}
     return found | {"complex"} if any(p.is_complex() for p in every) else found
 
@@ -68,7 +69,7 @@ def _one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        every = [(p, p.grad) for p in _with_gradients(optimizer)]
+        every = [(p, p.grad) for p in with_gradients(optimizer)]
         value = None
         try:
             for sharded in (True, False):
@@ -94,7 +95,7 @@ def _one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
 def _on_parts(optimizer: Optimizer) -> Iterator[None]:
     """Put this rank's parts in the DTensors' places; what is kept for them stays theirs."""
     parts: dict[Tensor, Tensor] = {}
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+    for parameter in owned(optimizer):
         if is_sharded(parameter):
             parts[parameter] = nn.Parameter(local_part(parameter), parameter.requires_grad)
             parts[parameter].grad = local_gradient(parameter)
@@ -110,14 +111,3 @@ def _exchange(optimizer: Optimizer, new: dict[Tensor, Tensor]) -> None:
         group["params"] = [new.get(p, p) for p in group["params"]]
     for old in [p for p in optimizer.state if p in new]:
         optimizer.state[new[old]] = optimizer.state.pop(old)
-
-
-def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
-    owned = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in owned if isinstance(p, Tensor) and p.grad is not None]
-
-
-def flag_of(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
-    """1 if any of the flags is set, else 0, in a new tensor on the device, without waiting."""
-    moved = [flag.to(device, non_blocking=True) for flag in flags.values()]
-    return torch.stack(moved).sum().clamp_(max=1.0)

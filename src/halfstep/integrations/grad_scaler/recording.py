@@ -1,14 +1,25 @@
 """torch.amp.GradScaler that remembers what each step did, and behaves as torch's in all else.
 
-Nothing here waits for a device that torch's scaler would not wait for: flags, scales and counters
-are kept as tensors and read when :attr:`RecordingScaler.last_step` is.
+Reading a number of a GPU makes the host wait, and nothing here waits where torch's scaler would
+not: flags, scales and counters stay tensors until :attr:`RecordingScaler.last_step` is read; those
+that are on the host already are kept as numbers.
+
+The ranks of a run step together or not at all, and keep one scale. Those of plain replicas, DDP,
+FSDP2 and tensor parallelism each see gradients of their own: parts of one tensor, or what a hook or
+a fault has changed on one of them. torch's scaler lets each decide by its own; one that skips and
+one that steps then have different weights and different scales for good. Here the flag of every
+optimizer is the MAX over ranks, in one small collective beside the check.
+
+**Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -16,58 +27,193 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.integrations.grad_scaler.local_gradients import (
-    LocalGradients,
-    flag_of,
-    kinds,
-    stepping,
-)
+from halfstep.integrations.grad_scaler.local_gradients import LocalGradients, kinds, stepping
 from halfstep.integrations.grad_scaler.parameter_names import (
     Names,
     accepts_low_precision,
-    half_gradients,
-    half_trainable,
+    low_trainable,
     name_table,
+    owned,
+    parameter_names,
     refuse_half,
     refuse_pure,
-    upcast_trainable_,
-)
-from halfstep.integrations.grad_scaler.record import (
-    Marks,
-    SkipCount,
-    StepRecord,
-    any_skipped,
-    hold,
-    on_host,
-    total,
+    with_gradients,
 )
 from halfstep.precision.agreement import ranks_of_this_process
+from halfstep.precision.casting.cast import upcast_
+from halfstep.precision.checks import some
+from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.result import Reason, StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks
 
 _NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
+
+Held = Tensor | float
+"""A number, or a 0-dim tensor on a device whose value nobody has waited for yet."""
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading the tensor's value makes nobody wait."""
+    return tensor.device.type == "cpu"
+
+
+def hold(tensor: Tensor) -> Held:
+    """The tensor's present value: a number where reading it is free, else a copy on its device."""
+    return float(tensor.item()) if on_host(tensor) else tensor.detach().clone()
+
+
+def total(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of per-device flags on one device, in a new tensor."""
+    moved = [flag.to(device, non_blocking=True) for flag in flags]
+    return torch.stack(moved).sum()
+
+
+def stored_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Parameter and what this rank stores of its gradient, for all that have one."""
+    every = ((p, p.grad) for p in with_gradients(optimizer))
+    return [(p, g._values() if g.is_sparse else local_part(g)) for p, g in every if g is not None]
+
+
+class Marks:
+    """Which gradients were not finite at one moment, kept without waiting for the device.
+
+    Args:
+        optimizer: Whose gradients are marked. Nothing of it is kept alive but names.
+        known: Names of parameters, where they are known.
+        exact: Tell infinities apart from NaN within one tensor too. Costs two more reads of the
+            gradients, so it is for steps that are known to have overflowed. Without it, a tensor
+            that holds both counts as NaN.
+    """
+
+    def __init__(self, optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> None:
+        names = parameter_names(optimizer, known)
+        with torch.no_grad():
+            found = [(p, v.detach()) for p, v in stored_gradients(optimizer) if v.numel()]
+            # Tensors of other types cannot be mixed with plain ones in one call.
+            found = [(p, v) for p, v in found if type(v) in (Tensor, torch.nn.Parameter)]
+            values = [value for _, value in found]
+            self._names = [names[parameter] for parameter, _ in found]
+            # The largest absolute value of each: NaN if there is a NaN, else inf if there is one.
+            self._norms = list(torch._foreach_norm(values, math.inf)) if values else []
+            self._inf = [value.isinf().any() for value in values] if exact else None
+
+    def read(self) -> tuple[Reason, tuple[str, ...]]:
+        """Why, and the names, NaN first. Synchronises with the host."""
+        nan: list[str] = []
+        inf: list[str] = []
+        for name, norm in zip(self._names, self._norms, strict=True):
+            value = float(norm)
+            if not math.isfinite(value):
+                (nan if math.isnan(value) else inf).append(name)
+        any_inf = bool(inf) or any(map(bool, self._inf or ()))
+        return "nan_gradients" if nan and not any_inf else "overflow", (*nan, *inf)
+
+
+class SkipCount:
+    """Skipped rounds, counted on whatever device the flags are.
+
+    A round is what lies between two calls of ``update``; with one optimizer it is a step.
+    """
+
+    def __init__(self, total: int = 0, in_a_row: int = 0, *, applied: bool = False) -> None:
+        self._total: Held = total
+        self._last_applied: Held = int(applied)  # number of that round, 0 for none
+        self._rounds = int(applied) + in_a_row
+
+    def add(self, skipped: Held) -> None:
+        """Count one round; ``skipped`` is 1 or 0."""
+        self._rounds += 1
+        self._total = self._total + skipped
+        self._last_applied = self._last_applied + (self._rounds - self._last_applied) * (
+            1 - skipped
+        )
+
+    @property
+    def total(self) -> int:
+        """Skipped rounds so far."""
+        return int(self._total)
+
+    @property
+    def in_a_row(self) -> int:
+        """Skipped rounds since the last one that was applied."""
+        return self._rounds - int(self._last_applied)
+
+    @property
+    def any_applied(self) -> bool:
+        """Whether any round was applied."""
+        return int(self._last_applied) > 0
+
+    def resolved(self) -> SkipCount:
+        """The same count in plain numbers."""
+        return SkipCount(self.total, self.in_a_row, applied=self.any_applied)
+
+
+@dataclass(eq=False, kw_only=True)
+class StepRecord:
+    """One call of ``step``, resolved to a :class:`StepResult` when it is read."""
+
+    optimizer: weakref.ref[Optimizer]
+    found: Held
+    """Above 0 if any gradient was not finite."""
+    loss: Tensor | None
+    loss_scale: Held
+    next_loss_scale: Held
+    marks: Marks | None
+    """Which ones; None if they have to be looked for in the gradients."""
+    fresh: bool = True
+    """Whether the gradients, if there are any, are still those of this step."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the weights were left alone."""
+        return float(self.found) > 0
+
+    def nonfinite(self, known: Mapping[Tensor, str]) -> tuple[Reason, tuple[str, ...]]:
+        """Why the step was skipped, and whose gradients were not finite, as far as known."""
+        optimizer = self.optimizer()
+        if self.marks is None and self.fresh and optimizer is not None:
+            marks = Marks(optimizer, known, exact=True)
+            if marks.read()[1]:  # else the gradients were cleared
+                self.marks = marks
+        return ("overflow", ()) if self.marks is None else self.marks.read()
+
+    def result(self, known: Mapping[Tensor, str], total: int, in_a_row: int) -> StepResult:
+        """Everything in numbers; ``total`` and ``in_a_row`` count this step's round already."""
+        skipped = self.skipped
+        reason, found = self.nonfinite(known) if skipped else (None, ())
+        return StepResult(
+            applied=not skipped,
+            reason=reason,
+            loss=math.nan if self.loss is None else float(self.loss),
+            grad_norm=math.nan,
+            loss_scale=float(self.loss_scale),
+            next_loss_scale=float(self.next_loss_scale),
+            skipped_total=total,
+            skipped_in_a_row=in_a_row if skipped else 0,
+            nonfinite_parameters=found,
+        )
+
+
+def any_skipped(records: Sequence[StepRecord], device: torch.device) -> Held:
+    """1 if any of the steps was skipped, else 0, without waiting for a device."""
+    waiting = [record.found for record in records if isinstance(record.found, Tensor)]
+    known = float(any(r.skipped for r in records if not isinstance(r.found, Tensor)))
+    return (total(waiting, device) + known).clamp(max=1.0) if waiting else known
 
 
 class RecordingScaler(torch.amp.GradScaler):
     """Torch's loss scaler with an account of every step; see :class:`halfstep.GradScaler`."""
 
     _scale: Tensor | None
-    _allow_pure = False  # whether 16-bit weights are trained with nothing behind them
 
     def __init__(
-        self,
-        device: str,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        enabled: bool,
-        names: Names | None,
+        self, *torchs: Any, names: Names | None, ranks: Ranks | None, allow_pure: bool
     ) -> None:
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(*torchs)
         self._names = name_table(names)
+        self._ranks = ranks
+        self._allow_pure = allow_pure  # to train 16-bit weights with nothing behind them
         self._count = SkipCount()
         self._loss: Tensor | None = None
         self._round: list[StepRecord] = []  # the steps since the last update
@@ -118,8 +264,8 @@ class RecordingScaler(torch.amp.GradScaler):
                 is disabled, bf16 passes.
         """
         if self._enabled and not accepts_low_precision(optimizer):
-            what = "The loss scaler needs fp32 gradients"
-            refuse_half(optimizer, half_trainable(optimizer), self._names, what)
+            half = [p for p in owned(optimizer) if p.requires_grad and p.dtype == torch.float16]
+            refuse_half(optimizer, half, self._names, "The loss scaler needs fp32 gradients")
         if self._enabled and not self._allow_pure:
             refuse_pure(optimizer, self._names)
 
@@ -135,7 +281,16 @@ class RecordingScaler(torch.amp.GradScaler):
         Raises:
             PrecisionError: If there are any and the optimizer has state in their dtype already.
         """
-        return upcast_trainable_(optimizer, self._names)
+        low = low_trainable(dict.fromkeys(owned(optimizer)))
+        if low and optimizer.state:
+            names = parameter_names(optimizer, self._names)
+            dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in low}))
+            raise PrecisionError(
+                f"{type(optimizer).__name__} has stepped already, so its state is in {dtypes} like "
+                f"{some(tuple(names[p] for p in low))}; convert the weights before the first step, "
+                "or make a new optimizer after model.float()"
+            )
+        return upcast_(low)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -143,13 +298,31 @@ class RecordingScaler(torch.amp.GradScaler):
         allowed = allow_fp16 or accepts_low_precision(optimizer)
         if not allowed:
             what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
-            refuse_half(optimizer, half_gradients(optimizer), self._names, what)
-        source = self._gradients_of(optimizer)
-        return super()._unscale_grads_(source, inv_scale, found_inf, allowed)
+            half = [p for p, grad in stored_gradients(optimizer) if grad.dtype == torch.float16]
+            refuse_half(optimizer, half, self._names, what)
+        ranks, found = self._agreeing(found_inf.device), kinds(optimizer)
+        alone = isinstance(ranks, OneRank)
+        torchs = found <= {"plain"} or (alone and found == {"sharded"})
+        source: Any = optimizer if torchs else LocalGradients(optimizer)
+        flags = super()._unscale_grads_(source, inv_scale, found_inf, allowed)
+        if alone:
+            return flags
+        none = found_inf.new_full((), float(not flags))
+        mine = total(flags.values(), found_inf.device) if flags else torch.zeros_like(none)
+        marks = torch.stack([mine.clamp_(max=1.0), none])
+        ranks.worst_(marks)
+        if flags and on_host(marks) and marks[1].item():
+            raise PrecisionError(
+                "another rank's optimizer has no gradient in this step, so none steps; every rank "
+                "must use the model in each step, or pass ranks=halfstep.OneRank() where each "
+                "process trains a model of its own"
+            )
+        for flag in flags.values():  # not even where a rank without gradients raises
+            flag.copy_(marks.amax(), non_blocking=True)
+        return flags
 
-    def _gradients_of(self, optimizer: Optimizer) -> Any:
-        """Where torch finds the gradients that it checks and unscales."""
-        return optimizer
+    def _agreeing(self, device: torch.device) -> Ranks:
+        return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once a step; as torch's.
@@ -188,7 +361,7 @@ class RecordingScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
         try:
-            with self._around_step(optimizer):
+            with stepping(optimizer):
                 value = super().step(optimizer, *args, **kwargs)
         except AssertionError as error:
             if not str(error).startswith(_NOT_CHECKED):
@@ -198,10 +371,6 @@ class RecordingScaler(torch.amp.GradScaler):
             self._stepping = False
         self._remember(optimizer)
         return value
-
-    def _around_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Within it torch checks, unscales and steps."""
-        return nullcontext()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's."""
@@ -222,8 +391,7 @@ class RecordingScaler(torch.amp.GradScaler):
 
     def _expire(self) -> None:
         """A backward comes and changes the gradients, so they are no longer those of a step."""
-        records = [*self._round, self._last]
-        for record in records:
+        for record in (*self._round, self._last):
             if isinstance(record, StepRecord):
                 record.fresh = False
 
@@ -281,64 +449,20 @@ class RecordingScaler(torch.amp.GradScaler):
         return clone
 
 
+def broken_loss(loss: Tensor | None, ranks: Ranks) -> str:
+    """A loss that is not finite on some rank, in words; else "". All ranks must ask together."""
+    mine = loss is not None and not bool(loss.isfinite().all())
+    if not ranks.worst([int(mine)])[0]:
+        return ""
+    return f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"
+
+
 def _why_unchecked(optimizer: Optimizer) -> str:
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    frozen = sum(not p.requires_grad for p in owned)
+    every = owned(optimizer)
+    frozen = sum(not p.requires_grad for p in every)
     return (
         f"No parameter of this optimizer got a gradient: {type(optimizer).__name__} holds "
-        f"{len(owned)} tensors, {frozen} of them frozen (requires_grad=False); for the others the "
+        f"{len(every)} tensors, {frozen} of them frozen (requires_grad=False); for the others the "
         "loss was detached or does not depend on them, or the model was moved or replaced after "
         "the optimizer was made"
     )
-
-
-# A loss scaler whose ranks step together or not at all, and keep one scale.
-#
-# Ranks of plain replicas, DDP, FSDP2 and tensor parallelism each see gradients of their own: parts
-# of one tensor, or what a hook or a fault has changed on one of them. torch's scaler lets each
-# decide by its own; one that skips and one that steps then have different weights and different
-# scales for good. Here the flag of every optimizer is the MAX over ranks, in one small collective
-# beside the check, and no host waits for it that would not wait anyway.
-#
-# **Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
-
-
-class AgreeingScaler(RecordingScaler):
-    """:class:`RecordingScaler` over ranks; alone, or with ``OneRank()``, it is nothing more."""
-
-    def __init__(self, *args: Any, ranks: Ranks | None = None) -> None:
-        super().__init__(*args)
-        self._ranks = ranks
-
-    def _agreeing(self, device: torch.device) -> Ranks:
-        return ranks_of_this_process(device) if self._ranks is None else self._ranks
-
-    def _gradients_of(self, optimizer: Optimizer) -> Any:
-        found = kinds(optimizer)
-        alone = isinstance(self._agreeing(torch.device(self._device)), OneRank)
-        torchs = found <= {"plain"} or (alone and found == {"sharded"})
-        return optimizer if torchs else LocalGradients(optimizer)
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        ranks = self._agreeing(found_inf.device)
-        if isinstance(ranks, OneRank):
-            return flags
-        none = found_inf.new_ones(()) if not flags else found_inf.new_zeros(())
-        found = flag_of(flags, found_inf.device) if flags else found_inf.new_zeros(())
-        marks = torch.stack([found, none])
-        ranks.worst_(marks)
-        if flags and on_host(marks) and marks[1].item():
-            raise PrecisionError(
-                "another rank's optimizer has no gradient in this step, so none steps; every rank "
-                "must use the model in each step, or pass ranks=halfstep.OneRank() where each "
-                "process trains a model of its own"
-            )
-        for flag in flags.values():  # not even where a rank without gradients raises
-            flag.copy_(marks.amax(), non_blocking=True)
-        return flags
-
-    def _around_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        return stepping(optimizer)

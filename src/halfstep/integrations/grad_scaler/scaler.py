@@ -13,7 +13,8 @@ optimizers that are not fused have paid in ``step`` already) and stops where no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -21,30 +22,123 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.guard import (
-    EXTRA_KEY,
-    STRICT_CEILING,
-    STRICT_FLOOR,
-    Guard,
-    check_factors,
-    check_state,
-    make_guard,
-)
 from halfstep.integrations.grad_scaler.parameter_names import Names, refuse_pure
-from halfstep.integrations.grad_scaler.record import SkipCount, total
-from halfstep.integrations.grad_scaler.recording import AgreeingScaler
+from halfstep.integrations.grad_scaler.recording import RecordingScaler, SkipCount, total
 from halfstep.precision.agreement import as_ranks
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.result import Reason
 from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Ranks
-from halfstep.precision.scaling.loss_scale import ScaleState
+from halfstep.precision.scaling.loss_scale import Limits, ScaleState
 
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32 number. **Source:** IEEE 754 binary32; 1/S is infinite in fp32 for every
+S up to 2^-128, and torch then turns finite gradients into NaN and applies them."""
+LARGEST_SCALE = 2.0**126
+"""The largest scale whose reciprocal is a normal fp32 number."""
+STRICT_FLOOR, STRICT_CEILING = 1.0, 2.0**24
+"""What ``strict`` means. **Source:** as :class:`halfstep.LossScaleConfig` (Megatron-Core, Apex)."""
+
+EXTRA_KEY = "halfstep"
+"""Where a state dict keeps what torch's scaler does not know, and ignores."""
+_EXTRA = {
+    "hysteresis_left": int,
+    "skipped_total": int,
+    "skipped_in_a_row": int,
+    "calibrating": bool,
+    "calibrate_next": bool,
+    "losses": Mapping,
+}
 _STARTS = "a number above 0, or 'auto'"
 
 
-class GradScaler(AgreeingScaler):
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Between which bounds a scale moves, and when a run stops."""
+
+    floor: float
+    ceiling: float
+    hysteresis: int
+    max_consecutive_skips: int | None
+
+    def limits(self, growth: float, backoff: float, interval: int) -> Limits:
+        """How the scale moves with torch's factors."""
+        return Limits(growth, backoff, interval, self.floor, self.ceiling, self.hysteresis)
+
+    def require(self, scale: object, where: str) -> None:
+        """Refuse a scale outside the bounds."""
+        if not isinstance(scale, int | float) or not self.floor <= scale <= self.ceiling:
+            raise PrecisionError(
+                f"{where} is {scale!r}; allowed: numbers from {self.floor:g} (min_scale) to "
+                f"{self.ceiling:g} (max_scale). Give another scale, or other bounds"
+            )
+
+
+def make_guard(
+    init_scale: object,
+    growth_factor: float,
+    backoff_factor: float,
+    *,
+    strict: bool,
+    min_scale: float | None,
+    max_scale: float | None,
+    hysteresis: int,
+    max_consecutive_skips: int | None,
+) -> Guard | None:
+    """The bounds that the options describe, or None if none of them is on."""
+    skips = 1 if max_consecutive_skips is None else max_consecutive_skips
+    for name, count in (("hysteresis", hysteresis), ("max_consecutive_skips", skips)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PrecisionError(f"{name} is {count!r}; allowed: integers >= 1")
+    bounds = []
+    low, high = (STRICT_FLOOR, STRICT_CEILING) if strict else (SMALLEST_SCALE, LARGEST_SCALE)
+    for name, given, default in (("min_scale", min_scale, low), ("max_scale", max_scale, high)):
+        value = default if given is None else given
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+            raise PrecisionError(
+                f"{name} is {value!r}; allowed: numbers from 2^-126 to 2^126, whose reciprocals "
+                "are normal fp32 numbers"
+            )
+        bounds.append(torch.tensor(value, dtype=torch.float32).item())  # as the scale is stored
+    if bounds[0] > bounds[1]:
+        raise PrecisionError(
+            f"min_scale {bounds[0]:g} is above max_scale {bounds[1]:g}; allowed: at most equal"
+        )
+    options = (min_scale, max_scale, max_consecutive_skips)
+    auto = isinstance(init_scale, str)
+    if not strict and not auto and hysteresis == 1 and options == (None, None, None):
+        return None
+    if not math.isfinite(growth_factor) or not backoff_factor > 0:
+        raise PrecisionError(
+            f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; allowed "
+            "with halfstep's options: a finite growth and a back-off above 0"
+        )
+    guard = Guard(bounds[0], bounds[1], hysteresis, max_consecutive_skips)
+    if not auto:
+        guard.require(init_scale, "init_scale")
+    return guard
+
+
+def check_state(state: Mapping[str, Any], guard: Guard | None, where: str = "saved scale") -> None:
+    """Refuse a state that cannot be continued, before anything is changed."""
+    if guard is not None and "scale" in state:
+        guard.require(state["scale"], where)
+    extra = state.get(EXTRA_KEY)
+    if extra is None:
+        return
+    fits = isinstance(extra, Mapping) and set(extra) == set(_EXTRA)
+    if not fits or not all(isinstance(extra[key], kind) for key, kind in _EXTRA.items()):
+        raise PrecisionError(
+            f"the saved scaler state's {EXTRA_KEY!r} entry is damaged: {extra!r}; allowed: what "
+            f"state_dict() gives, with {', '.join(_EXTRA)}"
+        )
+    for name, loss in extra["losses"].items():
+        check_state(loss, guard, f"saved scale of loss {name!r}")
+
+
+class GradScaler(RecordingScaler):
     """Dynamic loss scaling with torch's interface and an account of every step.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them step or none does, and
@@ -113,8 +207,10 @@ class GradScaler(AgreeingScaler):
             as_ranks(ranks)
         start: Any = 2.0**16 if auto else init_scale
         factors = (growth_factor, backoff_factor)
-        super().__init__(device, start, *factors, growth_interval, enabled, names, ranks=ranks)
-        self._allow_pure = allow_pure
+        super().__init__(
+            device, start, *factors, growth_interval, enabled,
+            names=names, ranks=ranks, allow_pure=allow_pure,
+        )  # fmt: skip
         self._refuses_pure = (strict or self._always_refuses_pure) and not allow_pure
         self._options: dict[str, Any] = {
             "strict": strict,
@@ -124,14 +220,10 @@ class GradScaler(AgreeingScaler):
             "max_consecutive_skips": max_consecutive_skips,
         }
         self._made_with: tuple[Any, ...] = (device, init_scale, *factors, growth_interval)
-        self._guard: Guard | None = make_guard(**self._options, auto=auto)
+        self._guard = make_guard(init_scale, *factors, **self._options)
         self._calibrate_next = auto
-        if self._guard is not None:
-            check_factors(growth_factor, backoff_factor)
-            if auto:  # a number to show until it is calibrated
-                self._init_scale = min(max(start, self._guard.floor), self._guard.ceiling)
-            else:
-                self._guard.require(init_scale, "init_scale")
+        if auto and self._guard is not None:  # a number to show until it is calibrated
+            self._init_scale = min(max(start, self._guard.floor), self._guard.ceiling)
         self._hysteresis_left = hysteresis
         self._losses: dict[str, Self] = {}
         self._saved_losses: dict[str, dict[str, Any]] = {}  # loaded, and not asked for yet
