@@ -17,7 +17,7 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 ROWS, LENGTH, WORDS, CLASSES = 8, 12, 53, 3
 
