@@ -62,7 +62,7 @@ def backward_all(strategy, model, precision, step, micro=1, factor=1.0):
 
 
 def run(
-    rank, layout, policy, *, steps=4, micro=1, max_norm=None, poison=(), value=float("inf"),
+    rank, layout, policy, *, steps=3, micro=1, max_norm=None, poison=(), value=float("inf"),
     bad_loss=(), **options,
 ):  # fmt: skip
     """Train; returns losses, norms, whether applied, scales and the whole final weights.

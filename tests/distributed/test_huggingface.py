@@ -18,7 +18,7 @@ from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.optimizer import make_optimizer
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 ROWS, LENGTH, WORDS, CLASSES = 8, 12, 53, 3
 

@@ -21,6 +21,7 @@ from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
+pytestmark = pytest.mark.covering
 distributed = pytest.mark.distributed
 
 

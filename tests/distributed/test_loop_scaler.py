@@ -14,7 +14,7 @@ from distributed import grid
 from halfstep.integrations.loop_scaler import LoopScaler
 from halfstep.precision.masters.local_part import local_part
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 BROKEN = {1: (0,), 2: (1,), 4: (0, 1)}  # by step: ranks whose gradient is not finite
 

@@ -34,9 +34,10 @@ class Verdict:
     note: str = ""
 
 
-_SCALES = (
+_SCALES = Verdict(
     "init_scale=auto tries scales on each rank by itself, and gradients of different scales would "
-    "be added"
+    "be added",
+    "init_scale=65536",
 )
 EXACT, REORDERED = "bit for bit", "another order of sums"
 
@@ -66,29 +67,18 @@ def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
                 f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
             )
         if policy.loss_scale.calibrate:
-            return Verdict(
-                _SCALES,
-                "init_scale=65536",
-            )
+            return _SCALES
         if low:
-            form = dtype_name(policy.param_dtype)
-            return Verdict(note=f"sums rounded to {form}")
+            return Verdict(note=f"sums rounded to {dtype_name(policy.param_dtype)}")
         if policy.casts == "module":
             return Verdict(note="bf16 between layers")
         return Verdict(note=_exact(policy, layout))
     if layout.tensor > 1:
         if policy.loss_scale.calibrate:
-            return Verdict(
-                _SCALES,
-                "init_scale=65536",
-            )
+            return _SCALES
         form = dtype_name(policy.compute_dtype)
-        if form == "fp32":
-            return Verdict(note=REORDERED)
-        return Verdict(note=f"{form} partial sums")
-    if layout.data > 1:
-        return Verdict(note=_exact(policy, layout))
-    return Verdict()
+        return Verdict(note=REORDERED if form == "fp32" else f"{form} partial sums")
+    return Verdict(note=_exact(policy, layout) if layout.data > 1 else "")
 
 
 def _exact(policy: PrecisionPolicy, layout: Layout) -> str:

@@ -37,14 +37,7 @@ class Traffic:
 def all_gather(payload: int, ranks: int) -> int:
     """Bytes a rank sends so that every rank has all ``payload`` bytes, of which it has one part.
 
-    It sends (or passes on) every part but one: (n - 1) / n of the payload.
-
-    Args:
-        payload: Bytes of the gathered whole.
-        ranks: n.
-
-    Returns:
-        Bytes.
+    It sends (or passes on) every part but one: (n - 1) / n of the payload for n ranks.
 
     **Source:** Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", J. Parallel Distrib. Comput. 69, 2009.
@@ -55,17 +48,8 @@ def all_gather(payload: int, ranks: int) -> int:
 def reduce_scatter(payload: int, ranks: int) -> int:
     """Bytes a rank sends so that every rank has one part of the sum of ``payload`` bytes.
 
-    The same as :func:`all_gather`, run backwards: (n - 1) / n of the payload. An exchange of equal
-    parts (all-to-all) sends as much.
-
-    Args:
-        payload: Bytes that each rank adds.
-        ranks: n.
-
-    Returns:
-        Bytes.
-
-    **Source:** Patarasu and Yuan 2009.
+    The same as :func:`all_gather`, run backwards; an exchange of equal parts (all-to-all) sends as
+    much.
     """
     return all_gather(payload, ranks)
 
@@ -73,16 +57,7 @@ def reduce_scatter(payload: int, ranks: int) -> int:
 def all_reduce(payload: int, ranks: int) -> int:
     """Bytes a rank sends so that every rank has the sum of ``payload`` bytes: 2 (n - 1) / n of it.
 
-    A reduce-scatter and an all-gather; no algorithm sends less.
-
-    Args:
-        payload: Bytes that each rank adds.
-        ranks: n.
-
-    Returns:
-        Bytes.
-
-    **Source:** Patarasu and Yuan 2009.
+    A reduce-scatter and an all-gather; no algorithm sends less (Patarasu and Yuan 2009).
     """
     return -(-2 * (ranks - 1) * payload // ranks)
 
@@ -99,9 +74,6 @@ def data_parallel(parameters: int, ranks: int, *, reduce_bytes: int) -> Traffic:
         ranks: With different data.
         reduce_bytes: Of one number on the wire: 4, or 2 where ``reduce_dtype`` is 16 bit.
 
-    Returns:
-        Bytes, all of them gradients.
-
     **Source:** Rajbhandari et al., "ZeRO", SC 2020, section 7.1: about twice the model's size.
     """
     return Traffic(gradients=all_reduce(parameters * reduce_bytes, ranks))
@@ -114,7 +86,6 @@ def fully_sharded(
     gather_bytes: int,
     reduce_bytes: int,
     micro_batches: int = 1,
-    reductions: int | None = None,
     reshard_after_forward: bool = True,
 ) -> Traffic:
     """FSDP2: parameters are gathered for forward and for backward, gradients reduce-scattered.
@@ -124,22 +95,16 @@ def fully_sharded(
         ranks: That hold a part of every parameter.
         gather_bytes: Of one number while parameters are gathered.
         reduce_bytes: Of one number while gradients are summed.
-        micro_batches: Per step; each gathers anew.
-        reductions: Times per step that gradients are summed: each micro-batch (None), or 1 where
-            whole gradients are kept until the last.
+        micro_batches: Per step; each gathers anew, and sums its gradients.
         reshard_after_forward: Whether backward gathers again; without, one gather serves both.
-
-    Returns:
-        Bytes of gradients and parameters.
 
     **Source:** Rajbhandari et al. 2020, section 7.2.2 (P_os+g+p): 3 times the model's size, 1.5
     times data parallelism's.
     """
     gathers = micro_batches * (2 if reshard_after_forward else 1)
-    sums = micro_batches if reductions is None else reductions
     return Traffic(
         parameters=gathers * all_gather(parameters * gather_bytes, ranks),
-        gradients=sums * reduce_scatter(parameters * reduce_bytes, ranks),
+        gradients=micro_batches * reduce_scatter(parameters * reduce_bytes, ranks),
     )
 
 
@@ -168,9 +133,6 @@ def tensor_parallel(
         micro_batches: Per step.
         recomputed: Whether backward runs each block's forward again (activation checkpointing),
             which adds its two all-reduces.
-
-    Returns:
-        Bytes, all of them activations.
 
     **Source:** Shoeybi et al., "Megatron-LM", 2019, section 3 and figure 4; for sequence
     parallelism Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",

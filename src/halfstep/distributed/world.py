@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -75,12 +74,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:  # after a failure the process ends, and so do the others' calls
             self.close()
             return
@@ -89,17 +83,13 @@ class World:
             with suppress(RuntimeError):
                 declare_over(self._store, f"rank {self.rank}: {error}")
 
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers, on every rank."""
-        return self._maximum(number)
-
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._maximum(0)
+        self.largest(0)
 
     def wait_for_save(self) -> None:
         """Wait for ranks that may be waiting for a disk."""
-        self._maximum(0, timedelta(seconds=SAVING_SECONDS))
+        self.largest(0, timedelta(seconds=SAVING_SECONDS))
 
     def require_same(self, what: Mapping[str, str]) -> None:
         """Refuse ranks that were started with different things.
@@ -112,7 +102,7 @@ class World:
         """
         theirs = json.loads(self.share(json.dumps(what)))
         odd = [number for number, name in enumerate(what) if what[name] != theirs.get(name)]
-        mark = self._maximum((self.rank * len(what) + odd[0] + 1) if odd else 0)
+        mark = self.largest((self.rank * len(what) + odd[0] + 1) if odd else 0)
         if mark:
             rank, number = divmod(mark - 1, len(what))
             name = [*what][number]
@@ -124,15 +114,10 @@ class World:
 
     def share(self, text: str) -> str:
         """Rank 0's text, on every rank."""
-        if self.size == 1:
-            return text
-        data = text.encode("utf-8", "surrogateescape")  # of a path that is no UTF-8
-        length = self._maximum(len(data) if self.is_main else 0)
-        if not self.is_main or not length:
-            data = bytes(max(length, 1))
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(tensor, src=0)
-        return bytes(tensor[:length].tolist()).decode("utf-8", "surrogateescape")
+        box = [text]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
 
     def remember(self, key: str, text: str) -> str:
         """The text that rank 0 gave for ``key`` in the first attempt, on all ranks and attempts.
@@ -182,15 +167,15 @@ class World:
             result = work()
         except BaseException:
             with suppress(RuntimeError):  # the first failure is the one to tell
-                self._maximum(self.size - self.rank, patience)
+                self.largest(self.size - self.rank, patience)
             raise
-        failed = self._maximum(0, patience)
+        failed = self.largest(0, patience)
         if failed:
             raise PeerError(f"rank {self.size - failed} failed; its own message tells why")
         return result
 
-    def _maximum(self, number: int, timeout: timedelta | None = None) -> int:
-        """The largest of all ranks' numbers, through the host."""
+    def largest(self, number: int, timeout: timedelta | None = None) -> int:
+        """The largest of all ranks' numbers, on every rank; through the host."""
         if self.size == 1:
             return number
         tensor = torch.tensor([number])

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,18 @@ from torch import Tensor, nn
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_dtype
+from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import DTYPES, dtype_name
 
 
-class FlatSum(Protocol):
-    """One buffer's sum; every rank makes the same calls in the same order."""
-
-    buffer: Tensor
-    """This rank's numbers, 1-D, written before :meth:`start`."""
-    result: Tensor
-    """The sum, after :meth:`wait`; it may be the same memory."""
-    sent_bytes: int
-    """What one rank sends for one sum."""
-
-    def phases(self) -> Iterator[None]:
-        """Launch one phase after the other, in each step of the iterator one.
-
-        Buffers share memory between their phases: before one's n-th, those that started earlier
-        launch their later ones, the oldest first.
-        """
-
-    def wait(self) -> None:
-        """After all phases, let the host (on CUDA: the current stream) wait for ``result``."""
-
-
 class DirectSum:
-    """An all-reduce in place."""
+    """An all-reduce in place.
+
+    Of every sum ``buffer`` has this rank's numbers, 1-D; after all :meth:`phases` and :meth:`wait`
+    ``result`` has the sum, in the same memory or other; ``sent_bytes`` is what a rank sends for it.
+    Phases are launched one in each step of the iterator. Buffers share memory between their phases:
+    before one's n-th, those that started earlier launch their later ones, the oldest first.
+    """
 
     def __init__(self, elements: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.result = self.buffer = torch.zeros(elements, device=device)
@@ -82,14 +68,7 @@ class Level:
     def __init__(
         self, elements: int, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate.
-
-        Args:
-            elements: Of the largest buffer.
-            group: The ranks.
-            dtype: On the wire.
-            device: Of the buffers.
-        """
+        """Allocate for the largest buffer, of ``elements`` numbers, with ``dtype`` on the wire."""
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.received = torch.zeros(elements, dtype=dtype, device=device)
@@ -191,20 +170,10 @@ def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
 ALIGNMENT = 16  # numbers: 64 bytes of fp32, a cache line and the widest vector register
 
 
-class HoldsGradients(Protocol):
-    """Where finished gradients are: :class:`halfstep.precision.masters.masters.MasterWeights`."""
-
-    def gradients(self, parameters: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-        """The finished gradients of those that have one."""
-
-    def replace(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Put these in the places of the finished gradients; others stay."""
-
-
 class Bucket:
     """Parameters whose gradients travel together."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], total: FlatSum) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], total: DirectSum | RoundedSum) -> None:
         """Lay the parameters out in the buffer.
 
         Args:
@@ -228,7 +197,7 @@ class Bucket:
         end = offset + len(inputs)
         self._have, self._anyone_has = total.buffer[offset:end], total.result[offset:end]
 
-    def fill(self, masters: HoldsGradients, scale: float = 1.0) -> None:
+    def fill(self, masters: MasterWeights, scale: float = 1.0) -> None:
         """Copy this rank's gradients into the buffer; those that it has not are zeros.
 
         Their memory is freed: until :meth:`sums` the buffer stands for them.
@@ -253,18 +222,13 @@ class Bucket:
         gradients = [*found.values()]
         if scale != 1.0 and gradients:
             gradients = list(torch._foreach_mul(gradients, scale))
-        if not self._absent:
-            torch._foreach_copy_(self._inputs, gradients)
-            self._have.fill_(1)
-            masters.replace(self._results)
-            return
-        torch._foreach_zero_([self._inputs[i] for i in self._absent])
-        present = [
-            view for view, p in zip(self._inputs, self._parameters, strict=True) if p in found
-        ]
-        if present:
-            torch._foreach_copy_(present, gradients)
-        self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
+        self._have.fill_(1)
+        if self._absent:
+            torch._foreach_zero_([self._inputs[i] for i in self._absent])
+            self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
+        if gradients:
+            pairs = zip(self._inputs, self._parameters, strict=True)
+            torch._foreach_copy_([view for view, p in pairs if p in found], gradients)
         masters.replace({p: self._results[p] for p in found})
 
     def sums(self) -> dict[nn.Parameter, Tensor]:

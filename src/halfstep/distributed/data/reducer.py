@@ -36,7 +36,8 @@ from halfstep.distributed.data.flat_sums import (
     make_buckets,
     sparse_gradients,
 )
-from halfstep.distributed.traffic import all_reduce
+from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.traffic import Traffic, all_reduce
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.masters.local_part import local_part
@@ -269,6 +270,38 @@ class GradientReducer:
                 "the ranks' trainable parameters, reduce_dtype or bucket_bytes differ; build the "
                 "same model with the same options on each"
             )
+
+
+class DataParallel(Strategy):
+    """Gradients are summed over the ``data`` axis, in ``reduce_dtype``, while backward runs."""
+
+    _reducer: GradientReducer | None = None
+
+    def attach_(self, precision: Precision) -> None:
+        """As the parent; and sum the gradients where there are several shares of the batch."""
+        super().attach_(precision)
+        if self.layout.data > 1:
+            assert self.mesh is not None
+            group = self.mesh.get_group("data")
+            self._reducer = GradientReducer(precision, group, self.policy.reduce_dtype)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """In the last one, sums start as soon as gradients are finished."""
+        if last and self._reducer is not None:
+            return self._reducer.last()
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
+        """As the reducer counts; micro-batches add up before anything is sent."""
+        if self._reducer is None:
+            return Traffic(), Traffic()
+        sent, fp32 = self._reducer.bytes_per_step, self._reducer.fp32_bytes_per_step
+        return Traffic(gradients=sent), Traffic(gradients=fp32)
 
 
 def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:

@@ -25,7 +25,8 @@ Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjug
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from halfstep.errors import DataError
 
 SEQUENCE_DIM = 1
 """T of ``(B, T, C)``."""
+Crossing: TypeAlias = Callable[[Tensor, DeviceMesh], Tensor]
+"""What a border does to a tensor, one way or the other."""
 
 
 def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -47,17 +50,17 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
         x: Any shape, the same on all ranks.
         mesh: The tensor axis.
     """
-    return cast(Tensor, _CopyTo.apply(x, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x, mesh, _same, sum_over_ranks)
 
 
 def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of all ranks' ``x``, in its dtype, with the same bits on all ranks."""
-    return cast(Tensor, _ReduceFrom.apply(x, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x, mesh, sum_over_ranks, _same)
 
 
 def gather_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
     """The whole sequence, ``(B, T, C)``, of parts ``(B, T / t, C)``."""
-    return cast(Tensor, _GatherSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x_BTC, mesh, _gather, _sum_own_part)
 
 
 def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -67,7 +70,7 @@ def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
         DataError: The number of ranks does not divide T.
     """
     require_divisible(x_BTC.shape[SEQUENCE_DIM], mesh)
-    return cast(Tensor, _ReduceScatterSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x_BTC, mesh, _sum_own_part, _gather)
 
 
 def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
@@ -80,9 +83,18 @@ def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = 
         size: Of the whole dim; None where all parts are as long as this.
     """
     dim %= x.ndim
-    size = x.shape[dim] * mesh.size() if size is None else size
-    gathered = _GatherReplicated.apply(x, mesh, dim, size)  # type: ignore[no-untyped-call]
-    return cast(Tensor, gathered)
+    whole = x.shape[dim] * mesh.size() if size is None else size
+    missing = -(-whole // mesh.size()) - x.shape[dim]
+
+    def there(x: Tensor, mesh: DeviceMesh) -> Tensor:
+        if missing:  # collectives want equal parts
+            x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+        return _gather(x, mesh, dim).narrow(dim, 0, whole)
+
+    def back(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+        return grad.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
+
+    return _cross(x, mesh, there, back)
 
 
 def own_part(indices: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -110,69 +122,26 @@ def require_divisible(length: int, mesh: DeviceMesh) -> None:
         )
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
+class _Border(torch.autograd.Function):
+    """One function of a tensor and the mesh forwards, its transpose backwards."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grad, ctx.mesh), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return sum_over_ranks(x, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return _gather(x_BTC, mesh, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
-        return _sum_own_part(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return _sum_own_part(x_BTC, mesh, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
-
-
-class _GatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-        ctx.mesh, ctx.dim = mesh, dim
-        longest = -(-size // mesh.size())
-        missing = longest - x.shape[dim]
-        if missing:  # collectives want equal parts
-            padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
-            x = torch.nn.functional.pad(x, padding)
-        return _gather(x, mesh, dim).narrow(dim, 0, size)
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        return there(x, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        part = grad.chunk(ctx.mesh.size(), dim=ctx.dim)[ctx.mesh.get_local_rank()]
-        return part.contiguous(), None, None, None
+        return ctx.back(grad, ctx.mesh), None, None, None
+
+
+def _cross(x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
+    return cast(Tensor, _Border.apply(x, mesh, there, back))  # type: ignore[no-untyped-call]
+
+
+def _same(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return x.view_as(x)
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -198,14 +167,14 @@ def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return largest
 
 
-def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _gather(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
     """All ranks' ``x``, of one shape, joined along ``dim`` in the order of the ranks."""
     parts_R = x.new_empty((mesh.size(), *x.shape))
     gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
     return parts_R.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
     """This rank's part of ``dim`` of the sum, added in rank order in fp32 or wider, rounded once.
 
     The sum starts at the first rank's numbers, not at 0: adding -0.0 changes no bit.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from halfstep.distributed.data.data_parallel import DataParallel
+from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
