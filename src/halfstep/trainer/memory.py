@@ -38,16 +38,6 @@ class Need:
     length: int = 0
     width: int = 0
 
-    def state_bytes(self, policy: PrecisionPolicy, layout: Layout) -> int:
-        """Bytes of a rank's weights, masters, gradients and moments."""
-        each = sum(bytes_per_parameter(policy).values())
-        return int(self.parameters * each) // (layout.shard * layout.tensor)
-
-    def batch_bytes(self, grad_accum: int, layout: Layout) -> int:
-        """Bytes of a rank's micro-batch: its tokens, and their embeddings in fp32."""
-        rows = self.rows // (grad_accum * layout.batch_ranks)
-        return rows * self.length * (_TOKEN_BYTES + 4 * self.width)
-
 
 def require_room(
     need: Need,
@@ -71,7 +61,11 @@ def require_room(
     Raises:
         ConfigError: With the bytes that are needed and those that there are.
     """
-    state, batch = need.state_bytes(policy, layout), need.batch_bytes(grad_accum, layout)
+    # A rank's weights, masters, gradients and moments; of a micro-batch tokens and embeddings.
+    each = sum(bytes_per_parameter(policy).values())
+    state = int(need.parameters * each) // (layout.shard * layout.tensor)
+    rows = need.rows // (grad_accum * layout.batch_ranks)
+    batch = rows * need.length * (_TOKEN_BYTES + 4 * need.width)
     parts = (
         f"{need.parameters:,} parameters with gradients and moments take {_size(state)}, one "
         f"micro-batch {_size(batch)}"

@@ -184,9 +184,10 @@ def test_state_that_no_piece_describes_is_refused_when_saved_or_cut(tmp_path):
     codes = torch.zeros(3, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="block tops"):
         save_checkpoint(tmp_path, 1, Checkpoint({}, {"a/m": codes, "a/m_tops": codes}, {}), 1)
-    whole = Checkpoint({"a": torch.zeros(4, 3)}, {"a/row_sums": torch.zeros(4)}, {})
+    held = {"a": Piece.whole((4, 3))}
+    whole = Checkpoint({"a": torch.zeros(4, 3)}, {"a/row_sums": torch.zeros(4)}, {}, held)
     path = save_checkpoint(tmp_path, 1, whole, 1)
-    assert_same(load_checkpoint(path, {"a": Piece.whole((4, 3))}).optimizer, whole.optimizer)
+    assert_same(load_checkpoint(path, held).optimizer, whole.optimizer)
     with pytest.raises(CheckpointError, match="a/row_sums has shape"):
         load_checkpoint(path, {"a": piece})
 
@@ -416,6 +417,15 @@ def test_a_full_disk_on_any_rank(tmp_path, monkeypatch, rank):
     assert set(side_by_side(saves(tmp_path, 2, states, "b.2", keep=1))) == {
         tmp_path / "step-00000002"
     }
+
+
+def test_what_keeps_rank_0_from_writing_tells_more_than_a_missing_receipt(tmp_path, monkeypatch):
+    def save_file(tensors, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    with pytest.raises(CheckpointError, match="No space left"):
+        saves(tmp_path, 1, states_of(whole_state(), "rows", 2), "b.1", timeout=0.05)[0]()
 
 
 def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path):

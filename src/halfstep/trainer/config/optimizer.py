@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from halfstep.trainer.config.read import Amount, Count, Positive, Range, Share, require_ranges
-
-Part = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
+from halfstep.trainer.config.read import Amount, Count, Fraction, Positive, Share, require_ranges
 
 OptimizerName = Literal[
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "nadam", "radam",
@@ -50,11 +48,11 @@ class ScheduleConfig:
     the end a straight line), or the peak for ever."""
     decay_steps: Count = 0
     """The step at which the decay ends; 0: the run's max_steps."""
-    decay_ratio: Part = 0.2
+    decay_ratio: Fraction = 0.2
     """Of wsd: the share of the steps, at their end, in which the rate falls."""
     on_skip: Literal["hold", "advance"] = "hold"
     """Whether a skipped step leaves the schedule where it is, or moves it on all the same."""
-    min_ratio: Part = 0.1
+    min_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
 AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
 Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
 Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
+Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
 Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
 
 
