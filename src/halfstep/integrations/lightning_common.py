@@ -467,12 +467,12 @@ class ScaledSteps:
         """
         if scaler is None:
             scaler = GradScaler("cuda" if device is None else device, strict=True)
-        if not isinstance(scaler, GradScaler):
+        elif not isinstance(scaler, GradScaler):
             raise ConfigError(
                 f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's "
                 "own use Lightning's MixedPrecision"
             )
-        if device not in (None, scaler._device):
+        elif device not in (None, scaler._device):
             raise ConfigError(
                 f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
                 f"GradScaler({device!r}, ...), or leave device out"
