@@ -13,7 +13,7 @@ from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.storage import fallback
 from halfstep.optim.storage.moments import decode, encode
-from halfstep.optim.storage.state import FELL_BACK, Task, stored_moment
+from halfstep.optim.storage.state import FELL_BACK, StepTask, stored_moment
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.session import (
     convert_optimizer_tensors,
@@ -126,7 +126,7 @@ def test_the_share_from_which_on_a_tensor_falls_back(below, elements, falls):
     assert fallback.must_fall_back(below, elements) is falls
 
 
-def task(count: int, seed: int, broken: bool = False) -> Task:
+def task(count: int, seed: int, broken: bool = False) -> StepTask:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-45, 3, (count,), generator=generator)
     values = torch.ldexp(torch.rand(count, generator=generator) + 0.5, exponents)
@@ -137,7 +137,7 @@ def task(count: int, seed: int, broken: bool = False) -> Task:
     g = torch.randn(count, generator=generator)
     g[::3] = 0.0
     codes, tops = zip(*encoded, strict=True)
-    return Task(torch.zeros(count), None, codes, tops, g.to(torch.bfloat16), 0)
+    return StepTask(torch.zeros(count), None, codes, tops, g.to(torch.bfloat16), 0)
 
 
 @pytest.mark.parametrize("broken", [False, True])

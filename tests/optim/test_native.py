@@ -19,7 +19,7 @@ from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
@@ -53,7 +53,7 @@ def fresh_build(tmp_path, monkeypatch):
 def tasks_for(
     algorithm: Algorithm, dtype: torch.dtype, update: str, moments: str, gradient: torch.dtype,
     sizes: list[int], seed: int,
-) -> list[Task]:  # fmt: skip
+) -> list[StepTask]:  # fmt: skip
     """Tasks as the optimizer makes them at the start, with numbers of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -65,7 +65,7 @@ def tasks_for(
         kept = ROUNDING[update].remainder_dtype if dtype == torch.bfloat16 else None
         pairs = [zeros(weight, moments) for _ in algorithm.moments]
         made.append(
-            Task(
+            StepTask(
                 weight=weight,
                 remainder=None if kept is None else torch.zeros(size, dtype=kept),
                 moments=tuple(values for values, _ in pairs),
@@ -77,7 +77,7 @@ def tasks_for(
     return made
 
 
-def fill_gradients(tasks: list[Task], seed: int, special: bool = False) -> None:
+def fill_gradients(tasks: list[StepTask], seed: int, special: bool = False) -> None:
     generator = torch.Generator().manual_seed(seed)
     for task in tasks:
         size = len(task.gradient)
@@ -92,11 +92,11 @@ def fill_gradients(tasks: list[Task], seed: int, special: bool = False) -> None:
         task.gradient.copy_(values)
 
 
-def copies(tasks: list[Task]) -> list[Task]:
+def copies(tasks: list[StepTask]) -> list[StepTask]:
     return [replace(copy.deepcopy(task), gradient=task.gradient) for task in tasks]
 
 
-def parts(task: Task) -> dict[str, torch.Tensor]:
+def parts(task: StepTask) -> dict[str, torch.Tensor]:
     named = {"weight": task.weight}
     if task.remainder is not None:
         named["remainder"] = task.remainder
@@ -106,7 +106,7 @@ def parts(task: Task) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(
-    left: list[Task], right: list[Task], where: str, special: bool = False
+    left: list[StepTask], right: list[StepTask], where: str, special: bool = False
 ) -> None:
     """All bits are the same, but that a NaN may be any NaN.
 
@@ -215,7 +215,7 @@ def test_every_half_precision_gradient_is_read_as_its_number(kernel):
     for dtype in (torch.float16, torch.bfloat16):
         gradient = patterns.view(dtype)
         weight = torch.zeros(2**16)
-        task = Task(
+        task = StepTask(
             weight,
             None,
             (torch.zeros(2**16),),
@@ -246,7 +246,7 @@ def test_a_kernel_call_reads_and_writes_nothing_else(kernel):
         (task,) = tasks_for(ADAMW, dtype, update, "8bit", torch.bfloat16, [200], seed=1)
         held = [inside(x) for x in (task.weight, *task.moments, *task.tops, task.gradient)]
         left = None if task.remainder is None else inside(task.remainder)
-        moved = Task(
+        moved = StepTask(
             held[0][1],
             None if left is None else left[1],
             (held[1][1], held[2][1]),

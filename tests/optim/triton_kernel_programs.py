@@ -12,7 +12,7 @@ from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 OPTIONS = {
@@ -33,7 +33,7 @@ def make_tasks(rule, gradient, moments, update, sizes, generator):
         remainder = None if update == "fp32" else ROUNDING[update].remainder_dtype
         held = [zeros(weight, moments) for _ in rule.moments]
         tasks.append(
-            Task(
+            StepTask(
                 weight if update == "fp32" else weight.bfloat16(),
                 None if remainder is None else torch.zeros(n, dtype=remainder),
                 tuple(values for values, _ in held),
@@ -89,7 +89,7 @@ def bits_of_every_pair(rule_name):
                 rule, rule.constants(OPTIONS[rule.name], step), how, moments, 0.37, -5, step
             )
             run_torch(theirs, plan)
-        cuda.run(ours, plan)
+        cuda.run_cuda(ours, plan)
         for a, b in zip(ours, theirs, strict=True):
             for x, y in zip(tensors(a), tensors(b), strict=True):
                 assert same(x, y), (rule.name, gradient, moments, update, x.numel(), x.dtype)
@@ -114,7 +114,7 @@ def extremes():
                     a.weight[::2] = b.weight[::2] = 0.0
             constants = SGD_RULE.constants(group, step)
             plan = Plan(SGD_RULE, constants, update, moments, 1.0, 1 << 40, step)
-            cuda.run(tasks, plan)
+            cuda.run_cuda(tasks, plan)
             run_torch(theirs, plan)
             for a, b in zip(tasks, theirs, strict=True):
                 for x, y in zip(tensors(a), tensors(b), strict=True):

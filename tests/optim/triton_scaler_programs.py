@@ -310,7 +310,7 @@ def captures():
         assert refused(scaler.step)
         tasks = make_tasks(LION, torch.float32, "fp32", "fp32", (3,), torch.Generator())
         plan = Plan(LION, LION.constants(OPTIONS["lion"], 1), "nearest", "fp32", 1.0, 0, 1)
-        assert refused(lambda: cuda.run(tasks, plan))
+        assert refused(lambda: cuda.run_cuda(tasks, plan))
         cuda.is_capturing = on_the_way
         scaler.step()
         for _ in range(2):

@@ -32,7 +32,7 @@ from halfstep.trainer.models.pretrained.lora import add_lora
 from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_batches
+from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_rows
 
 KINDS = ["GPT2", "Llama", "Qwen2"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -556,12 +556,12 @@ def test_every_validation_row_counts_once_over_the_ranks(ranks, bases, data, tmp
     folder.close()
     rows = session.task.data.dev_rows
     assert len(rows) == 11
-    shares = [list(validation_batches(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
+    shares = [list(validation_rows(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1  # sharded ranks run as often
     counts = [int((t_BT != -100).sum()) for share in shares for _, t_BT, _ in share]
     assert sum(counts) == rows.learned_tokens
     assert len(counts) == ranks * math.ceil(6 / ranks)
-    assert len(list(validation_batches(rows, 2, 0, 3))) == 3
+    assert len(list(validation_rows(rows, 2, 0, 3))) == 3
 
 
 def test_architectures_that_let_documents_see_each_other_are_padded(data, tmp_path):

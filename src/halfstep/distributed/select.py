@@ -143,7 +143,7 @@ def choose_strategy(
 TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
 
 
-def table() -> str:
+def layout_table() -> str:
     """Every named policy under every kind of layout, as a Markdown table, and why some are not."""
     lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
     lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import owned
-from halfstep.integrations.grad_scaler.recording import broken_loss
+from halfstep.integrations.grad_scaler.recording import loss_error
 from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
@@ -504,7 +504,7 @@ class ScaledSteps:
         skipped = result is not None and not result.applied
         ranks = ranks_of_this_process(torch.device(self.scaler._device))
         # All ranks ask together: an overflow in one rank's gradients is in everybody's.
-        broken = broken_loss(loss, ranks) if skipped else ""
+        broken = loss_error(loss, ranks) if skipped else ""
         try:
             self.scaler.update()
         except NonFiniteError:

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import Names, name_table, with_gradients
-from halfstep.integrations.grad_scaler.recording import broken_loss, stored_gradients, total
-from halfstep.integrations.grad_scaler.scaler import GradScaler, Guard
+from halfstep.integrations.grad_scaler.recording import loss_error, stored_gradients, total
+from halfstep.integrations.grad_scaler.scaler import GradScaler, ScaleGuard
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.precision.result import Reason
@@ -353,11 +353,17 @@ class FiniteGuard(LoopScaler):
             self._losses_sum = None
 
     def _stop_if_hopeless(
-        self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
+        self,
+        guard: ScaleGuard,
+        reason: Reason,
+        names: tuple[str, ...],
+        scale: float,
+        *,
+        at_floor: bool,
     ) -> None:
         loss = self._losses_sum
         device = torch.device(self._device) if loss is None else loss.device
-        of_loss = broken_loss(loss, self._agreeing(device))
+        of_loss = loss_error(loss, self._agreeing(device))
         if of_loss:
             what = f"the loss is {of_loss}: the forward pass or the data made it"
         else:

@@ -19,7 +19,7 @@ from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import (
     FELL_BACK,
     REMAINDER,
-    Task,
+    StepTask,
     convert,
     dense,
     flat,
@@ -184,13 +184,13 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
-    ) -> list[tuple[Plan, list[tuple[nn.Parameter, Task]]]]:
+    ) -> list[tuple[Plan, list[tuple[nn.Parameter, StepTask]]]]:
         """Tasks that one kernel call can do together: same group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
         self.check_step(gradients)
-        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, Task]]]] = {}
+        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, StepTask]]]] = {}
         for stream, (number, group, parameter) in enumerate(self._members()):
             gradient = gradients.get(parameter)
             if gradient is None:
@@ -220,7 +220,7 @@ class LowPrecisionOptimizer(Optimizer):
             for parameter in group["params"]:
                 yield number, group, parameter
 
-    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, Task]]) -> None:
+    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, StepTask]]) -> None:
         """Keep the moments in bf16 from now on where 8 bits do not hold their spread; say so."""
         tasks = [task for _, task in members]
         counts = elements_below(tasks)
@@ -289,12 +289,12 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _task(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
-    ) -> Task:
+    ) -> StepTask:
         none = torch.empty(0, dtype=torch.uint8)
         stored = [stored_moment(state, name) for name in self.algorithm.moments]
         remainder = state.get(REMAINDER)
         data = dense(parameter)
-        return Task(
+        return StepTask(
             weight=flat(data, data),
             remainder=None if remainder is None else flat(remainder, data),
             moments=tuple(flat(values, data) for values, _ in stored if values is not None),

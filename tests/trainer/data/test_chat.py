@@ -2,9 +2,9 @@ import pytest
 
 from halfstep.errors import DataError, PrecisionError
 from halfstep.trainer.data.instructions.chat import (
+    ChatPart,
     Message,
     Pair,
-    Part,
     Text,
     read_messages,
     read_prompt,
@@ -91,12 +91,12 @@ def test_alpaca_writes_what_stanford_alpaca_writes():
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
     )
     assert text_parts(Pair("Add {1}", "", "2"), "alpaca", None) == (
-        Part(without.format(instruction="Add {1}"), False),
-        Part("2", True, ends=True),
+        ChatPart(without.format(instruction="Add {1}"), False),
+        ChatPart("2", True, ends=True),
     )
     assert text_parts(Pair("Add", "{prompt} 1", "2"), "alpaca", None) == (
-        Part(with_input.format(instruction="Add", input="{prompt} 1"), False),
-        Part("2", True, ends=True),
+        ChatPart(with_input.format(instruction="Add", input="{prompt} 1"), False),
+        ChatPart("2", True, ends=True),
     )
 
 
@@ -107,7 +107,7 @@ def test_plain_adds_nothing_but_an_empty_line_before_a_context():
     assert joined(asked) == "Who?\n\nAnn came."
     assert text_parts(Pair("Who?", "Ann came.", "Ann"), "plain", None) == (
         *asked,
-        Part("Ann", True, ends=True),
+        ChatPart("Ann", True, ends=True),
     )
     for template in ("plain", "alpaca", "vicuna", "tokenizer"):
         for answer in (None, "Ann"):
@@ -154,7 +154,7 @@ def test_an_answer_that_the_template_strips_is_found():
         return chatml([m | {"content": m["content"].strip()} for m in messages], prompt)
 
     parts = text_parts((USER, Message("assistant", "\n 2 ")), "tokenizer", stripping)
-    assert parts[-1] == Part("2<|im_end|>", True)
+    assert parts[-1] == ChatPart("2<|im_end|>", True)
 
 
 @pytest.mark.parametrize("template", ["vicuna", "tokenizer"])
@@ -188,7 +188,7 @@ def thinking(messages, prompt):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     one = text_parts((USER, ANSWER), "tokenizer", thinking)
-    assert one[-1] == Part("<think>\n\n</think>\n\n2<|im_end|>", True)
+    assert one[-1] == ChatPart("<think>\n\n</think>\n\n2<|im_end|>", True)
     with pytest.raises(DataError, match=r"same turns in two ways \('<think>.*template vicuna"):
         text_parts((USER, ANSWER, *MORE), "tokenizer", thinking)
 

@@ -10,12 +10,12 @@ from halfstep.errors import DataError
 from halfstep.trainer.data import records
 from halfstep.trainer.data.corpus import documents
 from halfstep.trainer.data.corpus.documents import (
-    Piece,
     Span,
+    TextPiece,
     character_start,
-    encode,
+    encode_pieces,
     read_pieces,
-    sample,
+    sample_pieces,
     split_pieces,
     whole,
 )
@@ -218,9 +218,9 @@ def test_character_start_finds_the_first_byte(character, before):
 @pytest.mark.parametrize("limit", [50, 100, 333, 999, 5000])
 def test_a_sample_is_even_and_within_its_limit(monkeypatch, limit):
     monkeypatch.setattr(documents, "SAMPLE_BYTES", limit)
-    texts = [Piece(f"{number:09d}\n", 10, 10, True) for number in range(100)]
+    texts = [TextPiece(f"{number:09d}\n", 10, 10, True) for number in range(100)]
     calls = []
-    taken = list(sample(texts, 1000, lambda *call: calls.append(call)))
+    taken = list(sample_pieces(texts, 1000, lambda *call: calls.append(call)))
     assert calls == [("train tokenizer", done, 1000) for done in range(10, 1001, 10)]
     assert sum(map(len, taken)) == min(1000, limit // 10 * 10)
     numbers = [int(text) for text in taken]
@@ -235,8 +235,8 @@ def test_a_sample_is_even_and_within_its_limit(monkeypatch, limit):
 def test_a_sample_of_uneven_pieces_stays_within_its_limit(monkeypatch):
     monkeypatch.setattr(documents, "SAMPLE_BYTES", 300)
     sizes = [1 + number * 7 % 90 for number in range(60)]
-    texts = [Piece("x" * size, size, size, True) for size in sizes]
-    assert 200 <= sum(map(len, sample(texts, sum(sizes)))) <= 300
+    texts = [TextPiece("x" * size, size, size, True) for size in sizes]
+    assert 200 <= sum(map(len, sample_pieces(texts, sum(sizes)))) <= 300
 
 
 BPE = train_bpe(["the cat sat on the mat " * 9], 265)
@@ -246,7 +246,7 @@ DOCUMENTS = st.lists(st.lists(st.text(min_size=1), min_size=1, max_size=3), max_
 
 def pieces_of(found):
     return [
-        Piece(text, len(text.encode()), 10, i == 0)
+        TextPiece(text, len(text.encode()), 10, i == 0)
         for document in found
         for i, text in enumerate(document)
     ]
@@ -256,12 +256,12 @@ def pieces_of(found):
 @given(DOCUMENTS, st.sampled_from([1, 8, 1000]))
 def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, texts, batch):
     monkeypatch.setattr(documents, "BATCH_BYTES", batch)
-    found = list(encode(pieces_of(texts), ByteTokenizer(), 99))
+    found = list(encode_pieces(pieces_of(texts), ByteTokenizer(), 99))
     text = "\n".join("".join(document) for document in texts).encode()
     assert np.concatenate([[], *(part.ids for part in found)]).tolist() == list(text)
     assert sum(part.text_bytes for part in found) == len(text)
 
-    found = list(encode(pieces_of(texts), BPE, 99))
+    found = list(encode_pieces(pieces_of(texts), BPE, 99))
     ids = np.concatenate([[], *(part.ids for part in found)]).astype(int).tolist()
     assert ids.count(BPE.end_of_text) == max(len(texts) - 1, 0)
     assert BPE.decode(ids) == "<|endoftext|>".join("".join(d) for d in texts)
@@ -273,7 +273,7 @@ def test_source_bytes_and_progress_count_up_to_the_total(monkeypatch, batch):
     monkeypatch.setattr(documents, "BATCH_BYTES", batch)
     calls = []
     given_pieces = pieces_of([["aaaaaaaaaa"] * 4, ["bbbbbbbbbb"] * 2])
-    found = list(encode(given_pieces, ByteTokenizer(), 60, lambda *call: calls.append(call)))
+    found = list(encode_pieces(given_pieces, ByteTokenizer(), 60, lambda *call: calls.append(call)))
     assert calls[-1] == ("encode", 60, 60)
     assert [call[1] for call in calls] == [part.source_bytes for part in found]
     assert [call[1] for call in calls] == sorted({call[1] for call in calls})

@@ -11,7 +11,7 @@ from halfstep.trainer.data.labelled.length_batches import (
     evaluation_batches,
     evaluation_shares,
 )
-from halfstep.trainer.data.random_bits import permutation, random_bits
+from halfstep.trainer.data.random_bits import permutation, philox_bits
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=300)
 SIZES = st.integers(1, 70)
@@ -71,7 +71,7 @@ def test_the_batches_of_today_are_the_batches_for_ever():
     # The definition: Philox under the first 16 bytes of a hash.
     key = int.from_bytes(hashlib.sha256(b"halfstep:some:42:3").digest()[:16], "little")
     wanted = np.random.Philox(key=key).random_raw(2)
-    assert random_bits("some", 42, 3, 2).tolist() == wanted.tolist()
+    assert philox_bits("some", 42, 3, 2).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_some_batches_are_spread_over_all_lengths():
 
 def test_bits_are_well_mixed():
     keys = np.concatenate(
-        [random_bits("some", seed, step, 64) for seed in range(16) for step in range(16)]
+        [philox_bits("some", seed, step, 64) for seed in range(16) for step in range(16)]
     )
-    assert np.array_equal(random_bits("some", 0, 0, 99)[:64], keys[:64])
+    assert np.array_equal(philox_bits("some", 0, 0, 99)[:64], keys[:64])
     assert len(set(keys.tolist())) == len(keys)  # 16384 of 2**64: a repetition has p < 2e-11
     bits = keys[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
     # Mean of 16384 fair bits: sigma 0.0039; six sigma over 64 columns and all pairs of neighbours.
@@ -152,9 +152,9 @@ def test_bits_are_well_mixed():
         changed = (bits[shift:] != bits[:-shift]).mean(0)
         assert np.all(np.abs(changed - 0.5) < 0.0242)  # sigma of 15360 bits: 0.004
     with pytest.raises(ConfigError, match="epoch or step must be at least 0"):
-        random_bits("some", 0, -1, 1)
+        philox_bits("some", 0, -1, 1)
 
 
 def test_purposes_do_not_meet():
-    assert not np.array_equal(random_bits("a", 0, 0, 4), random_bits("b", 0, 0, 4))
-    assert not np.array_equal(random_bits("a", 1, 11, 4), random_bits("a", 11, 1, 4))
+    assert not np.array_equal(philox_bits("a", 0, 0, 4), philox_bits("b", 0, 0, 4))
+    assert not np.array_equal(philox_bits("a", 1, 11, 4), philox_bits("a", 11, 1, 4))

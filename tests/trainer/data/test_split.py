@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
 from halfstep.trainer.data.corpus import documents as split_module
-from halfstep.trainer.data.corpus.documents import read_pieces, split
+from halfstep.trainer.data.corpus.documents import read_pieces, split_corpus
 from halfstep.trainer.data.sources import find_sources
 
 LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -13,7 +13,7 @@ LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], ma
 
 def parts(paths, fraction):
     found = find_sources(tuple(map(str, paths)), "data.train")
-    return split(found, fraction)
+    return split_corpus(found, fraction)
 
 
 def texts(paths, fraction):

@@ -15,7 +15,7 @@ from tests.trainer.models.pretrained_folders import edit_json, save_classifier
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
-from halfstep.trainer.models.pretrained.hub import pin, quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.hub import pin, quiet, require_library, resolve_source
 
 INDEX = "model.safetensors.index.json"
 
@@ -353,17 +353,17 @@ def test_a_folder_has_no_commit(good):
 def test_a_missing_library(module, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ConfigError, match=rf"need {module}.*pip install 'halfstep\[hf\]'"):
-        require(module)
+        require_library(module)
 
 
 @pytest.mark.parametrize(
     "version", ["4.57.6", "5.0.0", "5.2.9", "5.3.0", "5.3.0.dev0", "5.23.0", "6.0"]
 )
 def test_a_transformers_without_the_gate_is_refused(version, monkeypatch):
-    found = require("transformers")  # a lazy module, which may have replaced itself
+    found = require_library("transformers")  # a lazy module, which may have replaced itself
     monkeypatch.setattr(found, "__version__", version)
     if version.startswith(("4.", "5.0", "5.2.")):
         with pytest.raises(ConfigError, match=r"5\.3 or newer"):
-            require("transformers")
+            require_library("transformers")
     else:
-        assert require("transformers") is found
+        assert require_library("transformers") is found

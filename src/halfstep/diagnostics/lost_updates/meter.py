@@ -32,7 +32,12 @@ from halfstep.diagnostics.lost_updates.replay import (
     plain,
     slowdowns,
 )
-from halfstep.diagnostics.lost_updates.report import GroupReport, measure, replay_agrees, table
+from halfstep.diagnostics.lost_updates.report import (
+    GroupReport,
+    lost_table,
+    measure,
+    replay_agrees,
+)
 from halfstep.diagnostics.lost_updates.sampling import (
     Chooser,
     GroupSample,
@@ -125,12 +130,12 @@ class LostUpdateMeter:
         """Whether the newest step of some optimizer was measured; costs nothing."""
         return any(watch.fresh for watch in self._watches)
 
-    def table(self) -> str:
+    def lost_table(self) -> str:
         """The reports as text."""
         reports = self.report()
-        return table(reports) if reports else "no step has been measured yet"
+        return lost_table(reports) if reports else "no step has been measured yet"
 
-    __str__ = table
+    __str__ = lost_table
 
     def close(self) -> None:
         """Unhook; what was measured can still be read."""

@@ -127,7 +127,7 @@ class GroupReport:
         return f"{text}; {self.note}" if self.note else text
 
 
-def table(reports: Sequence[GroupReport]) -> str:
+def lost_table(reports: Sequence[GroupReport]) -> str:
     """Reports as lines of text: one row a group, then one verdict a group."""
     head = ("group", "stored", "elements", "lr", "lost", "unmoved", "16-bit unchanged", "zero",
             "half frozen below", "all frozen below")  # fmt: skip

@@ -267,7 +267,7 @@ class NonFiniteTrace(TorchDispatchMode):
 # In which module's forward an operation runs, and of which forward a backward is.
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an operation runs, in the words of :class:`Cause`."""
 
     module: str = ""
@@ -329,28 +329,28 @@ class ModuleCalls:
             call = self._stack.pop()
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
 
-    def place(self, names: Mapping[int, tuple[str, bool]]) -> Place:
+    def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """Where the operation that runs now is; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
         top = self._stack[-1] if self._stack else None
         if task == -1 or (top is not None and top.task == task):
-            return Place() if top is None else Place(top.name, top.class_name)
+            return Location() if top is None else Location(top.name, top.class_name)
         node = torch._C._current_autograd_node()
         if node is None:
-            return Place(direction="backward")
+            return Location(direction="backward")
         kind = node.name().removeprefix("torch::autograd::")
         variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
         if isinstance(variable, Tensor) and storage_key(variable) in names:
             parameter = names[storage_key(variable)][0]
             module = parameter.rpartition(".")[0]
             class_name = type(self._model.get_submodule(module)).__name__
-            return Place(module, class_name, "backward", f"{kind} of {parameter}")
+            return Location(module, class_name, "backward", f"{kind} of {parameter}")
         # Forwards that a backward pass runs again may number their nodes anew, and make none that
         # this same pass goes through.
         number = node._sequence_nr()
         runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
         runs = [c for c in runs if c.task == runs[-1].task]
         if not runs:
-            return Place("", "", "backward", kind)
+            return Location("", "", "backward", kind)
         call = min(runs, key=lambda run: run.end - run.first)
-        return Place(call.name, call.class_name, "backward", kind)
+        return Location(call.name, call.class_name, "backward", kind)

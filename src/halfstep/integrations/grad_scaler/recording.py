@@ -449,7 +449,7 @@ class RecordingScaler(torch.amp.GradScaler):
         return clone
 
 
-def broken_loss(loss: Tensor | None, ranks: Ranks) -> str:
+def loss_error(loss: Tensor | None, ranks: Ranks) -> str:
     """A loss that is not finite on some rank, in words; else "". All ranks must ask together."""
     mine = loss is not None and not bool(loss.isfinite().all())
     if not ranks.worst([int(mine)])[0]:

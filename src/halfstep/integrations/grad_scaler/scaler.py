@@ -54,7 +54,7 @@ _STARTS = "a number above 0, or 'auto'"
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class ScaleGuard:
     """Between which bounds a scale moves, and when a run stops."""
 
     floor: float
@@ -85,7 +85,7 @@ def make_guard(
     max_scale: float | None,
     hysteresis: int,
     max_consecutive_skips: int | None,
-) -> Guard | None:
+) -> ScaleGuard | None:
     """The bounds that the options describe, or None if none of them is on."""
     skips = 1 if max_consecutive_skips is None else max_consecutive_skips
     for name, count in (("hysteresis", hysteresis), ("max_consecutive_skips", skips)):
@@ -115,13 +115,15 @@ def make_guard(
             f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; allowed "
             "with halfstep's options: a finite growth and a back-off above 0"
         )
-    guard = Guard(bounds[0], bounds[1], hysteresis, max_consecutive_skips)
+    guard = ScaleGuard(bounds[0], bounds[1], hysteresis, max_consecutive_skips)
     if not auto:
         guard.require(init_scale, "init_scale")
     return guard
 
 
-def check_state(state: Mapping[str, Any], guard: Guard | None, where: str = "saved scale") -> None:
+def check_scaler_state(
+    state: Mapping[str, Any], guard: ScaleGuard | None, where: str = "saved scale"
+) -> None:
     """Refuse a state that cannot be continued, before anything is changed."""
     if guard is not None and "scale" in state:
         guard.require(state["scale"], where)
@@ -135,7 +137,7 @@ def check_state(state: Mapping[str, Any], guard: Guard | None, where: str = "sav
             f"state_dict() gives, with {', '.join(_EXTRA)}"
         )
     for name, loss in extra["losses"].items():
-        check_state(loss, guard, f"saved scale of loss {name!r}")
+        check_scaler_state(loss, guard, f"saved scale of loss {name!r}")
 
 
 class GradScaler(RecordingScaler):
@@ -329,7 +331,13 @@ class GradScaler(RecordingScaler):
             self._stop_if_hopeless(guard, *culprits, before, at_floor=at_floor)
 
     def _stop_if_hopeless(
-        self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
+        self,
+        guard: ScaleGuard,
+        reason: Reason,
+        names: tuple[str, ...],
+        scale: float,
+        *,
+        at_floor: bool,
     ) -> None:
         what = "NaN" if reason == "nan_gradients" else "overflow (inf)"
         whose = some(names) or (
@@ -399,7 +407,7 @@ class GradScaler(RecordingScaler):
                 is damaged; nothing is changed then.
         """
         if self._enabled:
-            check_state(state_dict, self._guard)
+            check_scaler_state(state_dict, self._guard)
         super().load_state_dict(state_dict)
         if not self._enabled:
             return

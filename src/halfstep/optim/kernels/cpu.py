@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import Task, mark_written
+from halfstep.optim.storage.state import StepTask, mark_written
 from halfstep.precision.masters.rounding import ROUNDING
 
 _FLAGS = (
@@ -91,7 +91,7 @@ class NativeKernel:
             ctypes.c_int32,
         )
 
-    def run(self, tasks: Sequence[Task], plan: Plan) -> None:
+    def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
         """Take the step; tasks are on the CPU and share their dtypes."""
         table = (_Task * len(tasks))()
         for entry, task in zip(table, tasks, strict=True):

@@ -22,7 +22,7 @@ from torch import Tensor
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.moments import BLOCK
-from halfstep.optim.storage.state import Task, mark_written
+from halfstep.optim.storage.state import StepTask, mark_written
 
 TILE = 8 * BLOCK
 """Elements per program of the update: 4 per thread, so that many programs fit on a processor."""
@@ -114,7 +114,7 @@ class Launch:
     statistics: Tensor  # int32: the same for the statistics of the gradients
 
 
-def make_launch(tasks: Sequence[Task], plan: Plan, first_row: int) -> Launch:
+def make_launch(tasks: Sequence[StepTask], plan: Plan, first_row: int) -> Launch:
     """The launch of tasks whose rows begin at ``first_row`` of the table."""
     weight, gradient = tasks[0].weight, tasks[0].gradient
     counts = tuple(task.weight.numel() for task in tasks)
@@ -143,7 +143,7 @@ def _programs(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def rows(tasks: Sequence[Task], seed: int) -> tuple[list[int], bool]:
+def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
     """The table's rows of one launch, and whether 16 bytes divide all addresses."""
     found: list[int] = []
     update = statistics = 0
@@ -208,7 +208,7 @@ def _tables(device: torch.device) -> Tables:
     return Tables(device)
 
 
-def run(tasks: Sequence[Task], plan: Plan) -> None:
+def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
     """Take the step in one launch per dtype of weights; same bits as ``reference.run_torch``.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.scaling.gradients import global_norm
 
 
@@ -19,7 +19,7 @@ class Kernel:
     """What does the arithmetic of a step; all kernels give the same bits."""
 
     name: str  # what it is, and where it is no fast one why, for people to read
-    run: Callable[[Sequence[Task], Plan], None]  # takes the step of tensors that share a plan
+    run: Callable[[Sequence[StepTask], Plan], None]  # takes the step of tensors that share a plan
     # the 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is. They are
     # dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
@@ -35,16 +35,16 @@ def kernel_for(device_type: str) -> Kernel:
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
-            return Kernel("Triton kernels", _or_torch(cuda.run), global_norm)
+            return Kernel("Triton kernels", _or_torch(cuda.run_cuda), global_norm)
     return Kernel(f"torch operations ({reason})", run_torch, global_norm)
 
 
 def _or_torch(
-    compiled: Callable[[Sequence[Task], Plan], None],
-) -> Callable[[Sequence[Task], Plan], None]:
+    compiled: Callable[[Sequence[StepTask], Plan], None],
+) -> Callable[[Sequence[StepTask], Plan], None]:
     """The compiled kernel, or torch operations for a rule that it does not have."""
 
-    def run(tasks: Sequence[Task], plan: Plan) -> None:
+    def run(tasks: Sequence[StepTask], plan: Plan) -> None:
         (compiled if plan.algorithm.name in RULES else run_torch)(tasks, plan)
 
     return run

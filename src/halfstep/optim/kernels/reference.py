@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.optim.storage.weights import master, store_
 from halfstep.precision.masters.rounding import Update, random_bits, rounding_mode
 
@@ -39,14 +39,14 @@ class Plan:
     step: int  # the step's number, from 1
 
 
-def run_torch(tasks: Sequence[Task], plan: Plan) -> None:
+def run_torch(tasks: Sequence[StepTask], plan: Plan) -> None:
     """Take the step in torch operations, chunk by chunk; on any device."""
     for task in tasks:
         for start in range(0, task.weight.numel(), _CHUNK):
             _chunk(task, plan, start, min(start + _CHUNK, task.weight.numel()))
 
 
-def _chunk(task: Task, plan: Plan, start: int, end: int) -> None:
+def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
     part = slice(start, end)
     blocks = slice(start // BLOCK, -(-end // BLOCK))
     weight = task.weight[part]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfstep.optim.kernels.triton_numbers import floating
+from halfstep.optim.kernels.triton_numbers import from_bits
 from halfstep.optim.kernels.triton_update import (
     COLUMNS,
     COUNT,
@@ -75,7 +75,7 @@ def _sums(  # noqa: ANN202
     for _ in range(tiles // 4):
         for _ in tl.static_range(4):  # four loads on their way at once
             g = load(address, at, count, masked)
-            g = floating(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
+            g = from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
             magnitude = g.to(tl.uint32, bitcast=True) & _ABS
             wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
             total += g.to(tl.float64) * g.to(tl.float64)

@@ -35,7 +35,7 @@ def bits_of(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def floating(bits: tl.tensor) -> tl.tensor:
+def from_bits(bits: tl.tensor) -> tl.tensor:
     """The fp32 numbers of these bits, of any 32-bit integers."""
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
@@ -65,20 +65,20 @@ def nearest(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def kahan_sum(high: tl.tensor, lost: tl.tensor) -> tl.tensor:
     """fp32 of a bf16 weight and its residual, 16 bits each in uint32; -0 and +0 make -0."""
-    weight = floating(high << 16)
-    return tl.where((lost & 0x7FFF) == 0, weight, weight + floating(lost << 16))
+    weight = from_bits(high << 16)
+    return tl.where((lost & 0x7FFF) == 0, weight, weight + from_bits(lost << 16))
 
 
 @triton.jit
 def kahan(x: tl.tensor):  # noqa: ANN201
     """bf16 and what it loses, once; ``kahan_split`` does it twice. 16 bits each, in uint32."""
     high = nearest(x)
-    lost = tl.where((high & 0x7F80) == 0x7F80, 0, nearest(x - floating(high << 16)))
+    lost = tl.where((high & 0x7F80) == 0x7F80, 0, nearest(x - from_bits(high << 16)))
     return high, lost
 
 
 @triton.jit
-def master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
+def joined_master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
     """fp32 of the stored parts; see ``weights.master``."""
     if update == "fp32":
         return weight
@@ -89,23 +89,23 @@ def master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.
             low = low * 256
         # beside a zero a negative remainder is that of an older weight, which somebody has written
         low = tl.where((high & _ABS) == 0, tl.maximum(low, 0), low)
-        return floating(high + low.to(tl.uint32, bitcast=True))
+        return from_bits(high + low.to(tl.uint32, bitcast=True))
     if update == "kahan":
         total = kahan_sum(weight.to(tl.uint32), remainder.to(tl.uint32))
-        fits = floating(nearest(total) << 16) == floating(high)
-        return tl.where(fits, total, floating(high))  # else somebody has written the weight
-    return floating(high)
+        fits = from_bits(nearest(total) << 16) == from_bits(high)
+        return tl.where(fits, total, from_bits(high))  # else somebody has written the weight
+    return from_bits(high)
 
 
 @triton.jit
-def decode(
+def decode_moment(
     codes: tl.tensor, top: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
 ) -> tl.tensor:
     """fp32 moments; see ``moments.decode``."""
     if moments == "fp32":
         return codes
     if moments == "bf16":
-        return floating(codes.to(tl.uint32) << 16)
+        return from_bits(codes.to(tl.uint32) << 16)
     code = codes.to(tl.uint32)
     levels: tl.constexpr = 127 if signed else 255
     base = ((top.to(tl.uint32) + 1) * 8 - levels)[:, None]
@@ -113,11 +113,13 @@ def decode(
     b = tl.where(magnitude > 0, (magnitude + base) << 20, 0)
     if signed:
         b = b | ((code & 0x80) << 24)
-    return floating(tl.where((top == _BROKEN)[:, None], _QUIET, b))
+    return from_bits(tl.where((top == _BROKEN)[:, None], _QUIET, b))
 
 
 @triton.jit
-def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: tl.constexpr):  # noqa: ANN201
+def encode_moment(  # noqa: ANN201
+    values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
+):
     """Codes and the tops of their blocks (meaningless unless 8-bit); see ``moments.encode``."""
     b = bits_of(values)
     magnitude = tl.minimum(b & _ABS, _LARGEST)
@@ -129,8 +131,8 @@ def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: 
     code = ((magnitude + noise) >> 20).to(tl.int32) - base
     lowest = (base + 1) << 20
     if signed:
-        kept = noise.to(tl.int32).to(tl.float32) * 9.5367431640625e-07 * floating(lowest)
-        below = (kept < floating(b & _ABS)).to(tl.int32)
+        kept = noise.to(tl.int32).to(tl.float32) * 9.5367431640625e-07 * from_bits(lowest)
+        below = (kept < from_bits(b & _ABS)).to(tl.int32)
         code = tl.where(magnitude.to(tl.int32) < lowest, below, code)
     else:
         code = tl.where(magnitude.to(tl.int32) < lowest, 1, code)

@@ -17,12 +17,12 @@ import triton.language as tl
 from halfstep.optim.kernels.triton_numbers import (
     canonical,
     cut,
-    decode,
-    encode,
-    floating,
+    decode_moment,
+    encode_moment,
+    from_bits,
+    joined_master,
     kahan,
     kahan_sum,
-    master,
     mix,
     nearest,
 )
@@ -109,12 +109,12 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
         remainder_type: tl.constexpr = tl.uint16 if update == "kahan" else signed_type
         remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
         remainder = load(remainder_at, at, count, masked)
-    w = master(weight, remainder, update)
+    w = joined_master(weight, remainder, update)
     stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
     gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
     g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
     g = (
-        floating(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
+        from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
     ) * multiplier
 
     small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
@@ -127,14 +127,14 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
     if moments == "8bit":
         m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
         tops = load(m_tops, block, blocks, masked)
-    m = decode(codes, tops, moments, True)
+    m = decode_moment(codes, tops, moments, True)
     if rule == "adamw":
         v_at = pointer(row, SECOND, moment_type, aligned) + start
         codes = load(v_at, at, count, masked)
         if moments == "8bit":
             v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
             tops = load(v_tops, block, blocks, masked)
-        v = decode(codes, tops, moments, False)
+        v = decode_moment(codes, tops, moments, False)
 
     if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
         m = m * c0 + g * c1
@@ -183,11 +183,11 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
                 b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
                 _store(v_at, at, count, b.to(tl.uint16), masked)
         else:
-            codes, tops = encode(m, random, moments, True)
+            codes, tops = encode_moment(m, random, moments, True)
             _store(m_at, at, count, codes, masked)
             _store(m_tops, block, blocks, tops, masked)
             if rule == "adamw":
-                codes, tops = encode(v, random, moments, False)
+                codes, tops = encode_moment(v, random, moments, False)
                 _store(v_at, at, count, codes, masked)
                 _store(v_tops, block, blocks, tops, masked)
 

@@ -14,7 +14,7 @@ import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, check_gradient, check_updates, kept_moments
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import Task, is_dense, mark_written
+from halfstep.optim.storage.state import StepTask, is_dense, mark_written
 from halfstep.precision.masters.rounding import Update
 
 
@@ -51,7 +51,7 @@ class Bundle:
         self._members: tuple[Any, ...] = ()
         self._steps: dict[nn.Parameter, tuple[Tensor, float]] = {}
         self._places: tuple[Any, ...] = ()
-        self._tasks: list[Task] = []
+        self._tasks: list[StepTask] = []
         self._captured: list[Any] = []  # what a graph reads stays
 
     def _work(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter, Tensor, int]]:
@@ -159,7 +159,7 @@ class Bundle:
                     if key != "step":
                         yield tensor.data_ptr()
 
-    def _tasks_of(self, members: Sequence[tuple[nn.Parameter, int]]) -> list[Task]:
+    def _tasks_of(self, members: Sequence[tuple[nn.Parameter, int]]) -> list[StepTask]:
         optimizer, tasks = self._optimizer, []
         for parameter, stream in members:
             assert parameter.grad is not None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.storage.moments import BLOCK, BROKEN, decode
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 
 FIRST, EVERY = 8, 32
 """A tensor is first looked at after FIRST steps, then at twice as many, then every EVERY steps.
@@ -40,7 +40,7 @@ def is_due(step: int) -> bool:
     return doubled or (step > 0 and step % EVERY == 0)
 
 
-def elements_below(tasks: Sequence[Task]) -> list[int]:
+def elements_below(tasks: Sequence[StepTask]) -> list[int]:
     """For each task how many elements with a gradient stand at the floor of their window.
 
     The tasks are of one device, after their step; it is waited for once.
@@ -61,7 +61,7 @@ def must_fall_back(below: int, elements: int) -> bool:
     return below > 0 and below >= elements * SHARE
 
 
-def wide_moments(task: Task, multiplier: float, correction: float) -> tuple[Tensor, Tensor]:
+def wide_moments(task: StepTask, multiplier: float, correction: float) -> tuple[Tensor, Tensor]:
     """Both moments of a task in bf16, which holds every 8-bit number exactly.
 
     Where a second moment stood at the floor it starts again from the present gradient: its true
@@ -93,7 +93,7 @@ def wide_moments(task: Task, multiplier: float, correction: float) -> tuple[Tens
     return first, second
 
 
-def _below(task: Task, part: slice) -> Tensor | None:
+def _below(task: StepTask, part: slice) -> Tensor | None:
     """Which elements of a part are below their windows; None says that there is none."""
     codes = task.moments[1][part]
     # As a rule there is none: on a CPU a minimum of bytes, 0 wrapping around to 255, tells it ten

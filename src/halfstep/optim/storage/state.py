@@ -170,7 +170,7 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class StepTask:
     """One tensor's part of a step; every tensor is flat, contiguous and on one device."""
 
     weight: Tensor  # fp32 or bf16, shape (n,); updated in place, as are the next three
@@ -182,7 +182,7 @@ class Task:
     stream: int  # which random bits are this tensor's
 
 
-def mark_written(tasks: Iterable[Task]) -> None:
+def mark_written(tasks: Iterable[StepTask]) -> None:
     """Tell autograd that a kernel has written these tasks' tensors behind torch's back.
 
     Without it a step between a forward and its backward would give a silently wrong gradient where

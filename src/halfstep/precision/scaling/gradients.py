@@ -194,7 +194,7 @@ class Judged:
         return self.found is None or bool(self.found.names)
 
 
-class Trained(Protocol):
+class TrainedTensors(Protocol):
     """What the optimizers update: see :class:`halfstep.precision.masters.masters.MasterWeights`."""
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -208,7 +208,11 @@ class Examiner:
     """Measures a step's gradients, and names what is broken in them."""
 
     def __init__(
-        self, model: nn.Module, masters: Trained, optimizers: Sequence[Optimizer], ranks: Ranks
+        self,
+        model: nn.Module,
+        masters: TrainedTensors,
+        optimizers: Sequence[Optimizer],
+        ranks: Ranks,
     ) -> None:
         self._model = model
         self._masters = masters

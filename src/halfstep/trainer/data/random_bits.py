@@ -10,7 +10,7 @@ import numpy.typing as npt
 from halfstep.errors import ConfigError
 
 
-def random_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
+def philox_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
     """Draws the first ``count`` numbers of the stream (purpose, seed, number).
 
     The key of Philox is a hash, so that neighbouring seeds and numbers have nothing in common. The
@@ -40,5 +40,5 @@ def permutation(purpose: str, seed: int, number: int, count: int) -> npt.NDArray
     Two of ``count`` numbers are equal with probability below count**2 / 2**65; those two keep
     their order.
     """
-    bits = random_bits(purpose, seed, number, count)
+    bits = philox_bits(purpose, seed, number, count)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)

@@ -129,7 +129,7 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
             yield place, value
 
 
-def read_json(path: Path) -> Rows:
+def read_json_rows(path: Path) -> Rows:
     """Reads items of a JSON list, of the list ``data`` of an object, or objects line by line."""
     size = inspect_file(path).size
     if size > MAX_LIST_BYTES:
@@ -375,7 +375,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".tsv": lambda path: _table(path, "\t"),
     ".jsonl": lambda path: parse_objects(read_lines(path), path),
     ".ndjson": lambda path: parse_objects(read_lines(path), path),
-    ".json": lambda path: read_json(path),
+    ".json": lambda path: read_json_rows(path),
     ".parquet": lambda path: read_dataset(str(inspect_file(path).path), "train"),
 }
 """How a file is read, by its suffix. A format is added by its line here."""

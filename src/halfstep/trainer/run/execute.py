@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -51,7 +51,7 @@ def execute(
     *,
     resuming: bool = False,
     sinks: Sequence[MetricsSink] = (),
-) -> Outcome:
+) -> RunOutcome:
     """Train a session to its end in its run folder; all ranks together.
 
     Args:
@@ -83,7 +83,7 @@ def execute(
                 sink.write(tick.record)
             ticked(tick)
             last = tick
-        outcome = Outcome(last, "")
+        outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
     except NonFiniteError as error:
@@ -98,7 +98,7 @@ def execute(
             sink.close()
         if folder is not None:
             folder.close()
-    return Outcome(last, written)
+    return RunOutcome(last, written)
 
 
 def _introduce(session: Session, say: Say) -> None:

@@ -142,7 +142,7 @@ class LMTask(EpochTask):
     def evaluate(self, judge: Judge) -> Evaluation:
         """Loss and perplexity on every validation row once."""
         run = self.config.run
-        batches = validation_batches(
+        batches = validation_rows(
             self.data.dev_rows,
             run.batch_size // run.grad_accum,
             self.tokenizer.wrapped.pad_id,
@@ -150,7 +150,7 @@ class LMTask(EpochTask):
             judge.rank,
             judge.ranks,
         )
-        return measure(batches, judge, str(self.config.precision))
+        return measured_loss(batches, judge, str(self.config.precision))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer, and how prompts are written."""
@@ -267,7 +267,7 @@ def prompt_settings(run: Path) -> dict[str, str]:
         raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
 
 
-def validation_batches(
+def validation_rows(
     rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
     """A rank's batches, as :func:`evaluation_shares` deals them."""
@@ -278,7 +278,7 @@ def validation_batches(
         yield ids_BT, targets_BT, positions_BT
 
 
-def measure(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
+def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
     """Loss and perplexity, and in which precision they were computed."""
     loss, targets = mean_loss(batches, judge)
     text = (
@@ -315,8 +315,8 @@ class TrainedLM(Trained):
         if data.packing:
             lm.model.check_packing()
         pad_id = lm.tokenizer.wrapped.pad_id
-        batches = validation_batches(rows, use.batch_size, pad_id, use.max_batches)
-        found = measure(batches, lm.judge, str(lm.policy))
+        batches = validation_rows(rows, use.batch_size, pad_id, use.max_batches)
+        found = measured_loss(batches, lm.judge, str(lm.policy))
         values = {
             "loss": found.loss,
             "perplexity": perplexity(found.loss),

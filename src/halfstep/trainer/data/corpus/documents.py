@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A part of one document, never empty."""
 
     text: str
@@ -62,7 +62,7 @@ def whole(sources: Iterable[Source]) -> tuple[Span, ...]:
     return tuple(Span(source, 0, source.size) for source in sources)
 
 
-def read_pieces(spans: Iterable[Span], size: int = PIECE_BYTES) -> Iterator[Piece]:
+def read_pieces(spans: Iterable[Span], size: int = PIECE_BYTES) -> Iterator[TextPiece]:
     """Yields all documents of text and ``.jsonl`` spans in order, piece by piece.
 
     Empty documents yield none; ``size`` bytes, at least 4, are the largest length of a piece.
@@ -75,7 +75,7 @@ def read_pieces(spans: Iterable[Span], size: int = PIECE_BYTES) -> Iterator[Piec
         yield from (_records if span.source.kind == "jsonl" else _text)(span, size)
 
 
-def _text(span: Span, size: int) -> Iterator[Piece]:
+def _text(span: Span, size: int) -> Iterator[TextPiece]:
     offset, begins = span.start, True
     for raw in split_pieces(read_chunks(span.source, span.start, span.stop), size):
         try:
@@ -90,18 +90,18 @@ def _text(span: Span, size: int) -> Iterator[Piece]:
             text, skipped = text[1:], len(BYTE_ORDER_MARK)
         offset += len(raw)
         if text:
-            yield Piece(text, len(raw) - skipped, len(raw), begins)
+            yield TextPiece(text, len(raw) - skipped, len(raw), begins)
             begins = False
 
 
-def _records(span: Span, size: int) -> Iterator[Piece]:
+def _records(span: Span, size: int) -> Iterator[TextPiece]:
     path = span.source.path
     for line in read_lines(path, span.start, span.stop):
         consumed = len(line[1].encode("utf-8"))
         for place, record in parse_objects([line], path):
             begins = True
             for raw in split_pieces([_record_text(record, place)], size):
-                yield Piece(raw.decode("utf-8"), len(raw), consumed, begins)
+                yield TextPiece(raw.decode("utf-8"), len(raw), consumed, begins)
                 consumed, begins = 0, False
 
 
@@ -163,7 +163,7 @@ def character_start(data: bytes, index: int) -> int:
 # A corpus without validation files is cut once: the tail of its bytes becomes validation.
 
 
-def split(
+def split_corpus(
     sources: tuple[Source, ...], fraction: float
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Cuts a corpus near its last ``fraction`` of bytes, in document order.
@@ -248,7 +248,9 @@ def _line_end(source: Source, place: int) -> int:
     return source.size
 
 
-def sample(pieces: Iterable[Piece], total: int, progress: Progress = no_progress) -> Iterator[str]:
+def sample_pieces(
+    pieces: Iterable[TextPiece], total: int, progress: Progress = no_progress
+) -> Iterator[str]:
     """Yields evenly spread pieces of at most ``SAMPLE_BYTES`` together, to train a tokenizer on.
 
     ``credit`` grows with every byte read, at the rate SAMPLE_BYTES / total; a piece is taken when
@@ -265,8 +267,8 @@ def sample(pieces: Iterable[Piece], total: int, progress: Progress = no_progress
         progress(TRAIN_TOKENIZER, done, total)
 
 
-def encode(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, total: int, progress: Progress = no_progress
+def encode_pieces(
+    pieces: Iterable[TextPiece], tokenizer: Tokenizer, total: int, progress: Progress = no_progress
 ) -> Iterator[Encoded]:
     """Encodes documents batch by batch, with a separator between two of them.
 

@@ -24,11 +24,11 @@ from halfstep.trainer.data.config import DataConfig, bpe_size
 from halfstep.trainer.data.corpus.documents import (
     SAMPLE_BYTES,
     Span,
-    encode,
+    encode_pieces,
     held_out,
     read_pieces,
-    sample,
-    split,
+    sample_pieces,
+    split_corpus,
     too_small,
     whole,
 )
@@ -132,7 +132,7 @@ def _is_text(path: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CorpusPart:
     """What becomes train or validation: text, or one span of a ``.bin`` file."""
 
     field: str
@@ -191,7 +191,7 @@ def prepare_one(
     return _token_file(part, tokenizer, cache_root(cache_dir), progress)
 
 
-def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
+def _parts(config: DataConfig, progress: Progress) -> tuple[CorpusPart, CorpusPart]:
     """Lists and hashes the files, and decides which bytes are train and which validation."""
     names = "data.train", "data.validation"
     train = find_sources(config.train, names[0]) if config.train else standard_library()
@@ -201,7 +201,7 @@ def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
         return _whole(train, names[0], progress), _whole(validation, names[1], progress)
     corpus, fraction = _whole(train, names[0], progress), config.validation_fraction
     if train[0].kind != "bin":
-        first, last = split(train, fraction)
+        first, last = split_corpus(train, fraction)
     else:
         (span,) = corpus.spans
         cut = span.stop - held_out(span.stop // ITEM_BYTES, fraction) * ITEM_BYTES
@@ -209,14 +209,14 @@ def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
             raise too_small([span.source.path], span.stop)
         first, last = (replace(span, stop=cut),), (replace(span, start=cut),)
     return (
-        Part(names[0], first, f"{corpus.identity} without its last {fraction!r}"),
-        Part(names[1], last, f"{corpus.identity} only its last {fraction!r}"),
+        CorpusPart(names[0], first, f"{corpus.identity} without its last {fraction!r}"),
+        CorpusPart(names[1], last, f"{corpus.identity} only its last {fraction!r}"),
     )
 
 
-def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> Part:
+def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> CorpusPart:
     if sources[0].kind != "bin":
-        return Part(field, whole(sources), content_sha256(sources, progress))
+        return CorpusPart(field, whole(sources), content_sha256(sources, progress))
     source = sources[0]  # and the others are token files too: find_sources refuses mixtures
     if len(sources) > 1:
         raise DataError(
@@ -228,7 +228,7 @@ def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> Part:
             f"{source.path}: {source.size} bytes are not a whole number of uint16 tokens (2 bytes "
             f"each); the file is cut short or no nanoGPT .bin file: write it again"
         )
-    return Part(field, whole(sources))
+    return CorpusPart(field, whole(sources))
 
 
 def _check_combination(
@@ -249,7 +249,7 @@ def _check_combination(
             )
 
 
-def _tokenizer(spec: str, part: Part, root: Path, progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, part: CorpusPart, root: Path, progress: Progress) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     size = bpe_size(spec)
@@ -258,7 +258,7 @@ def _tokenizer(spec: str, part: Part, root: Path, progress: Progress) -> Tokeniz
     ids = size
 
     def build(folder: Path) -> None:
-        texts = sample(read_pieces(part.spans), part.source_bytes, progress)
+        texts = sample_pieces(read_pieces(part.spans), part.source_bytes, progress)
         trained = train_bpe(texts, ids)
         check_unchanged(span.source for span in part.spans)
         trained.save(folder)
@@ -277,12 +277,14 @@ def _cached_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer if tokenizer.fingerprint == expected else None
 
 
-def _token_file(part: Part, tokenizer: Tokenizer, root: Path, progress: Progress) -> TokenFile:
+def _token_file(
+    part: CorpusPart, tokenizer: Tokenizer, root: Path, progress: Progress
+) -> TokenFile:
     if part.spans[0].source.kind == "bin":
         return check_ids(part.spans[0], tokenizer, progress)
 
     def build(folder: Path) -> None:
-        stream = encode(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
+        stream = encode_pieces(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
         count = write_tokens(
             folder, stream, vocab_size=tokenizer.vocab_size, source_bytes=part.source_bytes
         )

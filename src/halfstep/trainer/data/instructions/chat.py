@@ -67,7 +67,7 @@ RenderChat: TypeAlias = Callable[[list[dict[str, str]], bool], str | None]
 """(messages, add_generation_prompt) to text, or None where the tokenizer has no chat template."""
 
 
-class Part(NamedTuple):
+class ChatPart(NamedTuple):
     """Text that is tokenised by itself."""
 
     text: str
@@ -100,14 +100,14 @@ def read_prompt(value: object) -> Dialogue:
     return messages
 
 
-def text_parts(example: Example, template: str, render: RenderChat | None) -> tuple[Part, ...]:
+def text_parts(example: Example, template: str, render: RenderChat | None) -> tuple[ChatPart, ...]:
     """Writes out an example in the words of a template that can write it; answers are learned.
 
     An example without a last answer gives the parts that stand before that answer in training.
     ``render`` is the tokenizer's chat template. DataErrors name no file.
     """
     if isinstance(example, Text):
-        pieces = [Part(piece, True) for piece in example.pieces]
+        pieces = [ChatPart(piece, True) for piece in example.pieces]
         return (*pieces[:-1], pieces[-1]._replace(ends=True))
     if isinstance(example, Pair):
         prompt, context, answer = example
@@ -116,8 +116,8 @@ def text_parts(example: Example, template: str, render: RenderChat | None) -> tu
             words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
             question = words.format(prompt=prompt, context=context)
         if template in (PLAIN, ALPACA):
-            learned = () if answer is None else (Part(answer, True, ends=True),)
-            return (Part(question, False), *learned)
+            learned = () if answer is None else (ChatPart(answer, True, ends=True),)
+            return (ChatPart(question, False), *learned)
         answers = () if answer is None else (Message(ASSISTANT, answer),)
         example = (Message(USER, question), *answers)
     return _vicuna(example) if template == VICUNA else _rendered(example, render)
@@ -167,20 +167,20 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _vicuna(dialogue: Dialogue) -> tuple[Part, ...]:
-    parts: list[Part] = []
+def _vicuna(dialogue: Dialogue) -> tuple[ChatPart, ...]:
+    parts: list[ChatPart] = []
     system = dialogue[0].content if dialogue[0].role == SYSTEM else VICUNA_SYSTEM
     before = f"{system} "
     for message in dialogue:
         if message.role == USER:
-            parts.append(Part(f"{before}USER: {message.content} ASSISTANT:", False))
+            parts.append(ChatPart(f"{before}USER: {message.content} ASSISTANT:", False))
             before = ""
         elif message.role == ASSISTANT:
-            parts.append(Part(f" {message.content}", True, ends=True))
+            parts.append(ChatPart(f" {message.content}", True, ends=True))
     return tuple(parts)
 
 
-def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[Part, ...]:
+def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[ChatPart, ...]:
     """Finds the answers in what the tokenizer's chat template writes.
 
     For each answer i: ``before`` is the text of the turns before it with the generation prompt,
@@ -188,20 +188,20 @@ def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[Part, ...]
     is the answer and its end; the next ``before`` must start with that. So the text of a
     conversation only ever grows, and every ``before`` is what generation would be given.
     """
-    parts: list[Part] = []
+    parts: list[ChatPart] = []
     done = ""
     for number, message in enumerate(dialogue):
         if message.role != ASSISTANT:
             continue
         before = _render(dialogue[:number], True, render)
         after = _render(dialogue[: number + 1], False, render)
-        parts.append(Part(_grown(done, before), False))
+        parts.append(ChatPart(_grown(done, before), False))
         answer = _grown(before, after)
         answer = answer[: _end_of_turn(answer, message.content)]
-        parts.append(Part(answer, True))
+        parts.append(ChatPart(answer, True))
         done = before + answer
     if dialogue[-1].role != ASSISTANT:
-        parts.append(Part(_grown(done, _render(dialogue, True, render)), False))
+        parts.append(ChatPart(_grown(done, _render(dialogue, True, render)), False))
     return tuple(parts)
 
 

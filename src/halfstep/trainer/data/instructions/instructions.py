@@ -27,13 +27,13 @@ from halfstep.trainer.data.corpus.documents import (
     held_out,
     in_batches,
     read_pieces,
-    split,
+    split_corpus,
     whole,
 )
 from halfstep.trainer.data.instructions.chat import (
+    ChatPart,
     Example,
     Pair,
-    Part,
     Text,
     read_messages,
     read_prompt,
@@ -236,7 +236,9 @@ def _inputs(config: InstructionsConfig) -> tuple[tuple[Input, ...], tuple[Input,
     if config.dev:
         return train, find_inputs(config.dev, "data.dev", config.format)
     if len(train) == 1 and isinstance(train[0], Span):
-        return split((train[0].source,), config.dev_fraction)  # no other documents to draw from
+        return split_corpus(
+            (train[0].source,), config.dev_fraction
+        )  # no other documents to draw from
     return train, ()
 
 
@@ -352,7 +354,7 @@ def encode_records(
 
 def _parts(
     records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str
-) -> Iterator[tuple[str, Part, bool]]:
+) -> Iterator[tuple[str, ChatPart, bool]]:
     """Yields (place, part, whether it is the last of its document)."""
     words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     special = re.compile("|".join(map(re.escape, words))) if words else None

@@ -16,7 +16,7 @@ from halfstep.trainer.data.corpus.documents import held_out
 from halfstep.trainer.data.labelled.config import LabelledConfig, LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled.texts import NamedTexts, label_name, read_named
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import read_json, read_lines
+from halfstep.trainer.data.records import read_json_rows, read_lines
 
 SHOWN = 20
 """Names listed in a message."""
@@ -155,7 +155,7 @@ def read_names(given: str) -> tuple[str, ...]:
     """
     path = Path(given).expanduser()
     if path.suffix.lower() == ".json":
-        found = read_json(path)
+        found = read_json_rows(path)
     else:
         found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
     seen: dict[str, str] = {}

@@ -20,7 +20,12 @@ from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.pretrained.folder import ADAPTER, WEIGHTS, read_json, read_tensors
+from halfstep.trainer.models.pretrained.folder import (
+    ADAPTER,
+    WEIGHTS,
+    read_json_object,
+    read_tensors,
+)
 from halfstep.trainer.models.pretrained.hub import require_plain_files
 from halfstep.trainer.models.pretrained.weights import new_folder
 from halfstep.trainer.models.shapes import GPTConfig
@@ -121,7 +126,7 @@ def save_gpt2(
         tensors[theirs] = tensor.contiguous()
 
     with new_folder(folder) as temporary:
-        write_config(temporary / "config.json", model.config, dtype)
+        write_gpt2_config(temporary / "config.json", model.config, dtype)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # safetensors creates its file for the owner only; give it the permissions of its neighbour.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
@@ -204,7 +209,7 @@ def read_config(
         CheckpointError: The file cannot be read, describes another network, or holds a value that
             our GPT cannot honour; the message names file, key and value.
     """
-    found = read_json(file, "a GPT-2 folder has config.json and model.safetensors")
+    found = read_json_object(file, "a GPT-2 folder has config.json and model.safetensors")
     if found.get("model_type") != "gpt2":
         raise CheckpointError(
             f"{file}: model_type is {found.get('model_type')!r}, only 'gpt2' can be loaded"
@@ -254,7 +259,7 @@ def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
+def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
     """Writes what ``transformers`` needs to build the same network, with weights of this dtype."""
     # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
     end_of_text = 50256 if config.vocab_size == 50257 else None

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -60,11 +60,13 @@ class PretrainedFolder:
 
     def has_class(self, auto_class: str) -> bool:
         """Whether an Auto class of ``transformers`` knows the architecture."""
-        return type(self.config) in getattr(require("transformers"), auto_class)._model_mapping
+        return (
+            type(self.config) in getattr(require_library("transformers"), auto_class)._model_mapping
+        )
 
     def model_class(self, auto_class: str, what: str) -> Any:
         """The class that builds the model, or a ConfigError that says ``what`` it is not."""
-        transformers = require("transformers")
+        transformers = require_library("transformers")
         if auto_class in self.auto_map:
             dynamic = transformers.dynamic_module_utils
             return dynamic.get_class_from_dynamic_module(
@@ -101,7 +103,7 @@ def open_folder(
             f"{folder} holds an adapter, not a model: open it with its base (open_adapted_lm), or "
             "merge it first"
         )
-    found = read_json(file, f"a model folder has config.json and {WEIGHTS}")
+    found = read_json_object(file, f"a model folder has config.json and {WEIGHTS}")
     if not isinstance(found.get("model_type"), str):
         raise CheckpointError(f"{file}: model_type is missing or no string")
     if found["model_type"] == OLD_ENCODER:
@@ -155,7 +157,7 @@ def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> N
                 )
 
 
-def read_json(file: Path, hint: str = "") -> dict[str, Any]:
+def read_json_object(file: Path, hint: str = "") -> dict[str, Any]:
     """The object of a JSON file, or a CheckpointError; where it is missing, the hint follows."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist: {hint}")
@@ -229,7 +231,7 @@ def first_line(error: Exception) -> str:
 
 def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
     """The config object of a folder: of what was checked, or of the folder's own trusted code."""
-    transformers = require("transformers")
+    transformers = require_library("transformers")
     base = transformers.PreTrainedConfig
     # Taken out is what chooses how the model is computed, which is ours to choose, and what would
     # stand in place of a method or table of the class: attribute_map gives any key another name.
@@ -288,7 +290,7 @@ def _placed_by_index(folder: Path) -> dict[str, str]:
         )
     if not index.exists():
         raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
-    placed = read_json(index).get("weight_map")
+    placed = read_json_object(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{index} names no tensor: weight_map is missing or empty")
     for name in placed.values():

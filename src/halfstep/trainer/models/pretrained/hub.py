@@ -92,7 +92,7 @@ def _place(source: str | os.PathLike[str], revision: str) -> tuple[str, Path | N
 
 def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
     """The snapshot of a hub name in the cache, downloaded where it is not there."""
-    hub = require("huggingface_hub")
+    hub = require_library("huggingface_hub")
     errors = hub.errors
     patterns = [*_FILES, "*.py"] if trust_remote_code else list(_FILES)
     if ".." in revision or Path(revision).is_absolute():
@@ -122,7 +122,7 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def require(module: str) -> Any:
+def require_library(module: str) -> Any:
     """An optional library, or an error that says what to install.
 
     Args:
@@ -169,7 +169,7 @@ def _require_gate(version: str) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps ``transformers``' load reports, bars and warnings off the terminal; then as before."""
-    logging = require("transformers").utils.logging
+    logging = require_library("transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -24,7 +24,7 @@ from halfstep.errors import ConfigError
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
 from halfstep.trainer.models.language_model import check_drawing, require_finite
 from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
-from halfstep.trainer.models.pretrained.hub import quiet, require
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
 from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -278,7 +278,7 @@ def generate_ids(
         room = min(room, limit - len(prompt))
     if not room:
         return []
-    transformers = require("transformers")
+    transformers = require_library("transformers")
     config = transformers.GenerationConfig(
         max_new_tokens=room,
         do_sample=temperature > 0,

@@ -16,10 +16,10 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import (
     ADAPTER,
     first_line,
-    read_json,
+    read_json_object,
     read_safetensors,
 )
-from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
 from halfstep.trainer.models.pretrained.weights import all_parameters, new_folder, save_model
 
@@ -52,7 +52,7 @@ def add_lora(
     Raises:
         ConfigError: A target that no layer has; the message lists those that exist.
     """
-    peft = require("peft")
+    peft = require_library("peft")
     layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
     names = [name for name, _ in lm.core.named_modules()]
     for target in targets:
@@ -97,10 +97,10 @@ def open_adapted_lm(
         ConfigError: No base, or a kind of adapter other than plain LoRA.
         CheckpointError: A file is missing or damaged, or does not fit the base.
     """
-    peft = require("peft")
+    peft = require_library("peft")
     folder = resolve_source(folder, trust_remote_code=False)
     file = folder / ADAPTER
-    found = read_json(file, "it is where peft keeps an adapter's settings")
+    found = read_json_object(file, "it is where peft keeps an adapter's settings")
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise CheckpointError(
             f"{folder} has no {ADAPTER_WEIGHTS}; a pickle (adapter_model.bin) is not opened: save "
@@ -218,7 +218,7 @@ class LoraLM(PretrainedLM):
         if merge:
             self._save_merged(Path(folder), every, dtype)
             return
-        peft = require("peft")
+        peft = require_library("peft")
         state = {
             name.removeprefix("model."): tensor.detach().to("cpu", dtype or torch.float32)
             for name, tensor in every.items()

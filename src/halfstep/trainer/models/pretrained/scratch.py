@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
-from halfstep.trainer.models.pretrained.folder import read_json
-from halfstep.trainer.models.pretrained.hub import quiet, require
+from halfstep.trainer.models.pretrained.folder import read_json_object
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
 from halfstep.trainer.models.pretrained.weights import set_dropout
 
@@ -68,7 +68,7 @@ def scratch_size(source: str) -> Size:
 def refuse_old_run(run: Path) -> None:
     """Raises ConfigError for a run of the encoder that version 0.1 made: nothing can go on."""
     file = run / "tokenizer" / "tokenizer_config.json"
-    if file.is_file() and read_json(file).get("halfstep_tokenizer") == "text":
+    if file.is_file() and read_json_object(file).get("halfstep_tokenizer") == "text":
         raise ConfigError(
             f"{run} holds a run of the classifier that an earlier halfstep made from scratch, "
             "which this one cannot resume; start a new run"
@@ -104,7 +104,7 @@ def make_classifier(
         label_smoothing: In [0, 1).
         seed: Of the weights; the caller's generators are not touched.
     """
-    transformers = require("transformers")
+    transformers = require_library("transformers")
     config = transformers.BertConfig(
         vocab_size=vocab_size,
         hidden_size=size.width,
@@ -170,7 +170,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     engine.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    tokenizer = require("transformers").PreTrainedTokenizerFast(
+    tokenizer = require_library("transformers").PreTrainedTokenizerFast(
         tokenizer_object=engine,
         model_max_length=max_length,
         split_special_tokens=True,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import first_line, read_json, refuse_code
-from halfstep.trainer.models.pretrained.hub import quiet, require, resolve_source
+from halfstep.trainer.models.pretrained.folder import first_line, read_json_object, refuse_code
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 from halfstep.trainer.models.pretrained.weights import Pretrained
 
 _NO_LIMIT = 10**9
@@ -39,8 +39,8 @@ def open_tokenizer(
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists():
-            refuse_code(folder / name, read_json(folder / name), trust_remote_code)
-    transformers = require("transformers")
+            refuse_code(folder / name, read_json_object(folder / name), trust_remote_code)
+    transformers = require_library("transformers")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync, sync_folder
-from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_line, read_json
-from halfstep.trainer.models.pretrained.hub import quiet, require
+from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_line, read_json_object
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
 
 _GENERATION = "generation_config.json"
 _SLACK = 10**8
@@ -181,10 +181,10 @@ def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
 
 def _generation_config(folder: Path) -> Any:
     """How the model's author means it to generate; no entry may stand in place of a method."""
-    settings = require("transformers").GenerationConfig
+    settings = require_library("transformers").GenerationConfig
     found = {
         key: value
-        for key, value in read_json(folder / _GENERATION).items()
+        for key, value in read_json_object(folder / _GENERATION).items()
         if not key.startswith("__") and not callable(getattr(settings, key, None))
     }
     with quiet():
