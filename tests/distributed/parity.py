@@ -85,6 +85,15 @@ def run(
         before = fingerprint(model, precision)
         results.append(precision.step(max_norm=max_norm))
         unchanged.append(fingerprint(model, precision) == before)
+    return told(results) | {
+        "unchanged": unchanged,
+        "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
+        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
+    }
+
+
+def told(results):
+    """What the steps of a run say, by what it is."""
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
@@ -93,10 +102,15 @@ def run(
         "names": [r.nonfinite_parameters for r in results],
         "reasons": [r.reason for r in results],
         "rolled_back": [r.rolled_back for r in results],
-        "unchanged": unchanged,
-        "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
-        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
     }
+
+
+def same_bits(one, other):
+    """Tensors by name are equal in every bit, and of one dtype."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name
 
 
 def fingerprint(model, precision):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.parity import fingerprint, whole
+from distributed.parity import fingerprint, same_bits, whole
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.select import choose_strategy
@@ -96,9 +96,7 @@ def same(many, one):
     for losses, applied, weights in many:
         assert losses == one[0]
         assert applied == one[1]
-        assert weights.keys() == one[2].keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, one[2][name]), name
+        same_bits(weights, one[2])
 
 
 @pytest.mark.parametrize("name", MODELS)

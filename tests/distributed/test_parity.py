@@ -14,6 +14,7 @@ import torch
 from tests.reference.adam import U32, assert_near
 
 from distributed import parity
+from distributed.parity import same_bits
 from halfstep.precision.policy.spelling import parse_policy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering]
@@ -53,13 +54,6 @@ def one_device(policy, micro=1, **options):
 @functools.cache
 def exact_gradients():
     return parity.truth()
-
-
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype, name
-        assert torch.equal(value, other[name]), name
 
 
 def same_run(many, one, *, norms=True):

@@ -25,11 +25,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=[2, 4])
-def pool(request):
-    return request.getfixturevalue(f"pool{request.param}")
-
-
 def axis():
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
