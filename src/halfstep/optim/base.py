@@ -179,7 +179,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _kernel(self, device: torch.device) -> Kernel:
         """The kernel for a device, looked for once."""
         if device.type not in self._kernels:
-            self._kernels[device.type] = kernel_for(device.type)
+            self._kernels[device.type] = kernel_for(device.type, self.algorithm.name)
         return self._kernels[device.type]
 
     def _plans(

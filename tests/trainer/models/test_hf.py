@@ -249,7 +249,7 @@ def test_nothing_that_exists_is_overwritten_but_an_empty_folder_is_filled(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("where", "step"), [(hf, "write_config"), (hf, "save_file"), (weights, "sync_folder")]
+    ("where", "step"), [(hf, "write_gpt2_config"), (hf, "save_file"), (weights, "sync_folder")]
 )
 def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch, where, step):
     def fail(*args, **kwargs):

@@ -25,26 +25,25 @@ class Kernel:
     norm: Callable[[Sequence[Tensor]], Tensor]
 
 
-def kernel_for(device_type: str) -> Kernel:
-    """The fastest kernel that is there for ``"cpu"``, ``"cuda"`` or another type of device."""
+def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
+    """The fastest kernel that is there for ``"cpu"``, ``"cuda"`` or another type of device.
+
+    Args:
+        device_type: Of the tensors.
+        rule: The name of the update rule; compiled kernels know some of them.
+    """
     reason: object = "no kernel for this device"
+    norm = global_norm
     if device_type == "cpu":
         native = reason = native_kernel()
         if not isinstance(native, str):
-            return Kernel("a kernel compiled for this CPU", _or_torch(native.run), native.norm)
+            if rule in RULES:
+                return Kernel("a kernel compiled for this CPU", native.run, native.norm)
+            reason, norm = f"no compiled kernel has the rule {rule}", native.norm
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
-            return Kernel("Triton kernels", _or_torch(cuda.run_cuda), global_norm)
-    return Kernel(f"torch operations ({reason})", run_torch, global_norm)
-
-
-def _or_torch(
-    compiled: Callable[[Sequence[StepTask], Plan], None],
-) -> Callable[[Sequence[StepTask], Plan], None]:
-    """The compiled kernel, or torch operations for a rule that it does not have."""
-
-    def run(tasks: Sequence[StepTask], plan: Plan) -> None:
-        (compiled if plan.algorithm.name in RULES else run_torch)(tasks, plan)
-
-    return run
+            if rule in RULES:
+                return Kernel("Triton kernels", cuda.run_cuda, norm)
+            reason = f"no Triton kernel has the rule {rule}"
+    return Kernel(f"torch operations ({reason})", run_torch, norm)
