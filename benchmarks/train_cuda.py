@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -31,6 +32,27 @@ from halfstep.trainer.step import train_step
 # Dense bf16 tensor-core FLOP/s. Source: NVIDIA data sheets of the SXM parts, without sparsity.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 VOCABULARY = 50304  # 50257 rounded up to a multiple of 64, as GPT-2 training codes do
+
+
+def measured(make: Callable[[], Callable[[], None]], rounds: int, tokens: int) -> dict[str, float]:
+    """A variant's steps, timed with the device waited for, and the most memory that they took."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step = make()
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return {
+        **summary(times),
+        "tokens_per_second": tokens / summary(times)["median_seconds"],
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def main() -> None:
@@ -86,24 +108,7 @@ def main() -> None:
         **{policy: (lambda p=policy: ours(p)) for policy in arguments.policies},
         "bare autocast bf16": lambda: bare(torch.bfloat16),
     }.items():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step = make()
-        for _ in range(3):
-            step()
-        times = []
-        for _ in range(arguments.rounds):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        del step
-        rows[name] = {
-            **summary(times),
-            "tokens_per_second": tokens[:, 1:].numel() / summary(times)["median_seconds"],
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        }
+        rows[name] = measured(make, arguments.rounds, tokens[:, 1:].numel())
 
     name = torch.cuda.get_device_name(device)
     peak = next((value for key, value in PEAKS.items() if key in name), None)

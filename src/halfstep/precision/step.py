@@ -57,7 +57,7 @@ from halfstep.precision.masters.portable import Loaded, make_plain_, make_portab
 from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.result import StepResult
@@ -135,7 +135,6 @@ class Precision:
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self._schedulers, self._ema = schedulers, ema
-        averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
@@ -146,32 +145,39 @@ class Precision:
         check_replicas(model.named_parameters(), self._ranks)
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
-            if upcast_trainable and self.policy.param_dtype == torch.float32:
-                upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
-            self.masters = MasterWeights(placed, self.optimizers)
-            self.masters.clear()  # what is left from before belongs to no step of this Precision
-            self._guard: Guard | None = None
-            if choice.action != "stop":
-                self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
-            self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
-            self._scalers = OneScaler()
-            self._watch = ForwardWatch(self.policy, self.device)
-            self.model = model
-            self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
-            cast_at_border(placed)
-            hooks = [*self._watch.attach(model), *self.masters.handles]
-            # 16-bit weights need their casts for ever
-            stays = self.policy.param_dtype != torch.float32
-            low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
-            make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
-            left = None if stays else model
-            self._released = weakref.finalize(
-                self, _release, self._door, self.masters.arrivals, hooks, left
-            )
-            self._begin(0)
+            self._take(model, placed, choice, upcast=upcast_trainable)
         except BaseException:  # an error that is kept, as in a notebook, keeps this object alive
             self._door.close()
             raise
+
+    def _take(
+        self, model: nn.Module, placed: PlacedModel, choice: OnNonFinite, *, upcast: bool
+    ) -> None:
+        """Cast the model's weights, make what watches over its steps, and attach the hooks."""
+        if upcast and self.policy.param_dtype == torch.float32:
+            upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
+        self.masters = MasterWeights(placed, self.optimizers)
+        self.masters.clear()  # what is left from before belongs to no step of this Precision
+        self._guard: Guard | None = None
+        if choice.action != "stop":
+            averages = self._ema.averages if self._ema is not None else {}
+            self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
+        self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+        self._scalers = OneScaler()
+        self._watch = ForwardWatch(self.policy, self.device)
+        self.model = model
+        self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
+        cast_at_border(placed)
+        hooks = [*self._watch.attach(model), *self.masters.handles]
+        # 16-bit weights need their casts for ever
+        stays = self.policy.param_dtype != torch.float32
+        low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
+        make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
+        left = None if stays else model
+        self._released = weakref.finalize(
+            self, _release, self._door, self.masters.arrivals, hooks, left
+        )
+        self._begin(0)
 
     def autocast(self) -> Autocast:
         """The context for the forward and the loss, for any policy; also usable as a decorator.

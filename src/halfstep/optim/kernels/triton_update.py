@@ -91,7 +91,7 @@ def _store(  # noqa: ANN202
 
 
 @triton.jit
-def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
+def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the compiler
     row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
