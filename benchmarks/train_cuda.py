@@ -68,9 +68,8 @@ def main() -> None:
         sys.exit("train_cuda: torch sees no CUDA device")
     device = torch.device("cuda", 0)
     config = load_config(arguments.config, [("model.vocab_size", VOCABULARY)])
-    length = config.block_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (arguments.rows, length + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (arguments.rows, config.block_size + 1), generator=generator)
     batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
 
     def build(policy: str = "fp32"):
@@ -113,7 +112,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device)
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     with torch.device("meta"):
-        flops = GPT(config.model, seed=0).flops_per_token(length)
+        flops = GPT(config.model, seed=0).flops_per_token(config.block_size)
     gemm = gemm_flops_per_second(POLICIES["bf16-mixed"], device, size=8192)
     print(f"{name}: bf16 product {gemm / 1e12:.0f} TFLOP/s; {flops / 1e6:.0f} MFLOP per token")
     print(f"{'variant':<20} {'tokens/s':>10} {'MFU':>6} {'of GEMM':>8} {'peak GB':>8}")
