@@ -25,6 +25,8 @@ def __getattr__(name: str) -> Any:
         if name not in _TRAINER or str(error.name).startswith(("halfstep", "torch")):
             raise
         hint = f"halfstep.{name} needs {error.name}: pip install 'halfstep[train]'"
+        if error.name in sys.stdlib_module_names:  # fcntl, resource
+            hint = f"halfstep.{name} needs {error.name}, which Python has on Linux and macOS only"
         raise ModuleNotFoundError(hint, name=error.name) from error
     finally:  # before the name is used, or the ImportError told: the cause is torch's
         if name in __all__:
