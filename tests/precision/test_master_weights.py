@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision
+from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
@@ -263,3 +263,34 @@ def test_masters_that_are_made_in_inference_mode_can_be_updated():
         loss = model(torch.ones(2, 4)).mean()
     assert precision.step(loss).applied
     assert not torch.equal(model[0].weight, before)
+
+
+def test_what_comes_after_a_parameter_without_a_gradient_is_stepped():
+    """The closure's way to an optimizer hands gradients over one by one."""
+    unused, used = nn.Linear(2, 2), nn.Linear(2, 1, bias=False)
+    model = nn.ModuleList([unused, used])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=1)
+    precision = Precision("bf16-master", model, optimizer)
+    before = used.weight.clone()
+
+    def closure():
+        with precision.autocast():
+            loss = used(torch.ones(1, 2)).square().sum()
+        precision.backward(loss)
+        return loss
+
+    assert precision.step(closure).applied
+    assert not torch.equal(used.weight, before)
+    assert unused.weight.grad is None
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_changed(last):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fits = SGD(model[0].parameters(), lr=0.1)
+    other = SGD(model[1].parameters(), lr=0.1, update="kahan")
+    pair = [fits, other] if last else [other, fits]
+    with pytest.raises(PrecisionError, match="made with update='kahan', the policy says 'split'"):
+        Precision("bf16-split", model, pair)
+    assert fits.param_groups[0]["update"] is None
+    assert next(model.parameters()).dtype == torch.float32
