@@ -333,7 +333,7 @@ def test_several_optimizers_step_together_or_not_at_all():
     assert all(not torch.equal(masters[n], v) for n, v in precision.masters.items())
     twin = mlp()
     twice = [torch.optim.SGD(twin.parameters()) for _ in range(2)]
-    with pytest.raises(PrecisionError, match="stands in two optimizers"):
+    with pytest.raises(PrecisionError, match="is in two optimizers"):
         Precision("fp32", twin, twice)
 
 
