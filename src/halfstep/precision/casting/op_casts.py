@@ -225,8 +225,8 @@ class StoredCasts(OpCasts):
         elif cast == "widest":
             to = _widest(found)
         elif cast == "statistics":
-            # (input, weight, bias, running mean, running variance): the last two are written in
-            # place, so they are not cast; torch itself refuses 16-bit ones with an fp32 input
+            # (input, weight, bias, running mean, running variance): a norm writes the last two in
+            # place, which a cast would turn into writing a copy; 16-bit ones torch itself refuses
             first, rest = args[:3], args[3:]
             kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
             if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):

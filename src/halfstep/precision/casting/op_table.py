@@ -86,7 +86,7 @@ MIXED: dict[Mixed, tuple[str, ...]] = {
         *("bilinear", "dot", "inner", "tensordot", "vdot", "embedding_bag", "linear_cross_entropy"),
         *("sparse_mm", "sparse_addmm", "spmm"),
     ),
-    # 16-bit operands are cast to fp32, except the running statistics, which are written in place.
+    # Operands of several dtypes: 16-bit ones are cast to fp32, but not the running statistics.
     "statistics": ("batch_norm", "instance_norm", "native_batch_norm"),
     # Operands of several dtypes are cast to fp32, and the result is fp32.
     "norm": (

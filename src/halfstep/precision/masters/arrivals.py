@@ -137,7 +137,7 @@ class Arrivals:
                 _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
 
     def _prepare(self, scale: float) -> list[Tensor]:
-        """Prepare present gradients for autograd to add to; return tensors set to fp32 gradients."""
+        """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
                 parameter.grad = parameter.grad.float()
