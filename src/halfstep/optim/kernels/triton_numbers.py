@@ -64,7 +64,7 @@ def nearest(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def kahan_sum(high: tl.tensor, lost: tl.tensor) -> tl.tensor:
-    """The fp32 sum of a bf16 weight and residual, given as uint32; a weight of -0 keeps its sign."""
+    """The fp32 sum of a bf16 weight and residual, as uint32; a weight of -0 keeps its sign."""
     weight = from_bits(high << 16)
     return tl.where((lost & 0x7FFF) == 0, weight, weight + from_bits(lost << 16))
 
