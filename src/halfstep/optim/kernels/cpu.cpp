@@ -24,7 +24,7 @@ constexpr uint32_t kAbs = 0x7FFFFFFFu, kInf = 0x7F800000u, kQuiet = 0x7FC00000u;
 constexpr uint8_t kBroken = 255;  // the top of a block with a NaN
 
 enum Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
-enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // ordered as ROUNDING in rounding.py
+enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // as in rounding.py's ROUNDING
 enum Moments { kMomentsFp32 = 0, kMomentsBf16 = 1, kMoments8 = 2 };
 enum Rule { kAdamW = 0, kSgd = 1, kLion = 2 };
 

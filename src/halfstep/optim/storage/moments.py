@@ -36,7 +36,7 @@ Moments = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
 BROKEN = 255
-_LOWEST_TOP = 32  # windows end above the subnormal numbers
+_LOWEST_TOP = 32  # so that no window reaches down to the subnormal numbers
 _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not to infinity
 
 
