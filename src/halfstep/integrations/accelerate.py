@@ -155,7 +155,7 @@ class _Attachment:
                 yield prefix + name.removeprefix("module."), parameter
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of the given optimizers, or, if None, of all that have not stepped."""
+        """Unscale the gradients of the given optimizers; if None, of all that await a step."""
         if optimizer is None:
             self.scaler.unscale_all_()
             return
@@ -190,7 +190,7 @@ class _Attachment:
         return freed
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerate does; a state without a scaler is accepted, the scaler starts afresh."""
+        """Load as Accelerate does; if the state has no scaler, the scaler starts afresh."""
         accelerator, kind = self.accelerator, type(self.accelerator)
         try:
             kind.load_state(accelerator, *args, **kwargs)
