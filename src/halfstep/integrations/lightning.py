@@ -90,7 +90,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
                 if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                     raise PrecisionError(
                         f"{type(callback).__name__} averages the model's 16-bit weights, not the "
-                        f"exact ones that policy {self.policy} keeps beside them; leave it out, or use "
+                        f"exact ones of policy {self.policy}; leave it out, or use "
                         "bf16-mixed or fp16-mixed"
                     )
 
