@@ -321,9 +321,8 @@ def check_state(
 ) -> dict[str, Tensor]:
     """Refuse a saved precision state that is from another policy or model, or damaged.
 
-    ``parameters`` are the tensors that the optimizer updates, by name. The saved model's
-    ``weights``, if given, allow another policy's state. Returns the masters to load, by name: none
-    where the model's weights are the masters themselves.
+    ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
+    another policy's state. Returns the masters to load, by name; none if the weights are masters.
     """
     counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
     expected = {"policy", "loss_scale", *counts, "masters"}

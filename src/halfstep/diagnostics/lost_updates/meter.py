@@ -94,8 +94,7 @@ class LostUpdateMeter:
             start: Applied steps before this meter's first, in a resumed run.
 
         Raises:
-            PrecisionError: If ``every`` is below 0, ``samples`` is below 1, or ``source`` is not
-                one of these.
+            PrecisionError: If ``every`` < 0, ``samples`` < 1, or ``source`` is none of these.
         """
         allowed = "every >= 0, samples >= 1"
         for name, number in (("every", every), ("samples", samples)):

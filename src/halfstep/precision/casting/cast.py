@@ -131,10 +131,9 @@ def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[
 def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
     """Make ``model(...)`` accept floating inputs of any dtype and return fp32.
 
-    A module whose format by the policy's rules differs from its caller's gets a
-    :class:`FormatRegion`. 16-bit recurrent layers get their inputs cast to the weights' dtype,
-    since torch checks it before any operation runs. Returns handles that remove single hooks;
-    :func:`give_back_` removes everything.
+    A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`.
+    16-bit recurrent layers get inputs in the weights' dtype, which torch checks before any
+    operation. The returned handles remove single hooks; :func:`give_back_` removes everything.
     """
     policy, module, handles = placed.policy, placed.model, []
     add_regions_(placed)
@@ -232,8 +231,7 @@ def autocast(
             the policy's formats; it is not changed.
 
     Raises:
-        PrecisionError: If the device cannot honour the policy, or the model is missing or not in
-            its formats.
+        PrecisionError: If the device cannot honour the policy, or the model does not fit it.
 
     Example:
         >>> with autocast("bf16-mixed", "cpu"):
