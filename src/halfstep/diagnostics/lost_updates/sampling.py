@@ -25,7 +25,7 @@ _FEW = 16  # least number of elements sampled from a tensor
 
 @dataclass(slots=True)
 class Sample:
-    """Some elements of one tensor before and after a step, each field of shape (k,)."""
+    """Some elements of one tensor before and after a step; its tensors have shape (k,)."""
 
     name: str
     numel: int  # number of elements of the whole tensor
