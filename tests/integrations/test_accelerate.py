@@ -480,7 +480,7 @@ def test_attach_refuses_what_it_cannot_do():
 @pytest.mark.parametrize(
     ("name", "value", "options", "text"),
     [
-        ("mixed_precision", "fp8", {}, "scales by tensor in recipes of its own"),
+        ("mixed_precision", "fp8", {}, "scales each tensor by a recipe of its own"),
         ("distributed_type", DistributedType.DEEPSPEED, {}, "DeepSpeed, which scales the loss"),
         ("distributed_type", DistributedType.MEGATRON_LM, {}, "Megatron-LM, which scales the loss"),
         ("distributed_type", DistributedType.XLA, {}, "XLA, which scales the loss"),

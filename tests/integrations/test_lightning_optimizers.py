@@ -230,7 +230,7 @@ def test_optimizers_may_share_fp32_parameters(policy, once):
 
 
 def test_optimizers_that_share_16_bit_parameters_are_refused():
-    with pytest.raises(PrecisionError, match="a parameter stands in two optimizers"):
+    with pytest.raises(PrecisionError, match="a parameter is in two optimizers"):
         fit(HalfstepPrecision("bf16-master"), Shared())
 
 

@@ -568,7 +568,7 @@ def test_masters_of_other_memory_orders():
 def test_a_foreign_parameter_has_no_master_here():
     optimizer = AdamW([parameter(3)])
     for call in (optimizer.read_master, lambda p: optimizer.write_master_(p, p.detach())):
-        with pytest.raises(PrecisionError, match="not this optimizer's"):
+        with pytest.raises(PrecisionError, match="does not belong to this optimizer"):
             call(parameter(3))
 
 

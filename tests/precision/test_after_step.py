@@ -197,7 +197,7 @@ def test_an_average_of_another_object_and_a_scheduler_that_wants_more_are_refuse
 def test_averages_in_the_weights_places_are_not_trained_on(policy):
     ema = EMA(mlp())
     model, _, precision = make(policy, ema=ema)
-    with ema.applied_to(model), pytest.raises(PrecisionError, match="averages for weights"):
+    with ema.applied_to(model), pytest.raises(PrecisionError, match="weights are averages"):
         step(model, precision)
     precision.discard()
     assert step(model, precision).applied
@@ -333,7 +333,7 @@ def test_several_optimizers_step_together_or_not_at_all():
     assert all(not torch.equal(masters[n], v) for n, v in precision.masters.items())
     twin = mlp()
     twice = [torch.optim.SGD(twin.parameters()) for _ in range(2)]
-    with pytest.raises(PrecisionError, match="stands in two optimizers"):
+    with pytest.raises(PrecisionError, match="is in two optimizers"):
         Precision("fp32", twin, twice)
 
 

@@ -270,7 +270,7 @@ def test_the_object_says_what_it_runs():
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_complex_and_fp64_parameters_are_refused_by_their_kind(name):
-    for dtype, message in ((torch.complex64, "about real numbers"), (torch.float64, "would cut")):
+    for dtype, message in ((torch.complex64, "cover real numbers"), (torch.float64, "would round")):
         model = mlp()
         model.register_parameter("odd", nn.Parameter(torch.ones(3, dtype=dtype)))
         refused(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()), message)

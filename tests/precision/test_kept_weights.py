@@ -102,7 +102,7 @@ def test_masters_load_into_every_other_policy(first, later):
     other = mlp(seed=9)
     precision = Precision(later, other, make(other.parameters()))
     if first != later:
-        with pytest.raises(PrecisionError, match=r"weights= to change over"):
+        with pytest.raises(PrecisionError, match=r"weights= to convert it"):
             precision.load_state_dict(state)
     precision.load_state_dict(state, weights=weights)
     for name, value in precision.masters.items():

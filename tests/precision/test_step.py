@@ -450,7 +450,7 @@ def test_a_model_of_any_signature_trains(name, shape):
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_outputs_are_fp32_as_every_policy_promises(name):
-    # output=fp32: "Logits handed to the loss. Always fp32: the loss is an fp32 island."
+    # output=fp32: "The dtype of logits passed to the loss. Always fp32 ..."
     for wrap, unwrap in SHAPES.values():
         model = Free(wrap)
         _, _, precision = build(scaled(name), "adamw-loop", model)

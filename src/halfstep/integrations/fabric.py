@@ -27,10 +27,10 @@ except ModuleNotFoundError as error:
 
 
 class HalfstepPrecision(PolicyPlugin, FabricPlugin):
-    """A whole halfstep policy inside of Fabric.
+    """A whole halfstep policy inside Fabric.
 
-    Call :meth:`setup` where ``fabric.setup`` stood; Fabric itself does not tell a precision plugin
-    which optimizer will step. The rest of the loop is Fabric's::
+    Call :meth:`setup` in place of ``fabric.setup``, since Fabric does not tell a precision plugin
+    which optimizer will step. The rest of the loop is as usual in Fabric::
 
         precision = HalfstepPrecision("bf16-master")
         fabric = Fabric(plugins=[precision])
@@ -55,17 +55,17 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         """Set up like ``fabric.setup``, and put the model under the policy.
 
         Args:
-            fabric: With this plugin.
-            model: With fp32 weights; or several models that train together, as of a GAN, which
+            fabric: A Fabric made with this plugin.
+            model: A model with fp32 weights, or several that train together, such as a GAN's, which
                 share one loss scale. Names of their parameters then begin with ``"0."``, ``"1."``.
-            optimizers: One or several, each stepped by itself; or none for evaluation.
+            optimizers: One or several, each stepped separately; none for evaluation.
 
         Returns:
-            Fabric's models and optimizers, in the given order; the model alone, if it is alone.
+            Fabric's models and optimizers, in the given order; just the model if it is alone.
 
         Raises:
             ConfigError: If the Fabric has another plugin, or this is the second call.
-            PrecisionError: If policy, model, optimizer and strategy do not go together.
+            PrecisionError: If policy, model, optimizer and strategy are not compatible.
         """
         check_strategy(fabric.strategy, self.policy)
         if fabric.strategy.precision is not self:
@@ -105,7 +105,7 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         """Take the step, or skip it; see ``last_step``.
 
         Raises:
-            NonFiniteError: If going on cannot help; its ``cause`` tells.
+            NonFiniteError: If continuing cannot help; its ``cause`` says why.
             PrecisionError: Without a ``fabric.backward``, or for other arguments than a closure.
         """
         if kwargs:
@@ -127,9 +127,9 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip within the step; the norm is of the unscaled gradients.
+        """Return the norm of the unscaled gradients, and let the next step clip to ``max_norm``.
 
-        It raises nothing for an overflow: the step is skipped then, or stops the run by itself.
+        It does not raise for an overflow: the step itself then skips, or stops the run.
         """
         if float(norm_type) != 2.0:
             raise PrecisionError(
@@ -162,7 +162,7 @@ class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Fabric's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
     Args:
-        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        scaler: A scaler with your options; None: ``GradScaler(device, strict=True)``.
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
@@ -172,15 +172,14 @@ class ScaledPrecision(ScaledSteps, MixedPrecision):
         super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As Fabric's.
+        """Step as Fabric does, through the scaler.
 
         Raises:
-            NonFiniteError: If the loss was not finite (on this rank), or the scaler's options say
-                so.
+            NonFiniteError: If the loss was not finite (on this rank), or by the scaler's options.
         """
         self._refuse_lbfgs(optimizer)
         return self._scaled_step(optimizer, kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Before clipping; fused optimizers too."""
+        """Unscale the gradients before clipping, also for fused optimizers."""
         self.scaler.unscale_(optimizer)

@@ -46,9 +46,9 @@ _HOOK, _CLIPPING = "on_before_optimizer_step", "configure_gradient_clipping"
 class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     """A whole halfstep policy: ``Trainer(plugins=[HalfstepPrecision("bf16-master")])``.
 
-    The model keeps the policy's formats after ``fit``; ``trainer.save_checkpoint`` then has the
-    exact masters too. After ``validate``, ``test`` and ``predict`` without a ``fit`` it has its own
-    weights back.
+    The model keeps the policy's formats after ``fit``; ``trainer.save_checkpoint`` then saves the
+    exact masters too. After ``validate``, ``test`` and ``predict`` without a ``fit`` its own
+    weights are restored.
     """
 
     _watched = False
@@ -60,7 +60,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         """Put the model under the policy, or refuse, before the first step.
 
         Raises:
-            PrecisionError: If policy, model, optimizer, strategy and callbacks do not go together.
+            PrecisionError: If policy, model, optimizer, strategy and callbacks are incompatible.
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
         trainer = module.trainer
@@ -89,9 +89,9 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             for callback in trainer.callbacks:
                 if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                     raise PrecisionError(
-                        f"{type(callback).__name__} averages the model's 16-bit weights, past what "
-                        f"policy {self.policy} keeps behind them; leave it out, or use bf16-mixed "
-                        "or fp16-mixed"
+                        f"{type(callback).__name__} averages the model's 16-bit weights, not the "
+                        f"exact ones of policy {self.policy}; leave it out, or use "
+                        "bf16-mixed or fp16-mixed"
                     )
 
     def backward(
@@ -107,14 +107,14 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run forward and backward, the hooks that come before a step, and the step.
+        """Run forward and backward, the hooks before a step, and the step.
 
-        In the hooks gradients are unscaled. Without a backward (``training_step`` gave None, and so
-        did all of an accumulation) nothing is stepped.
+        The hooks see unscaled gradients. Without a backward (every ``training_step`` of an
+        accumulation returned None) there is no step.
 
         Raises:
-            NonFiniteError: If going on cannot help; its ``cause`` tells.
-            PrecisionError: If gradients came past the policy's backward.
+            NonFiniteError: If continuing cannot help; its ``cause`` says why.
+            PrecisionError: If gradients were made without the policy's backward.
         """
         if self._plain:
             return self._plain_step(optimizer, model, closure, kwargs)
@@ -138,7 +138,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     def _plain_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], options: dict[str, Any]
     ) -> Any:
-        """A step of no optimizer, or of one that calls the loss several times."""
+        """A step without an optimizer, or of one that evaluates the loss several times."""
 
         def checked() -> Any:
             output = self._wrap_closure(model, optimizer, closure)
@@ -172,20 +172,20 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             self.clip_norm(float(clip_val))
 
     def teardown(self) -> None:
-        """Give a model that was only evaluated its own weights back."""
+        """Restore the own weights of a model that was only evaluated."""
         self.give_back_()
 
 
 class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
-    Weights, gradients and scales are bit for bit those of Lightning's own plugin, and besides:
-    schedulers of interval "step" hold still on skipped steps, a loss that is not finite stops the
-    run instead of being skipped, gradients may be clipped with fused optimizers, and
-    ``last_step`` tells what happened.
+    Weights, gradients and scales are bit for bit those of Lightning's own plugin. In addition,
+    schedulers of interval "step" hold on skipped steps, a loss that is not finite stops the run
+    instead of being skipped, gradients may be clipped with fused optimizers, and ``last_step``
+    says what happened.
 
     Args:
-        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        scaler: A scaler with your options; None: ``GradScaler(device, strict=True)``.
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
@@ -222,7 +222,7 @@ class ScaledPrecision(ScaledSteps, MixedPrecision):
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """As Lightning's, for fused optimizers with unscaled gradients in the hooks too.
+        """Step as Lightning does; the hooks see unscaled gradients for fused optimizers too.
 
         Raises:
             NonFiniteError: If the loss was not finite, or the scaler's options say so.
@@ -247,11 +247,11 @@ class StepLog(Callback):
 
     ``PREFIXloss_scale``, ``PREFIXskipped`` (0 or 1), ``PREFIXskipped_total`` and, with
     :class:`HalfstepPrecision`, ``PREFIXgrad_norm`` go to the Trainer's loggers; a skipped step's
-    reason and parameters, which are words, to Lightning's console log.
+    reason and parameters, which are text, to Lightning's console log.
 
     Args:
-        prefix: Of the names.
-        prog_bar: Whether the loss scale and the skipped steps stand in the progress bar.
+        prefix: Prefix of the logged names.
+        prog_bar: Whether the progress bar shows the loss scale and the skipped steps.
     """
 
     def __init__(self, prefix: str = "halfstep/", *, prog_bar: bool = True) -> None:
@@ -276,7 +276,7 @@ class StepLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Log, once an optimizer step."""
+        """Log once per optimizer step."""
         plugin: Any = trainer.precision_plugin
         if plugin.attempts == self._seen:
             return
@@ -300,11 +300,11 @@ class StepLog(Callback):
             )
 
 
-# Learning-rate schedulers that hold still on skipped steps, where a trainer steps them.
+# Learning-rate schedulers, stepped by a trainer, that do not advance on skipped steps.
 
 
 class HeldScheduler:
-    """A learning-rate scheduler that stands still on a skipped optimizer step."""
+    """A wrapper of a learning-rate scheduler that does not advance on a skipped step."""
 
     def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
         self._scheduler = scheduler
@@ -312,7 +312,7 @@ class HeldScheduler:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The scheduler's own, for ``isinstance``."""
+        """The wrapped scheduler's class, for ``isinstance``."""
         return type(self._scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -321,7 +321,7 @@ class HeldScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the scheduler's."""
+        """Get any other attribute from the wrapped scheduler."""
         if name == "_scheduler":  # while being copied
             raise AttributeError(name)
         return getattr(self._scheduler, name)

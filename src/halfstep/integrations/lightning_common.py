@@ -1,4 +1,4 @@
-"""What the plugins for Lightning's Trainer and for Fabric have in common; needs no Lightning."""
+"""The code shared by the plugins for Lightning's Trainer and Fabric; it imports no Lightning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PolicyPlugin:
     """A whole policy behind the hooks of a Lightning precision plugin.
 
     Attributes:
-        policy: What was asked for.
+        policy: The precision policy.
         engine: The :class:`halfstep.Precision` that takes the steps; None until a model and its
             optimizer are known.
         last_step: What the latest optimizer step did; None before the first.
@@ -55,10 +55,10 @@ class PolicyPlugin:
         on_nonfinite: str = "stop",
         upcast_trainable: bool = False,
     ) -> None:
-        """Read the policy; ``on_nonfinite`` and ``upcast_trainable`` as :class:`Precision` has.
+        """Parse the policy; ``on_nonfinite`` and ``upcast_trainable`` are as in :class:`Precision`.
 
         Raises:
-            PrecisionError: If no model in Lightning can honour it.
+            PrecisionError: If the policy cannot be honoured in Lightning.
         """
         self.policy = parse_policy(policy)
         if self.policy.casts == "module":
@@ -80,11 +80,11 @@ class PolicyPlugin:
         self._backwards = 0
         self._forwards = self._inside = 0
         self._max_norm: float | None = None
-        self._viewing: list[Optimizer] = []  # whose gradients are shown without their scale
+        self._viewing: list[Optimizer] = []  # optimizers inside :meth:`unscaled`
         self._applied = True
 
     def train_(self, model: nn.Module, optimizers: Sequence[Optimizer], wrapped: nn.Module) -> None:
-        """Put a model and its optimizers under the policy; ``wrapped`` is what calls the model.
+        """Put a model and its optimizers under the policy; ``wrapped`` is the module to call.
 
         Raises:
             PrecisionError: As :class:`Precision`; nothing has been changed then.
@@ -102,7 +102,7 @@ class PolicyPlugin:
             every = owned(*optimizers)
             self._shared = SharedSteps(optimizers) if len({*every}) < len(every) else None
             if self.engine is not None:
-                self.engine.close()  # weights say all, and another fit goes on from them
+                self.engine.close()  # fp32 weights are complete, so another fit can use them
         self.engine = Precision(self.policy, model, self._shared or optimizers, **self._options)
         self._optimizers = optimizers
         self.last_step, self._applied, self._max_norm = None, True, None
@@ -110,7 +110,7 @@ class PolicyPlugin:
         self._take(model)
 
     def evaluate_(self, model: nn.Module) -> None:
-        """Run a model in the policy without training it; :meth:`give_back_` restores its weights.
+        """Put a model under the policy for evaluation; :meth:`give_back_` restores its weights.
 
         A model that was trained under a policy is left as it is.
         """
@@ -162,7 +162,7 @@ class PolicyPlugin:
             self._inside -= 1
 
     def _ready(self, optimizer: Optimizer | None = None) -> Precision:
-        """The engine, which must be there, and be that of this optimizer."""
+        """The engine; an error if there is none, or if the optimizer is not one of its own."""
         if self.engine is None or (
             optimizer is not None and all(optimizer is not o for o in self._optimizers)
         ):
@@ -192,10 +192,10 @@ class PolicyPlugin:
         self._backwards += 1
 
     def has_backward(self) -> bool:
-        """Whether there is something to step with.
+        """Whether there was a backward since the last step.
 
         Raises:
-            PrecisionError: If gradients came past :meth:`backward_`, without a scale.
+            PrecisionError: If gradients were made without :meth:`backward_`, and so not scaled.
         """
         if self._backwards:
             return True
@@ -204,7 +204,7 @@ class PolicyPlugin:
         return False
 
     def step_(self, optimizer: Optimizer) -> None:
-        """Check, clip and apply this optimizer's gradients, or skip the step; others' wait."""
+        """Check, clip and apply this optimizer's gradients, or skip; others' gradients stay."""
         max_norm, self._max_norm = self._max_norm, None
         self._applied = False
         engine = self._ready(optimizer)
@@ -222,7 +222,7 @@ class PolicyPlugin:
         self._applied = self.last_step.applied
 
     def _nothing_to_do(self, engine: Precision, optimizer: Optimizer) -> bool:
-        """Whether no gradient came to this optimizer; torch's steps change nothing then."""
+        """Whether this optimizer got no gradient, so that, as in torch, its step does nothing."""
         if _held([optimizer]):
             return False
         if not self._said:
@@ -246,7 +246,7 @@ class PolicyPlugin:
         self._max_norm = max_norm if present is None else min(present, max_norm)
 
     def clip_value_(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip each unscaled gradient to ``[-limit, limit]``; an overflow stays one."""
+        """Clip each unscaled gradient to ``[-limit, limit]``; infinities and NaN stay."""
         with self.unscaled(optimizer) as gradients:
             for gradient in gradients:
                 gradient.clamp_(-limit, limit)
@@ -278,20 +278,20 @@ class PolicyPlugin:
                         stored.fill_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs besides the model's and the optimizer's state."""
+        """Everything that a resume needs besides the model's and the optimizers' state."""
         return {} if self.engine is None else self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where :meth:`state_dict` was taken; of no use without an optimizer."""
+        """Continue exactly where :meth:`state_dict` was taken; ignored without an optimizer."""
         if self.engine is not None:
             self.engine.load_state_dict(state_dict)
 
 
 class SharedSteps(Optimizer):
-    """Optimizers with parameters in common, as one that :class:`Precision` holds.
+    """Optimizers that share parameters, presented to :class:`Precision` as one.
 
-    A step of it is a step of the active one. For fp32 weights, where an optimizer's parameters are
-    the model's; a 16-bit weight has one optimizer that keeps what stands behind it.
+    Its step is a step of the active one. It is for fp32 weights only: a 16-bit weight can have only
+    one optimizer that updates its master or remainder.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -311,12 +311,12 @@ def _no_backward() -> PrecisionError:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Of the model's parameters; a model without any runs where it is called, as on a CPU."""
+    """The device of the model's parameters; the CPU for a model without any."""
     return one_device(model) if any(True for _ in model.parameters()) else torch.device("cpu")
 
 
 def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
-    """Parameter to gradient, for all of some optimizers' that have one."""
+    """The gradients of these optimizers' parameters, by parameter."""
     return {p: p.grad for p in owned(*optimizers) if p.grad is not None}
 
 
@@ -324,9 +324,9 @@ def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
 def _waiting(
     engine: Precision, optimizer: Optimizer, every: Sequence[Optimizer]
 ) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Lay the gradients of the other optimizers aside for one step, and the step's loss for theirs.
+    """Set the other optimizers' gradients, and the loss, aside during one optimizer's step.
 
-    What they share with this one stays for them, as in torch, until somebody clears it.
+    Gradients of shared parameters are restored after it, as in torch, until the user clears them.
     """
     mine, loss = _held([optimizer]), engine._loss
     others = _held([o for o in every if o is not optimizer])
@@ -346,10 +346,10 @@ def _waiting(
 
 
 def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
-    """The loss, as a tensor whose ``backward`` is another function of it and the options.
+    """The loss as a tensor whose ``backward`` calls another function with it and the options.
 
-    What is computed from it has that ``backward`` as well, so that a module's own ``backward``
-    hook may do with the loss what it likes before it calls ``loss.backward()``.
+    Tensors computed from it have that ``backward`` as well, so that a module's own ``backward``
+    hook may compute with the loss before it calls ``loss.backward()``.
     """
 
     class Loss(Tensor):
@@ -361,7 +361,7 @@ def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
 
 
 def lightning_word(policy: PrecisionPolicy) -> str:
-    """Lightning's nearest word for a policy, for its summaries and logs; it decides nothing."""
+    """Lightning's nearest precision name for a policy, used only in its summaries and logs."""
     if policy.compute_dtype == torch.float32:
         return "32-true"
     form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
@@ -369,7 +369,7 @@ def lightning_word(policy: PrecisionPolicy) -> str:
 
 
 def check_strategy(strategy: object, policy: object) -> None:
-    """Refuse strategies that cast, shard or scale by themselves, by name."""
+    """Refuse strategies that cast, shard or scale themselves; the error names the strategy."""
     if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
         raise PrecisionError(
             f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
@@ -380,16 +380,16 @@ def check_strategy(strategy: object, policy: object) -> None:
 
 # Where a policy's casts happen in a model whose submodules are called from outside.
 #
-# :class:`halfstep.Precision` casts at the border of ``model(...)``. A LightningModule's
-# ``training_step`` calls ``self.net(x)`` instead and takes the loss of what comes out, so there the
-# border is around the outermost call of a submodule.
+# :class:`halfstep.Precision` casts at the boundary of ``model(...)``. A LightningModule's
+# ``training_step`` calls ``self.net(x)`` instead and computes the loss from its output, so there
+# the boundary is the outermost call of a submodule.
 
 
 class ModuleBorder:
     """Casts at the outermost call of any submodule with parameters, while it is on.
 
-    Floating inputs are cast to the compute dtype where the policy stores 16-bit weights, floating
-    outputs to the output dtype, fp32, so that the loss is an island. Modules without parameters
+    Floating inputs are cast to the compute dtype if the policy has 16-bit weights, and floating
+    outputs to fp32, so that the loss is computed in fp32. Modules without parameters
     (losses, metrics, activations) are not touched. Calls from within the model's own ``forward``
     are not outermost, and neither is what activation checkpointing repeats during a backward.
     """
@@ -410,7 +410,7 @@ class ModuleBorder:
                 ]
 
     def remove_(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -451,11 +451,11 @@ def _is_low(module: nn.Module) -> bool:
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
 
 
-# A loss scaler behind the hooks of a Lightning plugin: a broken loss stops the run with its cause.
+# A loss scaler in a Lightning plugin; a loss that is not finite stops the run with its cause.
 
 
 class ScaledSteps:
-    """What both plugins that are Lightning's ``16-mixed`` with :class:`halfstep.GradScaler` do."""
+    """The base of both plugins for Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`."""
 
     scaler: Any
 
@@ -496,14 +496,14 @@ class ScaledSteps:
             raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
 
     def _scaled_step(self, optimizer: Optimizer, options: dict[str, Any]) -> Any:
-        """Step and adapt the scale; stop for a loss that is not finite, not for what follows."""
+        """Step and adapt the scale; a non-finite loss raises instead of the errors it causes."""
         value = self.scaler.step(optimizer, **options)
         self.attempts += 1
         loss, self._loss = self._loss, None
         result = self.last_step
         skipped = result is not None and not result.applied
         ranks = ranks_of_this_process(torch.device(self.scaler._device))
-        # All ranks ask together: an overflow in one rank's gradients is in everybody's.
+        # All ranks call this together, since a skip on one rank is a skip on all.
         broken = loss_error(loss, ranks) if skipped else ""
         try:
             self.scaler.update()

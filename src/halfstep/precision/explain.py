@@ -1,4 +1,4 @@
-"""Say what a precision policy means, part by part, and what it costs in bytes."""
+"""Explains a precision policy as text: what each part means, and its cost in bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
 
     Args:
         policy: A policy, its name, field string or ``.toml`` file.
-        device: Where it would run; nothing is allocated there.
+        device: The device it would run on; nothing is allocated there.
 
     Example:
         >>> print(explain("bf16-master").splitlines()[6])
@@ -40,19 +40,19 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
-    """Where a policy puts each module of a model, as a table of text; nothing is changed.
+    """Which format a policy gives each module of a model, as a table of text; changes nothing.
 
-    A row for each module that holds parameters itself or that a rule names: its name and class, the
-    dtype its parameters are stored in, what it computes in, the rule that decided, and the bytes
-    that training holds for its parameters with AdamW (weights alone where they are frozen). A
-    parameter of several modules is counted with the first.
+    There is a row for each module that holds parameters itself or that a rule names: its name and
+    class, the dtype of its parameters, the dtype it computes in, the rule that decided, and the
+    bytes that training with AdamW holds for its parameters (frozen ones: the weights alone). A
+    parameter shared by several modules is counted with the first.
 
     Args:
         policy: A policy, its name, field string or ``.toml`` file.
         model: Any module, on any device.
 
     Raises:
-        PrecisionError: If a rule matches nothing, rules contradict each other, or it is no model.
+        PrecisionError: If a rule matches nothing, rules conflict, or ``model`` is not a module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -101,9 +101,9 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
 def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
-    By component: weights, masters (0 where the weights are the masters), remainder (what the
-    optimizer keeps of a 16-bit weight), gradients (of one micro-batch; several add up in
-    ``grad_dtype``) and the two moments with their block scales. ``kept``: in fp32, by a rule.
+    The keys are weights, masters (0 where the weights are the masters), remainder (the bits that a
+    16-bit weight lacks), gradients (of one micro-batch; several are summed in ``grad_dtype``) and
+    moments (both, with block scales). ``kept`` asks for a parameter that a rule keeps in fp32.
     """
     moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
     if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
@@ -170,7 +170,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 
 
 def _islands(policy: PrecisionPolicy) -> str:
-    """What is computed in fp32 although products are not."""
+    """The operations that run in fp32 although matrix products do not."""
     if policy.param_dtype != torch.float32:
         return (
             "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "

@@ -1,16 +1,16 @@
-"""The lost-update meter: how many updates of a real step leave the stored weights as they were.
+"""The lost-update meter: how many updates of a real step leave the stored weights unchanged.
 
-A 16-bit weight cannot hold an update below half the gap between neighbouring numbers, and nothing
-says so: the loss falls more slowly, and gains stay at exactly 1. The meter looks at a sample of
+A 16-bit weight loses any update below half the gap between neighbouring numbers, without a warning:
+the loss falls more slowly, and gains of norms stay at exactly 1. The meter examines a sample of
 each parameter group on every N-th step, through the optimizer's own hooks::
 
     before the step   copy the sampled weights, remainders, gradients and moments
     after it          copy the sampled weights and remainders again
     at every step     average the sampled gradients into second moments in fp32, where the
                       optimizer keeps its own in less
-    when asked        replay the step on the sample in fp64 and compare bits
+    in report()       replay the step on the sample in fp64 and compare bits
 
-The loop stays as it is, no number of the training changes, and nothing waits for the device until
+The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
 :meth:`LostUpdateMeter.report`. ``docs/diagnostics.md`` is the how-to.
 """
 
@@ -52,11 +52,11 @@ from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
 
-_UNREAD = 8  # measured steps kept while fused optimizers have not said whether they were applied
+_UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 
 
 class LostUpdateMeter:
-    """Measures lost updates in anybody's loop, without a change to it.
+    """Measures lost updates in any training loop, without changing the loop.
 
     Example:
         >>> gain = torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
@@ -81,20 +81,20 @@ class LostUpdateMeter:
         *,
         start: int = 0,
     ) -> None:
-        """Hook into the optimizers; from here on their steps are counted.
+        """Register hooks on the optimizers; their steps are counted from now on.
 
         Args:
-            source: An optimizer, several, or a :class:`halfstep.Precision`, whose 16-bit weights
-                and parameter names are then known as well.
+            source: An optimizer, several, or a :class:`halfstep.Precision`, which also provides its
+                16-bit weights and parameter names.
             every: Measure every this many applied steps; 0: never. A fused optimizer under a
-                ``GradScaler`` is also called on overflow: such a call counts, and is not measured.
-            samples: Elements looked at per parameter group, spread over its tensors by size; a few
-                of every tensor at least.
-            seed: Of the choice of elements, which depends on nothing else.
-            start: Applied steps before this one's first, of a resumed run.
+                ``GradScaler`` is also called on overflow: such a call is counted, not measured.
+            samples: Elements sampled per parameter group, spread over its tensors by size, with a
+                few of every tensor at least.
+            seed: Seed of the choice of elements, which depends on nothing else.
+            start: Applied steps before this meter's first, in a resumed run.
 
         Raises:
-            PrecisionError: If ``every`` is below 0 or ``samples`` below 1, or ``source`` is none.
+            PrecisionError: If ``every`` < 0, ``samples`` < 1, or ``source`` is none of these.
         """
         allowed = "every >= 0, samples >= 1"
         for name, number in (("every", every), ("samples", samples)):
@@ -119,33 +119,33 @@ class LostUpdateMeter:
         self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
 
     def report(self) -> tuple[GroupReport, ...]:
-        """What the newest measured step did, one report a parameter group with gradients.
+        """What the newest measured step did: one report per parameter group with gradients.
 
-        Waits for the device. Empty until a step has been measured.
+        It waits for the device, and is empty until a step has been measured.
         """
         return tuple(report for watch in self._watches for report in watch.report())
 
     @property
     def fresh(self) -> bool:
-        """Whether the newest step of some optimizer was measured; costs nothing."""
+        """Whether any optimizer's newest step was measured; costs nothing."""
         return any(watch.fresh for watch in self._watches)
 
     def lost_table(self) -> str:
-        """The reports as text."""
+        """The reports as a table of text."""
         reports = self.report()
         return lost_table(reports) if reports else "no step has been measured yet"
 
     __str__ = lost_table
 
     def close(self) -> None:
-        """Unhook; what was measured can still be read."""
+        """Remove the hooks; existing measurements can still be read."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def _optimizers(source: object) -> Sequence[Optimizer]:
-    """Several optimizers, or an error for what is none."""
+    """A list of optimizers as it is, or an error for anything else."""
     several = source if isinstance(source, list | tuple) else ()
     if several and all(isinstance(one, Optimizer) for one in several):
         return several
@@ -157,7 +157,7 @@ def _optimizers(source: object) -> Sequence[Optimizer]:
 
 @dataclass(eq=False)
 class _Watch:
-    """The hooks of one optimizer, and what they have seen."""
+    """The hooks on one optimizer, and the steps that they have sampled."""
 
     _optimizer: Optimizer
     _prefix: str
@@ -173,7 +173,7 @@ class _Watch:
     fresh: bool = False
 
     def hook(self) -> list[RemovableHandle]:
-        """Register before and after the optimizer's step."""
+        """Register hooks before and after the optimizer's step."""
         before = self._optimizer.register_step_pre_hook(self._before)
         return [before, self._optimizer.register_step_post_hook(self._after)]
 
@@ -199,7 +199,7 @@ class _Watch:
             self._unread = [*kept, step]
 
     def report(self) -> tuple[GroupReport, ...]:
-        """The newest measured step that was applied."""
+        """The reports of the newest measured step that was applied."""
         while self._unread:
             step = self._unread.pop()
             if step.found is None or not float(step.found):
@@ -251,7 +251,7 @@ class _Watch:
             updates,
             slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
             visible=self._visible,
-            linear=type(self._optimizer) is not optim.Rprop,  # its step sizes forget the rate
+            linear=type(self._optimizer) is not optim.Rprop,  # its step sizes adapt away from lr
             note="; ".join(notes),
         )
 

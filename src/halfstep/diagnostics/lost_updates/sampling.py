@@ -1,6 +1,6 @@
-"""A few elements of every tensor, copied before and after an optimizer's step.
+"""Copies a few elements of every tensor before and after an optimizer's step.
 
-Only copies from device to device are queued: nothing waits, and nothing of the training is changed.
+It only queues copies from device to device: nothing waits, and training is not changed.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from halfstep.optim.storage.weights import master
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import Update, random_key
 
-_FEW = 16  # elements of every tensor, however small
+_FEW = 16  # least number of elements sampled from a tensor
 
 
 @dataclass(slots=True)
 class Sample:
-    """Some elements of one tensor around a step; all tensors of shape (k,), on one device."""
+    """Some elements of one tensor before and after a step; its tensors have shape (k,)."""
 
     name: str
-    numel: int  # of the whole tensor
-    update: Update  # how the weight is kept
-    weight: Tensor  # before the step
-    # What the step was given, before ``multiplier`` and loss scale; no elements if it got none.
+    numel: int  # number of elements of the whole tensor
+    update: Update  # rounding mode of the weight
+    weight: Tensor  # the weight before the step
+    # The step's gradient, before ``multiplier`` and loss scale; empty if there was none.
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))
-    # The optimizer's, before the step; tensors of the parameter's shape are sampled.
+    # The optimizer's state before the step; tensors of the parameter's shape are sampled.
     state: dict[str, Any] = field(default_factory=dict)
-    whole: bool = False  # some state has another shape, so that elements are not on their own
+    whole: bool = False  # some state has another shape, so that the rule is not element-wise
     after: Tensor = field(default_factory=lambda: torch.empty(0))  # the weight after the step
-    remainder: Tensor | None = None  # what was stored beside the weight before
+    remainder: Tensor | None = None  # the remainder before the step
     remainder_after: Tensor | None = None
     exact: Tensor | None = None  # the second moment before the step, had it been kept in fp32
 
     def on_cpu(self) -> Sample:
-        """A copy on the host; synchronises."""
+        """A copy on the CPU; synchronises."""
         copy = Sample(**{f.name: _on_cpu(getattr(self, f.name)) for f in fields(self)})
-        if copy.remainder is None and copy.remainder_after is not None:  # the step has made it
+        if copy.remainder is None and copy.remainder_after is not None:  # created by the step
             copy.remainder = torch.zeros_like(copy.remainder_after)
         return copy
 
     def value(self) -> Tensor:
-        """What the weight stood for before the step: fp32, or fp64 for an fp64 weight."""
+        """The exact weight before the step: fp32, or fp64 for an fp64 weight."""
         if self.weight.dtype == torch.float64:
             return self.weight
         return master(self.weight, self.remainder, self.update)
@@ -57,29 +57,29 @@ class Sample:
 
 @dataclass(slots=True)
 class GroupSample:
-    """One parameter group around a step."""
+    """The samples of one parameter group before and after a step."""
 
-    options: dict[str, Any]  # at the step
-    samples: list[Sample] = field(default_factory=list)  # one a tensor with a gradient
-    sparse: int = 0  # tensors that were left out, as their gradients are sparse
-    # The samples' tensors and element numbers; emptied after the step.
+    options: dict[str, Any]  # the group's options at the step
+    samples: list[Sample] = field(default_factory=list)  # one per tensor with a gradient
+    sparse: int = 0  # number of tensors left out because their gradients are sparse
+    # The samples' tensors and element indices; emptied after the step.
     places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepSample:
-    """One optimizer around a step, still on the device."""
+    """The samples of one optimizer before and after a step, still on the device."""
 
-    number: int  # of the step, from 1
-    multiplier: float  # what the step multiplies gradients by
-    scale: Tensor | None  # what it divides them by: a GradScaler's scale
-    found: Tensor | None  # that scaler's flag, not 0 if the step does nothing
+    number: int  # number of the step, from 1
+    multiplier: float  # the step's factor of gradients
+    scale: Tensor | None  # a GradScaler's scale, by which the step divides gradients
+    found: Tensor | None  # that scaler's flag, nonzero if the step changes nothing
     late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
 
 class Chooser:
-    """Which elements of a tensor are looked at: always the same."""
+    """Chooses the elements to sample of each tensor, the same ones at every step."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self._samples = samples
@@ -87,9 +87,10 @@ class Chooser:
         self._chosen: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def __call__(self, place: tuple[int, int], tensor: Tensor, total: int) -> Tensor:
-        """Element numbers, int64 in rising order, on the tensor's device.
+        """Element indices, int64 in ascending order, on the tensor's device.
 
-        ``place`` is the number of the group and of the tensor in it, ``total`` counts the group's.
+        ``place`` is the index of the group and of the tensor in it; ``total`` is the number of the
+        group's elements.
         """
         size = tensor.numel()
         key = (*place, size, tensor.device)
@@ -100,14 +101,14 @@ class Chooser:
         generator = torch.Generator().manual_seed(random_key(self._seed, *place))
         if size <= 4 * count:
             index = torch.randperm(size, generator=generator)[:count].sort().values
-        else:  # doubles are few, and a permutation of a large tensor is large
+        else:  # duplicates are rare, and a permutation of a large tensor is large
             index = torch.unique(torch.randint(size, (count,), generator=generator))
         self._chosen[key] = index.to(tensor.device)
         return self._chosen[key]
 
 
 def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
-    """Whether it is one of halfstep's, whose rule can be called by itself."""
+    """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
     return isinstance(optimizer, LowPrecisionOptimizer)
 
 
@@ -120,11 +121,11 @@ def before_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> StepSample:
-    """Copy what step ``number`` is about to use.
+    """Sample everything that step ``number`` is about to use.
 
-    ``exact`` gives the second moment in fp32, by number of the group and of the tensor in it;
-    ``args`` are the step's as hooks get them: the optimizer, and perhaps a closure; ``gradients``
-    and ``multiplier`` in ``kwargs`` are those of halfstep's.
+    ``exact`` gives the second moment in fp32, by the indices of the group and of the tensor in it;
+    ``args`` are the step's as hooks get them: the optimizer, and perhaps a closure. ``gradients``
+    and ``multiplier`` in ``kwargs`` are used if the optimizer is halfstep's.
     """
     own = is_own(optimizer)
     given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
@@ -171,7 +172,7 @@ def before_step(
 
 
 def after_step(optimizer: Optimizer, step: StepSample) -> None:
-    """Copy what the step has left, into what :func:`before_step` gave."""
+    """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
     own = is_own(optimizer)
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):
@@ -185,7 +186,7 @@ def after_step(optimizer: Optimizer, step: StepSample) -> None:
 
 
 def sampled_state(state: Mapping[str, Any], parameter: Tensor, index: Tensor) -> dict[str, Any]:
-    """An optimizer's state of some elements; what has not the parameter's shape is copied whole."""
+    """The state of some elements; values without the parameter's shape are copied whole."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and key.endswith(TOPS):
@@ -199,14 +200,14 @@ def sampled_state(state: Mapping[str, Any], parameter: Tensor, index: Tensor) ->
 
 
 def _is_whole(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether what is kept under a key does not belong to single elements."""
+    """Whether a state value does not belong to single elements."""
     if not isinstance(value, Tensor):
         return isinstance(value, list | tuple | dict)
     return value.shape != parameter.shape and value.numel() != 1 and not key.endswith(TOPS)
 
 
 def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
-    """The places in memory of elements given by their numbers, for a tensor without holes."""
+    """The memory offsets of elements given by their indices, for a dense tensor."""
     if tensor.is_contiguous():
         return index
     place = torch.zeros_like(index)
@@ -217,7 +218,7 @@ def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process' part of a distributed tensor; a missing attribute is slow to look up."""
+    """This process' part of a tensor; the type check avoids slow look-ups of attributes."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else local_part(tensor)
 
 

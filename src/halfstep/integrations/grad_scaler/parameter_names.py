@@ -1,4 +1,4 @@
-"""Names for an optimizer's tensors, and what to do about those in 16 bits."""
+"""Names of an optimizer's tensors for messages, and refusals of those in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from halfstep.precision.checks import some
 from halfstep.precision.policy.policy import dtype_name
 
 Names = Mapping[Tensor, str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""What a user may give: ``model.named_parameters()``, a dict of it, or the dict turned round."""
+"""The accepted forms: ``model.named_parameters()``, a dict of it, or the inverse dict."""
 
 
 def name_table(names: Names | None) -> dict[Tensor, str]:
-    """Parameter to name, from any of the forms a user may give."""
+    """A dict from parameter to name, made from any of the accepted forms."""
     where, allowed = "names", "model.named_parameters(), or a dict of it"
     if names is not None:
         require(names, Iterable, where, allowed)
@@ -38,17 +38,17 @@ def name_table(names: Names | None) -> dict[Tensor, str]:
 
 
 def owned(*optimizers: Optimizer) -> list[Any]:
-    """All that some optimizers hold, one after the other."""
+    """All parameters of some optimizers, in order."""
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def with_gradients(*optimizers: Optimizer) -> list[Tensor]:
-    """Those of their tensors that have a gradient."""
+    """The tensors of some optimizers that have a gradient."""
     return [p for p in owned(*optimizers) if isinstance(p, Tensor) and p.grad is not None]
 
 
 def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """A name for every tensor of the optimizer: given, the optimizer's own, or its place."""
+    """A name for every tensor of the optimizer: from ``known``, its groups, or its position."""
     table: dict[Tensor, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         own = group.get("param_names") or ()  # made from model.named_parameters()
@@ -60,14 +60,14 @@ def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[T
 
 
 def accepts_low_precision(optimizer: Optimizer) -> bool:
-    """Whether the optimizer says that it takes 16-bit gradients."""
+    """Whether the optimizer declares that it accepts 16-bit gradients."""
     return bool(getattr(optimizer, "accepts_low_precision_gradients", False))
 
 
 def refuse_half(
     optimizer: Optimizer, found: Iterable[Tensor], known: Mapping[Tensor, str], what: str
 ) -> None:
-    """Raise for fp16 tensors, naming them, with the ways out and what they cost."""
+    """Raise for fp16 tensors; the error names them, the remedies and their costs."""
     half = [*dict.fromkeys(found)]
     if not half:
         return
@@ -84,10 +84,10 @@ def refuse_half(
 
 
 def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
-    """Raise for trainable 16-bit weights of which nothing keeps the small updates.
+    """Raise for trainable 16-bit weights whose small updates would be lost.
 
-    halfstep's optimizers keep them, or were told ``update="nearest"``; those that say
-    ``accepts_low_precision_gradients = True`` answer for themselves.
+    Optimizers with ``accepts_low_precision_gradients = True`` pass, halfstep's among them: those
+    keep small updates, or were given ``update="nearest"``.
     """
     if not accepts_low_precision(optimizer):
         names = parameter_names(optimizer, known)
@@ -95,7 +95,7 @@ def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
 
 
 def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
-    """As :func:`refuse_pure`, for an optimizer that is still to be made: its class's name."""
+    """Like :func:`refuse_pure`, for an optimizer not made yet, of which ``kind`` is the name."""
     low = low_trainable(names)
     if not low:
         return
@@ -112,5 +112,5 @@ def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
 
 
 def low_trainable(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The trainable ones in 16 bits."""
+    """The trainable parameters in 16 bits."""
     return [p for p in parameters if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]

@@ -1,14 +1,14 @@
-"""torch.amp.GradScaler that remembers what each step did, and behaves as torch's in all else.
+"""A torch.amp.GradScaler that records what each step did, and otherwise behaves as torch's.
 
-Reading a number of a GPU makes the host wait, and nothing here waits where torch's scaler would
+Reading a value from a GPU makes the host wait, and nothing here waits where torch's scaler would
 not: flags, scales and counters stay tensors until :attr:`RecordingScaler.last_step` is read; those
-that are on the host already are kept as numbers.
+that are already on the host are kept as numbers.
 
-The ranks of a run step together or not at all, and keep one scale. Those of plain replicas, DDP,
-FSDP2 and tensor parallelism each see gradients of their own: parts of one tensor, or what a hook or
-a fault has changed on one of them. torch's scaler lets each decide by its own; one that skips and
-one that steps then have different weights and different scales for good. Here the flag of every
-optimizer is the MAX over ranks, in one small collective beside the check.
+The ranks of a run step together or not at all, and keep one scale. But under plain replication,
+DDP, FSDP2 and tensor parallelism each rank sees different gradients: parts of one tensor, or values
+that a hook or a fault changed on one rank. With torch's scaler each rank decides alone; if one
+skips and one steps, their weights and scales differ for good. Here the flag of every optimizer is
+the MAX over ranks, in one small collective beside the check.
 
 **Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
 """
@@ -50,11 +50,11 @@ from halfstep.precision.scaling.gradients import OneRank, Ranks
 _NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
 
 Held = Tensor | float
-"""A number, or a 0-dim tensor on a device whose value nobody has waited for yet."""
+"""A number, or a 0-dim tensor on a device whose value has not been read yet."""
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading the tensor's value makes nobody wait."""
+    """Whether the tensor's value can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -70,7 +70,7 @@ def total(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def stored_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Parameter and what this rank stores of its gradient, for all that have one."""
+    """Each parameter that has a gradient, with the values that this rank stores of it."""
     every = ((p, p.grad) for p in with_gradients(optimizer))
     return [(p, g._values() if g.is_sparse else local_part(g)) for p, g in every if g is not None]
 
@@ -79,11 +79,11 @@ class Marks:
     """Which gradients were not finite at one moment, kept without waiting for the device.
 
     Args:
-        optimizer: Whose gradients are marked. Nothing of it is kept alive but names.
-        known: Names of parameters, where they are known.
-        exact: Tell infinities apart from NaN within one tensor too. Costs two more reads of the
-            gradients, so it is for steps that are known to have overflowed. Without it, a tensor
-            that holds both counts as NaN.
+        optimizer: The optimizer whose gradients are examined; only names of it are kept.
+        known: Names of parameters, as far as known.
+        exact: Also find infinities in tensors that hold NaN. This reads the gradients twice more,
+            so it is for steps that are known to have overflowed. Without it, a tensor that holds
+            both counts as NaN.
     """
 
     def __init__(self, optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> None:
@@ -99,7 +99,7 @@ class Marks:
             self._inf = [value.isinf().any() for value in values] if exact else None
 
     def read(self) -> tuple[Reason, tuple[str, ...]]:
-        """Why, and the names, NaN first. Synchronises with the host."""
+        """The reason and the parameters' names, NaN first. Synchronises with the host."""
         nan: list[str] = []
         inf: list[str] = []
         for name, norm in zip(self._names, self._norms, strict=True):
@@ -111,14 +111,14 @@ class Marks:
 
 
 class SkipCount:
-    """Skipped rounds, counted on whatever device the flags are.
+    """Counts skipped rounds, on the device of the flags.
 
-    A round is what lies between two calls of ``update``; with one optimizer it is a step.
+    A round is the time between two calls of ``update``; with one optimizer it is a step.
     """
 
     def __init__(self, total: int = 0, in_a_row: int = 0, *, applied: bool = False) -> None:
         self._total: Held = total
-        self._last_applied: Held = int(applied)  # number of that round, 0 for none
+        self._last_applied: Held = int(applied)  # number of that round, or 0
         self._rounds = int(applied) + in_a_row
 
     def add(self, skipped: Held) -> None:
@@ -160,13 +160,13 @@ class StepRecord:
     loss_scale: Held
     next_loss_scale: Held
     marks: Marks | None
-    """Which ones; None if they have to be looked for in the gradients."""
+    """The non-finite gradients; None if they must still be searched for."""
     fresh: bool = True
     """Whether the gradients, if there are any, are still those of this step."""
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights were left alone."""
+        """Whether the step was skipped, so that the weights did not change."""
         return float(self.found) > 0
 
     def nonfinite(self, known: Mapping[Tensor, str]) -> tuple[Reason, tuple[str, ...]]:
@@ -179,7 +179,7 @@ class StepRecord:
         return ("overflow", ()) if self.marks is None else self.marks.read()
 
     def result(self, known: Mapping[Tensor, str], total: int, in_a_row: int) -> StepResult:
-        """Everything in numbers; ``total`` and ``in_a_row`` count this step's round already."""
+        """The step's result in numbers; ``total`` and ``in_a_row`` include this step's round."""
         skipped = self.skipped
         reason, found = self.nonfinite(known) if skipped else (None, ())
         return StepResult(
@@ -203,7 +203,7 @@ def any_skipped(records: Sequence[StepRecord], device: torch.device) -> Held:
 
 
 class RecordingScaler(torch.amp.GradScaler):
-    """Torch's loss scaler with an account of every step; see :class:`halfstep.GradScaler`."""
+    """Torch's loss scaler with a record of every step; see :class:`halfstep.GradScaler`."""
 
     _scale: Tensor | None
 
@@ -213,7 +213,7 @@ class RecordingScaler(torch.amp.GradScaler):
         super().__init__(*torchs)
         self._names = name_table(names)
         self._ranks = ranks
-        self._allow_pure = allow_pure  # to train 16-bit weights with nothing behind them
+        self._allow_pure = allow_pure  # whether 16-bit weights may lose small updates
         self._count = SkipCount()
         self._loss: Tensor | None = None
         self._round: list[StepRecord] = []  # the steps since the last update
@@ -226,18 +226,18 @@ class RecordingScaler(torch.amp.GradScaler):
     def last_step(self) -> StepResult | None:
         """What the latest call of ``step`` did, or None before the first (or if disabled).
 
-        Reading it may wait for the device; keeping it for you does not. ``applied`` comes from
-        the overflow flag, so it is right for fused optimizers too, which are called either way.
-        Read it after ``update``: before, ``next_loss_scale`` is still the present scale.
+        Reading it may wait for the device; recording it does not. ``applied`` comes from the
+        overflow flag, so it is right for fused optimizers too, which are called in either case.
+        Read it after ``update``: before, ``next_loss_scale`` is still the current scale.
 
         * ``loss``: the last value given to ``scale`` if it was a scalar, else NaN; with gradient
           accumulation the last micro-batch's.
-        * ``grad_norm``: NaN, it is not computed here.
+        * ``grad_norm``: always NaN, as it is not computed here.
         * ``skipped_total``, ``skipped_in_a_row``: rounds between two calls of ``update`` in which
           any optimizer's step was skipped; with one optimizer, its steps.
-        * ``nonfinite_parameters``: known from the time of the step on a CPU, for optimizers that
-          are not fused, and after an explicit ``unscale_``. Else looked for in the gradients when
-          this is read: empty, with reason ``"overflow"``, if they are cleared or a next loss was
+        * ``nonfinite_parameters``: recorded at the step on a CPU, for optimizers that are not
+          fused, and after an explicit ``unscale_``. Otherwise the gradients are searched when this
+          is read; it is empty, with reason ``"overflow"``, if they were cleared or another loss was
           scaled by then. On a GPU after an explicit ``unscale_``, a gradient that holds both NaN
           and infinities counts as NaN.
         """
@@ -250,11 +250,11 @@ class RecordingScaler(torch.amp.GradScaler):
 
     @property
     def calibrating(self) -> bool:
-        """Whether no step was applied yet: skips are then the scale finding its level."""
+        """Whether no step was applied yet, so that skips only mean the scale finds its level."""
         return not self._count.any_applied and not any(not step.skipped for step in self._round)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse, before training, what would fail at the first step or lose updates in silence.
+        """Refuse, before training, what would fail at the first step or silently lose updates.
 
         Raises:
             PrecisionError: If the optimizer has trainable fp16 parameters, whose gradients cannot
@@ -272,14 +272,14 @@ class RecordingScaler(torch.amp.GradScaler):
     def upcast_trainable_(self, optimizer: Optimizer) -> int:
         """Make the optimizer's trainable fp16 and bf16 parameters, and their gradients, fp32.
 
-        In place, so the model sees it; frozen parameters stay as they are. Call it before
-        DistributedDataParallel or torch.compile takes the model.
+        The change is in place, so the model has it too; frozen parameters stay as they are. Call it
+        before the model is wrapped by DistributedDataParallel or torch.compile.
 
         Returns:
-            The bytes this added.
+            The number of bytes added.
 
         Raises:
-            PrecisionError: If there are any and the optimizer has state in their dtype already.
+            PrecisionError: If there are any and the optimizer already has state in their dtype.
         """
         low = low_trainable(dict.fromkeys(owned(optimizer)))
         if low and optimizer.state:
@@ -317,7 +317,7 @@ class RecordingScaler(torch.amp.GradScaler):
                 "must use the model in each step, or pass ranks=halfstep.OneRank() where each "
                 "process trains a model of its own"
             )
-        for flag in flags.values():  # not even where a rank without gradients raises
+        for flag in flags.values():  # set even if another rank raises for lack of gradients
             flag.copy_(marks.amax(), non_blocking=True)
         return flags
 
@@ -325,7 +325,7 @@ class RecordingScaler(torch.amp.GradScaler):
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, once a step; as torch's.
+        """Divide the optimizer's gradients by the scale, once per step, like torch's.
 
         Raises:
             PrecisionError: For fp16 gradients (it is a ``ValueError``), before any is changed,
@@ -344,7 +344,7 @@ class RecordingScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        # torch waits for the flags here; wait once, keep the numbers and hand them on.
+        # torch waits for the flags here; wait once, keep the values and pass them on.
         found = optimizer_state["found_inf_per_device"]
         host = {device: flag.cpu() for device, flag in found.items()}
         self._host_flag = sum(float(flag.item()) for flag in host.values())
@@ -352,7 +352,7 @@ class RecordingScaler(torch.amp.GradScaler):
         return super()._maybe_opt_step(optimizer, known, *args, **kwargs)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale unless done, and step unless a gradient is not finite; as torch's.
+        """Unscale unless done, and step unless a gradient is not finite, like torch's.
 
         Returns:
             What ``optimizer.step`` returned; None if it was skipped. See :attr:`last_step`.
@@ -390,7 +390,7 @@ class RecordingScaler(torch.amp.GradScaler):
             ) from None
 
     def _expire(self) -> None:
-        """A backward comes and changes the gradients, so they are no longer those of a step."""
+        """Note that a backward will change the gradients, so they are no longer those of a step."""
         for record in (*self._round, self._last):
             if isinstance(record, StepRecord):
                 record.fresh = False
@@ -417,7 +417,7 @@ class RecordingScaler(torch.amp.GradScaler):
         self._round.append(self._last)
 
     def _close_round(self) -> None:
-        """Count the steps since the last update, and tell them the scale that follows."""
+        """Count the round since the last update, and record its steps' next scale."""
         if self._round and self._scale is not None:
             self._count.add(any_skipped(self._round, self._scale.device))
             following = hold(self._scale)
@@ -434,14 +434,14 @@ class RecordingScaler(torch.amp.GradScaler):
         return "overflow" if infinite else "nan_gradients", tuple(names)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything in plain numbers; parameter names do not travel to another process."""
+        """The state for pickling, in plain numbers and without parameter names."""
         state = super().__getstate__()
         state |= {"_last": self.last_step, "_count": self._count.resolved(), "_loss": None}
         state |= {"_round": [], "_marks": {}, "_host_flag": None, "_names": {}}
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A scaler of its own, with the names of the same parameters, or of their copies."""
+        """An independent scaler with the names of the same parameters, or of their copies."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -450,7 +450,7 @@ class RecordingScaler(torch.amp.GradScaler):
 
 
 def loss_error(loss: Tensor | None, ranks: Ranks) -> str:
-    """A loss that is not finite on some rank, in words; else "". All ranks must ask together."""
+    """Text for a loss that is not finite on some rank, else "". All ranks must call it together."""
     mine = loss is not None and not bool(loss.isfinite().all())
     if not ranks.worst([int(mine)])[0]:
         return ""

@@ -1,13 +1,13 @@
-"""torch.amp.GradScaler, drop-in, that says what each step did and can refuse to fail in silence.
+"""A drop-in for torch.amp.GradScaler that reports each step and can prevent silent failures.
 
 With its extra options off, every call behaves as torch's, bit for bit: returned values, exception
-types, warnings, scales, states, gradients and weights. What it adds then is only what can be read
-(:attr:`GradScaler.last_step`) and better texts of errors. ``docs/grad-scaler.md`` is the how-to.
+types, warnings, scales, states, gradients and weights. It then only adds
+:attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
 
-With any option on, the scale moves between a floor and a ceiling, so torch's two silent failures
-cannot happen: up to 2^-128 torch turns finite gradients into NaN and applies them, and in the end
-the scale is 0 for ever. ``update`` then reads the overflow flag (one host synchronisation, which
-optimizers that are not fused have paid in ``step`` already) and stops where no scale can help.
+With any option on, the scale stays between a floor and a ceiling, which prevents two silent
+failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and applies them, and
+finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host synchronisation,
+which non-fused optimizers have already paid in ``step``) and raises where no scale can help.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ S up to 2^-128, and torch then turns finite gradients into NaN and applies them.
 LARGEST_SCALE = 2.0**126
 """The largest scale whose reciprocal is a normal fp32 number."""
 STRICT_FLOOR, STRICT_CEILING = 1.0, 2.0**24
-"""What ``strict`` means. **Source:** as :class:`halfstep.LossScaleConfig` (Megatron-Core, Apex)."""
+"""The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
 
 EXTRA_KEY = "halfstep"
-"""Where a state dict keeps what torch's scaler does not know, and ignores."""
+"""The key of a state dict's extra entry, which torch's scaler ignores."""
 _EXTRA = {
     "hysteresis_left": int,
     "skipped_total": int,
@@ -55,7 +55,7 @@ _STARTS = "a number above 0, or 'auto'"
 
 @dataclass(frozen=True, slots=True)
 class ScaleGuard:
-    """Between which bounds a scale moves, and when a run stops."""
+    """The bounds of a scale, and the conditions under which a run stops."""
 
     floor: float
     ceiling: float
@@ -63,7 +63,7 @@ class ScaleGuard:
     max_consecutive_skips: int | None
 
     def limits(self, growth: float, backoff: float, interval: int) -> Limits:
-        """How the scale moves with torch's factors."""
+        """The scale's limits with torch's factors and interval."""
         return Limits(growth, backoff, interval, self.floor, self.ceiling, self.hysteresis)
 
     def require(self, scale: object, where: str) -> None:
@@ -86,7 +86,7 @@ def make_guard(
     hysteresis: int,
     max_consecutive_skips: int | None,
 ) -> ScaleGuard | None:
-    """The bounds that the options describe, or None if none of them is on."""
+    """The guard that the options describe, or None if none of them is on."""
     skips = 1 if max_consecutive_skips is None else max_consecutive_skips
     for name, count in (("hysteresis", hysteresis), ("max_consecutive_skips", skips)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -141,29 +141,29 @@ def check_scaler_state(
 
 
 class GradScaler(RecordingScaler):
-    """Dynamic loss scaling with torch's interface and an account of every step.
+    """Dynamic loss scaling with torch's interface and a report on every step.
 
-    Where ``torch.distributed`` is initialised for several ranks, all of them step or none does, and
-    their scales stay equal: the flag is the MAX over ranks, one small collective an optimizer and
-    step. All must then call ``unscale_``, ``step`` and ``update`` together.
+    Where ``torch.distributed`` is initialised for several ranks, either all of them step or none
+    does, and their scales stay equal: the flag is the MAX over ranks, one small collective per
+    optimizer and step. All must then call ``unscale_``, ``step`` and ``update`` together.
 
     Args:
-        device: As torch's, and so are ``growth_factor``, ``backoff_factor``, ``growth_interval``
-            and ``enabled``.
+        device: As in torch, like ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
+            ``enabled``.
         init_scale: The first scale, or ``"auto"``: the first call of :meth:`scale`, with a scalar
-            loss, looks for the largest scale whose gradients are finite.
-        strict: Floor 1 and ceiling 2^24, unless given; and trainable 16-bit weights of which
-            nothing keeps the small updates are refused at the first step, as :meth:`check` does
-            before training.
+            loss, searches for the largest scale whose gradients are finite.
+        strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
+            16-bit weights whose small updates would be lost. :meth:`check` refuses them before
+            training.
         min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
         max_scale: The ceiling; 2^126 if any other option is on.
-        hysteresis: Overflows that are needed for a back-off; refilled by a growth only.
-        max_consecutive_skips: Rounds in a row with a skipped step at which ``update`` raises; not
-            before the first applied step, while the scale is finding its level.
-        names: For messages: ``model.named_parameters()``, or a dict of it. Changes nothing else.
-        allow_pure: Train 16-bit weights as they are, under any optimizer.
-        ranks: Who must agree on a skip; None: all of ``torch.distributed``'s default group where it
-            is initialised. ``OneRank()`` where each process trains a model of its own.
+        hysteresis: Number of overflows before a back-off; only a growth resets the count.
+        max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
+            raises; not before the first applied step, while the scale is finding its level.
+        names: For messages only: ``model.named_parameters()``, or a dict of it.
+        allow_pure: Allow 16-bit weights under any optimizer, although small updates are lost.
+        ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
+            group, if initialised. ``OneRank()`` if each process trains a model of its own.
 
     Raises:
         PrecisionError: If an option cannot be honoured.
@@ -181,7 +181,7 @@ class GradScaler(RecordingScaler):
     """
 
     _always_saves_counts: ClassVar[bool] = False  # torch's own state dict where no option is on
-    _always_refuses_pure: ClassVar[bool] = False  # torch trains them
+    _always_refuses_pure: ClassVar[bool] = False  # torch allows them
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class GradScaler(RecordingScaler):
     @overload
     def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or tensors in lists and tuples, by the scale; as torch's.
+        """Multiply a tensor, or tensors in lists and tuples, by the scale, like torch's.
 
         Raises:
             PrecisionError: If ``init_scale="auto"`` and this first call has no finite scalar loss
@@ -254,7 +254,7 @@ class GradScaler(RecordingScaler):
         return super().scale(outputs)
 
     def _calibrate(self, loss: Tensor | None) -> None:
-        """Find the scale; of several ranks', the smallest."""
+        """Find the scale; of several ranks' scales, take the smallest."""
         device = torch.device(self._device) if loss is None else loss.device
         ranks = self._agreeing(device)
         usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
@@ -298,7 +298,7 @@ class GradScaler(RecordingScaler):
         Raises:
             NonFiniteError: With an option on: an overflow at the floor (``cause`` is
                 ``"loss_scale_floor"``) or too many skips in a row (``"skip_limit"``). The skipped
-                weights are unchanged and the scaler can go on.
+                weights are unchanged and the scaler can still be used.
             PrecisionError: With an option on: a ``new_scale`` out of bounds.
         """
         guard = self._guard if self._enabled else None
@@ -341,7 +341,7 @@ class GradScaler(RecordingScaler):
     ) -> None:
         what = "NaN" if reason == "nan_gradients" else "overflow (inf)"
         whose = some(names) or (
-            "parameters that are not known here: they are another rank's, or their gradients gone"
+            "parameters that are not known here: another rank's, or their gradients were cleared"
         )
         where = f"{what} in the gradients of {whose}"
         same = "the weights of the skipped optimizer are unchanged"
@@ -364,7 +364,7 @@ class GradScaler(RecordingScaler):
     def for_loss(self, name: str) -> Self:
         """A scaler for one of several losses, with a scale and a state of its own.
 
-        It begins with the options this scaler was made with, and is the same object every time.
+        It starts with this scaler's options; the same name gives the same object every time.
         Every parameter must get its gradients through one scaler only. Call its ``update`` too.
         It is saved and loaded with this scaler, under an extra key that torch's scaler ignores.
         """
@@ -381,7 +381,7 @@ class GradScaler(RecordingScaler):
         return self._losses[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries; plus one, that torch's scaler ignores, if options or losses are used."""
+        """Torch's entries, plus one that torch's scaler ignores if options or losses are used."""
         state = super().state_dict()
         losses = {name: loss.state_dict() for name, loss in self._losses.items()}
         losses |= self._saved_losses
@@ -399,8 +399,8 @@ class GradScaler(RecordingScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this scaler or of torch's.
 
-        A state without the extra entry is taken as a run that has found its scale: hysteresis is
-        full and skips are counted from 0. Scalers of losses that it does not hold stay as they are.
+        A state without the extra entry counts as a run that has found its scale: hysteresis is
+        reset and skips are counted from 0. Scalers of losses that it lacks stay as they are.
 
         Raises:
             PrecisionError: If, with an option on, the scale is out of bounds, or the extra entry

@@ -1,8 +1,8 @@
-"""Build, load and call the compiled CPU kernel.
+"""Builds, loads and calls the compiled CPU kernel.
 
-It is compiled once per machine and source by the system's C++ compiler, in about a second, kept in
-the user's cache folder, and called through ctypes: no torch headers, no Python headers. OpenMP
-comes from the library that torch has loaded, so both use one pool of threads.
+The system's C++ compiler builds it once per machine and source, in about a second; it is kept in
+the user's cache folder and called through ctypes, without torch's or Python's headers. It uses the
+OpenMP library that torch has loaded, so both share one thread pool.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-# On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
+# On x86, compilers use half of AVX-512's width unless told. OpenMP is not installed everywhere.
 _OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
 RULES = {"adamw": 0, "sgd": 1, "lion": 2}
-"""Those that the compiled kernels have, here and in Triton; others run as torch operations."""
+"""The rules that the C++ and Triton kernels implement; others run as torch operations."""
 
 
 class _Task(ctypes.Structure):
@@ -92,7 +92,7 @@ class NativeKernel:
         )
 
     def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
-        """Take the step; tasks are on the CPU and share their dtypes."""
+        """Take a step on tasks that are on the CPU and share their dtypes."""
         table = (_Task * len(tasks))()
         for entry, task in zip(table, tasks, strict=True):
             entry.weight = task.weight.data_ptr()
@@ -119,7 +119,7 @@ class NativeKernel:
         mark_written(tasks)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""
+        """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""
         values = [gradient.contiguous() for gradient in gradients]
         count = len(values)
         total = self._square_sum(
@@ -153,7 +153,7 @@ def native_kernel() -> NativeKernel | str:
 
 
 def _build(compiler: Sequence[str]) -> Path:
-    """The library's path; compiled unless the cache folder has it."""
+    """The path of the library, which is compiled unless the cache folder has it."""
     source = resources.files("halfstep").joinpath("optim/kernels/cpu.cpp").read_bytes()
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
@@ -166,7 +166,7 @@ def _build(compiler: Sequence[str]) -> Path:
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed once complete
         file = Path(work) / "native.cpp"
         file.write_bytes(source)
         target = Path(work) / "step.so"
@@ -181,7 +181,7 @@ def _build(compiler: Sequence[str]) -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a cache folder may be shared by several machines."""
+    """The CPU's identity, on which -march=native depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""The host's side of the CUDA kernels: where tensors are, who takes which part, launches.
+"""The host side of the CUDA kernels: address tables, the assignment of programs, launches.
 
 The kernels find every tensor of a step through one table of addresses, so a step is one launch
-whatever the number of tensors. The table stays on the device; as long as no tensor has moved
-nothing is copied, otherwise once from pinned memory, asynchronously.
+whatever the number of tensors. The table stays on the device and is copied again, asynchronously
+from pinned memory, only after a tensor has moved.
 
 **Source:** many tensors in one launch through a table: ``multi_tensor_apply`` of NVIDIA Apex.
 """
@@ -25,11 +25,11 @@ from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import StepTask, mark_written
 
 TILE = 8 * BLOCK
-"""Elements per program of the update: 4 per thread, so that many programs fit on a processor."""
+"""Elements per program of the update: 4 per thread, so that many programs fit on an SM."""
 STATISTICS_TILE = 2048
 STATISTICS_TILES = 16
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_KEPT = 8  # tables: gradients that alternate between a few places are not copied anew
+_KEPT = 8  # tables kept, so that gradients alternating between a few addresses need no new copy
 
 
 @cache
@@ -41,7 +41,7 @@ def triton_kernels() -> ModuleType | str:
     if os.environ.get("HALFSTEP_KERNEL") == "torch":
         return "HALFSTEP_KERNEL=torch"
     if torch.version.hip:
-        return "the Triton kernels' bits are checked for NVIDIA GPUs only"
+        return "the Triton kernels are verified bit for bit on NVIDIA GPUs only"
     try:
         import halfstep.optim.kernels.triton_decide as kernels
     except ImportError as error:
@@ -60,10 +60,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Tables:
-    """Tables on one device, copied there once per content.
+    """The address tables on one device, each content copied there once.
 
-    A copy that is captured into a CUDA graph reads the host's memory at every replay, and pinned
-    memory cannot be made during a capture: a spare is kept ready, and what a capture used stays.
+    A copy captured into a CUDA graph reads host memory at every replay, and pinned memory cannot be
+    allocated during a capture: so a spare pair is kept ready, and captured pairs are never freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,10 +73,10 @@ class Tables:
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def get(self, content: tuple[int, ...]) -> Tensor:
-        """The numbers as int64 on the device.
+        """A table of this content, as int64 on the device.
 
         Raises:
-            PrecisionError: During a capture that no step of as many tensors has preceded.
+            PrecisionError: During a capture that was not preceded by a step of as many tensors.
         """
         capturing = is_capturing(self.device)
         pair = self._held.pop(content, None)
@@ -104,18 +104,18 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: tensors that share dtypes, the way of keeping them, options and step."""
+    """One kernel launch, over tensors that share dtypes, formats, options and step number."""
 
-    rule: str
-    update: str  # ``"fp32"`` for fp32 weights, else how bf16 weights are kept
+    rule: str  # the name of the update rule
+    update: str  # ``"fp32"`` for fp32 weights, else the rounding mode of bf16 weights
     gradient: str  # the gradients' dtype, by its short name
-    moments: str  # how moments are kept
-    updates: Tensor  # int32: the row of the table of each program of the update
-    statistics: Tensor  # int32: the same for the statistics of the gradients
+    moments: str  # the moments' format
+    updates: Tensor  # int32: the table row that each program of the update works on
+    statistics: Tensor  # int32: the same for the programs of the gradient statistics
 
 
 def make_launch(tasks: Sequence[StepTask], plan: Plan, first_row: int) -> Launch:
-    """The launch of tasks whose rows begin at ``first_row`` of the table."""
+    """The launch for tasks whose rows begin at ``first_row`` of the table."""
     weight, gradient = tasks[0].weight, tasks[0].gradient
     counts = tuple(task.weight.numel() for task in tasks)
     return Launch(
@@ -130,7 +130,7 @@ def make_launch(tasks: Sequence[StepTask], plan: Plan, first_row: int) -> Launch
 
 @lru_cache(maxsize=32)
 def _owners(device: torch.device, counts: tuple[int, ...], size: int, first: int) -> Tensor:
-    """Which row each program works for: ``ceil(count / size)`` programs per tensor."""
+    """The table row that each program works on: ``ceil(count / size)`` programs per tensor."""
     programs = torch.tensor([_programs(count, size) for count in counts])
     rows = torch.arange(first, first + len(counts), dtype=torch.int32)
     owners = rows.repeat_interleave(programs)
@@ -144,7 +144,7 @@ def _programs(count: int, size: int) -> int:
 
 
 def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
-    """The table's rows of one launch, and whether 16 bytes divide all addresses."""
+    """The table rows of one launch, and whether all addresses are 16-byte aligned."""
     found: list[int] = []
     update = statistics = 0
     aligned = True
@@ -164,7 +164,7 @@ def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this device."""
+    """A context in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -179,10 +179,10 @@ def launch_update(
     state: Tensor | None = None,
     at_row: int = 0,
 ) -> None:
-    """Update the tensors of a launch, by a table and its alignment as :func:`rows` tells it.
+    """Update the tensors of a launch, by a table and its alignment as :func:`rows` gives them.
 
-    The multiplier and the rule's constants are ``numbers``, or else all numbers are read from the
-    buffer ``state`` of on_device/buffer.py, where the launch's row begins at ``at_row``.
+    ``numbers`` are the multiplier and the rule's constants. Without them the kernel reads these
+    from the buffer ``state`` (on_device/buffer.py), where the launch's row begins at ``at_row``.
     """
     if launch.updates.numel():
         kernels.update_kernel[(launch.updates.numel(),)](
@@ -209,10 +209,10 @@ def _tables(device: torch.device) -> Tables:
 
 
 def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
-    """Take the step in one launch per dtype of weights; same bits as ``reference.run_torch``.
+    """Take a step in one launch per weight dtype; bit-identical to ``reference.run_torch``.
 
     Raises:
-        PrecisionError: Inside a CUDA graph, which would repeat one step's numbers.
+        PrecisionError: In a CUDA graph capture: replays would repeat one step's constants.
     """
     kernels = triton_kernels()
     assert isinstance(kernels, ModuleType)
@@ -222,7 +222,7 @@ def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
             "optimizer.step() inside a CUDA graph would repeat this step's bias correction and "
             "random bits at every replay; use halfstep's DeviceScaler, which counts on the device"
         )
-    numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int is another kernel
+    numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
     with on(device):
         for dtype in dict.fromkeys(task.weight.dtype for task in tasks):
             found = [task for task in tasks if task.weight.dtype == dtype]

@@ -1,4 +1,4 @@
-"""Which kernel takes a step."""
+"""Chooses the kernel that takes a step, by device and installed compilers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from halfstep.precision.scaling.gradients import global_norm
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What does the arithmetic of a step; all kernels give the same bits."""
+    """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
-    name: str  # what it is, and where it is no fast one why, for people to read
-    run: Callable[[Sequence[StepTask], Plan], None]  # takes the step of tensors that share a plan
-    # the 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is. They are
-    # dense, fp32, bf16 or fp16, and on one device
+    name: str  # a description for people, with the reason if it is not a fast kernel
+    run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
+    # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
+    # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
 
 
 def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
-    """The fastest kernel that is there for ``"cpu"``, ``"cuda"`` or another type of device.
+    """The fastest kernel available for ``"cpu"``, ``"cuda"`` or another device type.
 
     Args:
         device_type: Of the tensors.

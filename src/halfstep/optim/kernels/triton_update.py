@@ -1,12 +1,12 @@
 """The optimizer step on a GPU: all tensors in one launch, each element read and written once.
 
-The definition of every operation stands in reference.py, rules.py, moments.py and
-masters/rounding.py. The bits are the same, which needs a launch with :data:`LAUNCH`: no fused
-multiply-add, no subnormal numbers flushed to 0.
+reference.py, rules.py, moments.py and masters/rounding.py define every operation. The results here
+have the same bits if launched with :data:`LAUNCH`: no fused multiply-add, and no subnormal numbers
+flushed to 0.
 
-A program takes ``rows`` blocks of 128 elements of one tensor, the block of the 8-bit moments. Where
-its tensors are stands in ``table``, one row of int64 per tensor (see the column numbers below);
-which tensor is its own stands in ``owners``. bf16 numbers travel as uint16, by their bits.
+A program updates ``rows`` blocks of 128 elements of one tensor (the block of the 8-bit moments).
+``owners`` gives the number of its tensor; ``table`` has the addresses, one row of int64 per tensor
+(see the column numbers below). bf16 numbers are loaded and stored as uint16 bits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from halfstep.optim.kernels.triton_numbers import (
 )
 from halfstep.optim.on_device.buffer import Head, Row
 
-# Columns of a row: addresses, then the number of elements, the stream of random bits and their
-# seed, the tensor's first program of the update, and its first of the statistics.
+# Columns of a row: addresses, then the number of elements, the random stream and its seed, and the
+# indices of the tensor's first program in the update and in the statistics.
 WEIGHT = tl.constexpr(0)
 REMAINDER = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
@@ -51,13 +51,13 @@ _MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
 _STEP = tl.constexpr(Row.STEP.value)
 _CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
 
-# How every kernel here is compiled; the interpreter knows none of it.
+# Compiler options of every kernel here; Triton's interpreter ignores them.
 LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
 
 
 @triton.jit
 def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
-    """``random_key``: of the weight's random bits (which = 0) or the moments' (1)."""
+    """The ``random_key`` for the weight's random bits (``which`` 0) or the moments' (1)."""
     seed = mix(tl.load(row + SEED).to(tl.uint32))
     stream = (2 * tl.load(row + STREAM) + which).to(tl.uint32)
     return mix(mix(seed ^ step.to(tl.uint32)) ^ stream)
@@ -65,7 +65,7 @@ def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN201
-    """The address in a column, as a pointer; ``aligned`` says that 16 divides it."""
+    """The address in a column, as a pointer; ``aligned`` promises 16-byte alignment."""
     address = tl.load(row + column).to(tl.pointer_type(dtype))
     if aligned:
         address = tl.multiple_of(address, 16)
@@ -74,7 +74,7 @@ def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: 
 
 @triton.jit
 def load(address: tl.tensor, at: tl.tensor, count: tl.tensor, masked: tl.constexpr) -> tl.tensor:
-    """Elements ``at``; 0 from ``count`` on. Without a mask the compiler reads 16 bytes at once."""
+    """Load elements ``at``, 0 from ``count`` on; without a mask loads are 16 bytes wide."""
     if masked:
         return tl.load(address + at, mask=at < count, other=0)
     return tl.load(address + at)
@@ -96,9 +96,9 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """Elements ``start`` to ``start + 128 * rows`` of one tensor."""
+    """Update elements ``start`` to ``start + 128 * rows`` of one tensor."""
     at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from here on
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
     element = at.to(tl.uint32) + start.to(tl.uint32)
     weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
     weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
@@ -198,7 +198,7 @@ def update_kernel(  # noqa: ANN201
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """One program; ``on_device`` reads all numbers from ``state`` (see on_device/buffer.py)."""
+    """Update one tile; with ``on_device`` all numbers are read from ``state`` (buffer.py)."""
     if on_device:
         if tl.load(state + _FOUND_INF) + tl.load(state + _FOUND_NAN) > 0:
             return

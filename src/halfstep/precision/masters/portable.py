@@ -1,13 +1,13 @@
-"""What a copy or a pickle of a model under Precision is: a plain model, which needs no halfstep.
+"""Makes copies and pickles of a model under Precision plain models, which need no halfstep.
 
 * ``copy.deepcopy`` of the model, of a part of it or of a parameter gives fp32 weights with the
-  exact values that are trained, and no hooks. An average over such a copy, a target network or a
-  momentum encoder then moves by steps that 16 bits would swallow.
+  exact trained values, and no hooks. So an average of weights, a target network or a momentum
+  encoder made from such a copy follows updates that 16 bits would lose.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
-* ``torch.jit.script`` compiles a copy as ``copy.deepcopy`` gives it.
+* ``torch.jit.script`` compiles a copy made by ``copy.deepcopy``.
 
-All are told to Python and torch by attributes of the single objects, which :func:`make_plain_`
-removes.
+Python and torch learn of this by attributes on each object (``__reduce_ex__`` and the like), which
+:func:`make_plain_` removes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from halfstep.precision.policy.policy import LOW
 
 _OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__")
 _OF_A_PARAMETER = ("__deepcopy__", "__reduce_ex__")
-_DEPTH = 40  # frames between AveragedModel's constructor and the copy of a deep parameter
+_DEPTH = 40  # most frames between AveragedModel's constructor and the copy of a nested parameter
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -49,10 +49,10 @@ Exact = weakref.WeakMethod[Callable[[Tensor], Tensor]]
 def make_portable_(
     model: nn.Module, ours: Callable[[object], bool], low: Iterable[nn.Parameter], exact: Exact
 ) -> None:
-    """Let copies and pickles of a model, with all hooks in place, be plain.
+    """Make copies and pickles of a model, whose hooks must all be in place, plain.
 
-    ``ours`` tells halfstep's hooks and forwards. ``low`` are the parameters that were cast to 16
-    bits; ``exact`` gives the fp32 values that one of them stands for, and may be gone by then.
+    ``ours`` recognises halfstep's hooks and forwards. ``low`` are the parameters that were cast to
+    16 bits; ``exact``, a weak reference, gives the exact fp32 values of one of them.
     """
     for module in model.modules():
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
@@ -67,7 +67,7 @@ def make_portable_(
 
 
 def make_plain_(model: nn.Module) -> None:
-    """Take from a model what :func:`make_portable_` gave it for copies and pickles."""
+    """Remove from a model what :func:`make_portable_` added for copies and pickles."""
     for module in model.modules():
         for name in _OF_A_MODULE:
             module.__dict__.pop(name, None)
@@ -76,13 +76,13 @@ def make_plain_(model: nn.Module) -> None:
             parameter.__dict__.pop(name, None)
 
 
-# Each of these is asked by way of the module or parameter that it holds, which is alive then.
+# Python calls each of these through the module or parameter it refers to, which is thus alive.
 
 
 def _reduce_module(
     module: Callable[[], Any], ours: Callable[[object], bool], protocol: Any
 ) -> tuple[Any, ...]:
-    """``__reduce_ex__`` of a module: what its class says, without what is ours."""
+    """``__reduce_ex__`` of a module: its class's result without halfstep's hooks and forwards."""
     held = module()
     kind: Any = type(held)
     made, arguments, state, *rest = kind.__reduce_ex__(held, protocol)
@@ -107,19 +107,19 @@ def _without_ours(state: Mapping[str, Any], ours: Callable[[object], bool]) -> d
 
 
 def _plain_copy(module: Callable[[], Any]) -> Any:
-    """What torch.jit.script compiles: a copy that shares no weight with the model in training."""
+    """``__prepare_scriptable__``: a copy that shares no weight with the model in training."""
     return copy.deepcopy(module())
 
 
 def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
-    """``__reduce_ex__`` of a parameter: as it is stored."""
+    """``__reduce_ex__`` of a parameter: a plain parameter with the stored values."""
     held = parameter()
     plain: Any = nn.Parameter(held.data, held.requires_grad)
     return plain.__reduce_ex__(protocol)
 
 
 def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Parameter:
-    """``__deepcopy__`` of a 16-bit parameter: the fp32 values that are trained."""
+    """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
     if _averages():
         raise PrecisionError(
             "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
@@ -132,7 +132,7 @@ def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Par
 
 
 def _averages() -> bool:
-    """Whether an AveragedModel is being made, somewhere up the stack."""
+    """Whether an AveragedModel is being constructed somewhere up the stack."""
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if isinstance(frame.f_locals.get("self"), AveragedModel):
@@ -143,24 +143,24 @@ def _averages() -> bool:
     return False
 
 
-# Which weights a load of the model's state has changed.
+# Which weights ``model.load_state_dict`` has changed.
 
 
-# Bytes that are looked at a time: their products take eight times the memory.
+# Bytes hashed at a time: their int64 products take eight times the memory.
 _CHUNK = 2**15
 
 
 class Loaded:
-    """A hook before a load of the model's state that remembers which weights it changes.
+    """A ``load_state_dict`` pre-hook that remembers which weights a load changes.
 
     A weight that is loaded with the value it has, or that gets it back before the next step, keeps
-    what lies behind it. So a resume is exact whether the model or Precision is loaded first, and
-    averages may be loaded for an evaluation and the weights again after it.
+    its master or remainder. So a resume is exact whether the model or Precision is loaded first,
+    and averages may be loaded for an evaluation if the weights are loaded again after it.
     """
 
     def __init__(self) -> None:
         self.before: dict[str, int] = {}
-        """Names of weights that a load has changed, and what tells their value before it."""
+        """Names of weights that a load has changed, with the fingerprint of their earlier value."""
 
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
@@ -168,19 +168,19 @@ class Loaded:
         """Note the weights that are about to get another value."""
         for name, parameter in module.named_parameters():
             value = state.get(prefix + name)
-            low = parameter.dtype in LOW  # nothing lies behind others
+            low = parameter.dtype in LOW  # others have no master or remainder
             if low and isinstance(value, Tensor) and name not in self.before:
                 own, new = local_part(parameter).detach(), local_part(value).detach()
                 if own.shape != new.shape or not torch.equal(new.to(own), own):
                     self.before[name] = _fingerprint(own)
 
     def changed(self, name: str, visible: Tensor) -> bool:
-        """Whether a weight has another value by a load than before it."""
+        """Whether a weight that was loaded differs from its value before the load."""
         return name in self.before and self.before[name] != _fingerprint(visible)
 
 
 def _fingerprint(weight: Tensor) -> int:
-    """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
+    """A hash of a tensor's bits; two tensors collide with a probability of at most 2^-31."""
     codes = weight.reshape(-1).view(torch.uint8)  # a scalar parameter has no dim to view as bytes
     total = torch.zeros((), dtype=torch.int64, device=codes.device)
     for start in range(0, codes.numel(), _CHUNK):
