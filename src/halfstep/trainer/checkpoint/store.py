@@ -287,7 +287,7 @@ def _require_same(final: Path, manifest: dict[str, Any]) -> None:
             return
     raise _unwritten(
         final,
-        "something else has its name",
+        "something else is there under its name",
         f"Look at {final} and move it away or remove it",
     )
 
