@@ -268,8 +268,8 @@ class Predictor(InUse):
     ) -> None:
         """Load the model and its tokenizer.
 
-        ``max_length`` is the number of tokens at which texts are cut; None cuts them at the model's
-        own limit only.
+        ``max_length`` is the number of tokens at which texts are cut; None leaves only the limits
+        of the model and its tokenizer.
 
         Raises:
             ConfigError: If the folder holds no classifier.
