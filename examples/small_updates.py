@@ -1,10 +1,10 @@
-"""Updates below half a gap vanish in bf16, unless something keeps what the rounding cuts off.
+"""Updates below half a gap vanish in bf16, unless something keeps what rounding cuts off.
 
 A weight of 1.0 gets 100 updates of 0.001 and should end at 1.1. Near 1 the gap between bf16 numbers
 is 2^-7 = 0.0078, so each update alone rounds to nothing. Look at the column "kept": plain bf16
 stays at 1.0; an fp32 master and the 16-bit remainder of bf16-split keep the fp32 sum bit for bit;
-a Kahan residual keeps nearly all of it; stochastic rounding keeps it on average, each run of it
-being off by a few gaps. But for fp32, the weight that the forward pass sees is bf16 in every case.
+a Kahan residual keeps nearly all of it; stochastic rounding keeps it on average, while each run is
+off by a few gaps. Except in the fp32 row, the weight that the forward pass sees is always bf16.
 
 Run: python examples/small_updates.py [--out FOLDER]
 """
@@ -18,7 +18,7 @@ from halfstep.optim import SGD
 
 START, UPDATE, STEPS, SEEDS = 1.0, 1e-3, 100, 64
 TRUTH = START + STEPS * UPDATE
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 STYLES = {
     "fp32": ("#000000", "-"),
     "bf16": ("#D55E00", "-"),
@@ -31,7 +31,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp32 master": 6, "bf16-split": 4, "bf16-kahan": 
 
 
 def run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Method to (weight, kept) after every step, fp64, (STEPS + 1, runs).
+    """Return, by method, (weight, kept) after every step, fp64, (STEPS + 1, runs).
 
     ``weight`` is what the forward pass sees, ``kept`` what the next update is added to. All methods
     have one run, stochastic rounding one for every seed.
@@ -49,7 +49,7 @@ def run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(dtype: torch.dtype, update: str | None = None, seed: int = 0) -> tuple:
-    """Weight, and what the optimizer keeps of it, before and after every step."""
+    """Return the weight, and what the optimizer keeps of it, before and after every step."""
     weight = torch.nn.Parameter(torch.tensor([START], dtype=dtype))
     optimizer = SGD([weight], lr=UPDATE, update=update, seed=seed)
     seen, kept = [], []
@@ -72,7 +72,7 @@ def print_table(results: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""``halfstep demo``: the same run in several precisions, side by side."""
+"""The command ``halfstep demo``: trains the same model in several precisions and compares them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLUMNS = ("precision", "val loss", "tokens/s", "peak memory", "loss scale", "a
 
 
 def run(arguments: Demo) -> int:
-    """Train in each precision in a process of its own, then print a sample and a table."""
+    """Train in each precision in a separate process, then print a sample and a table."""
     steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
@@ -42,7 +42,7 @@ def run(arguments: Demo) -> int:
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     runs = []
     for precision in policies:
-        # A process each: peak memory is a property of a process, and so is what it has cached.
+        # A process each, because peak memory and caches belong to a process.
         begin = time.perf_counter()
         command = [sys.executable, "-m", "halfstep", "train", "--config", arguments.config]
         command += ["--precision", precision, "--max-steps", str(steps)]
@@ -64,7 +64,7 @@ def run(arguments: Demo) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a run, also after Ctrl-C: it has the signal too, and is saving."""
+    """Wait for a run, also after Ctrl-C, which the run gets too and answers by saving."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
         while True:
@@ -77,7 +77,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 
 def _measured(folder: Path, precision: str, seconds: float) -> dict[str, Any]:
-    """A run's last step, with the rate of a typical one."""
+    """Return the record of a run's last step, with the median tokens per second of all steps."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     if not records:

@@ -1,4 +1,4 @@
-"""The public names of halfstep.distributed; each is loaded on first use."""
+"""Lists the public names of halfstep.distributed; each is loaded on first use."""
 
 from .comm_hook import sum_hook as sum_hook
 from .consistency import check_agreement as check_agreement

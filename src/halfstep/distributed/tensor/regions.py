@@ -1,8 +1,7 @@
-"""The borders of tensor-parallel regions: what crosses them forward, and its transpose backward.
+"""Collectives at the borders of tensor-parallel regions, each with its transpose in backward.
 
 Outside of a region every rank of the tensor axis holds the same activations (or its part of the
-sequence); inside, each rank holds its own part of the features. A border is an identity one way and
-a sum or a gathering the other way:
+sequence); inside, each rank holds its own part of the features. These functions cross a border:
 
     function                forward                     backward
     copy_to                 identity                    sum over ranks
@@ -11,13 +10,13 @@ a sum or a gathering the other way:
     reduce_scatter_sequence sum, keep own part of T     gather the parts of T
     gather_replicated       gather the parts of a dim   keep own part
 
-The first four pair a region's own work; the last hands parts to something that every rank computes
-alike, whose gradient therefore is whole on every rank and must not be summed.
+The first four enter and leave regions. The last one feeds work that every rank computes alike,
+whose gradient is therefore complete on every rank and must not be summed.
 
-Sums of 16-bit tensors travel in 16 bits, are added in fp32 in the order of the ranks and rounded
-once, and every sum has the same bits on all ranks: parameters that ranks hold in common never part.
+Sums of 16-bit tensors are sent in 16 bits, added in fp32 in the order of the ranks and rounded
+once. Every sum has the same bits on all ranks, so that replicated parameters never diverge.
 
-Shapes: B batch, T positions, C width; t is the number of ranks, R.
+Shapes: B batch, T positions, C width; t is the number of ranks, and R the dim over ranks.
 
 **Source:** Shoeybi et al. 2019, "Megatron-LM", §3 (f and g); Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjugate).
@@ -38,13 +37,13 @@ from halfstep.distributed.data.flat_sums import gather
 from halfstep.errors import DataError
 
 SEQUENCE_DIM = 1
-"""T of ``(B, T, C)``."""
+"""The dim of T in ``(B, T, C)``."""
 Crossing: TypeAlias = Callable[[Tensor, DeviceMesh], Tensor]
-"""What a border does to a tensor, one way or the other."""
+"""What a border does to a tensor, in forward or in backward."""
 
 
 def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x`` itself; the gradients that ranks compute for it are summed.
+    """Return ``x`` itself; backward sums the gradients that the ranks compute for it.
 
     Args:
         x: Any shape, the same on all ranks.
@@ -54,40 +53,40 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' ``x``, in its dtype, with the same bits on all ranks."""
+    """Sum all ranks' ``x`` in its dtype, with the same bits on all ranks."""
     return _cross(x, mesh, sum_over_ranks, _same)
 
 
 def gather_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole sequence, ``(B, T, C)``, of parts ``(B, T / t, C)``."""
+    """Gather the whole sequence, ``(B, T, C)``, from parts ``(B, T / t, C)``."""
     return _cross(x_BTC, mesh, _gather, _sum_own_part)
 
 
 def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
+    """Return this rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
 
     Raises:
-        DataError: The number of ranks does not divide T.
+        DataError: If the number of ranks does not divide T.
     """
     require_divisible(x_BTC.shape[SEQUENCE_DIM], mesh)
     return _cross(x_BTC, mesh, _sum_own_part, _gather)
 
 
 def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
-    """All parts of ``dim`` side by side, for work that every rank does alike.
+    """Gather all parts of ``dim``, for work that every rank does alike.
 
     Args:
         x: This rank's part.
         mesh: The tensor axis.
-        dim: Of which the ranks hold parts, as ``torch.chunk`` makes them.
-        size: Of the whole dim; None where all parts are as long as this.
+        dim: The dim of which ranks hold parts, as ``torch.chunk`` makes them.
+        size: Size of the whole dim; None if all parts are as long as this one.
     """
     dim %= x.ndim
     whole = x.shape[dim] * mesh.size() if size is None else size
     missing = -(-whole // mesh.size()) - x.shape[dim]
 
     def there(x: Tensor, mesh: DeviceMesh) -> Tensor:
-        if missing:  # collectives want equal parts
+        if missing:  # collectives need equal parts
             x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
         return _gather(x, mesh, dim).narrow(dim, 0, whole)
 
@@ -98,10 +97,10 @@ def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = 
 
 
 def own_part(indices: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of the last dim, T, of indices ``(..., T)``: it has no gradient.
+    """Return this rank's part of the last dim, T, of indices ``(..., T)``; without gradient.
 
     Raises:
-        DataError: The number of ranks does not divide T.
+        DataError: If the number of ranks does not divide T.
     """
     require_divisible(indices.shape[-1], mesh)
     return indices.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()]
@@ -111,7 +110,7 @@ def require_divisible(length: int, mesh: DeviceMesh) -> None:
     """Refuse a sequence that cannot be cut into equal parts.
 
     Raises:
-        DataError: The number of ranks does not divide ``length``.
+        DataError: If the number of ranks does not divide ``length``.
     """
     if length % mesh.size():
         below = length // mesh.size() * mesh.size()
@@ -123,7 +122,7 @@ def require_divisible(length: int, mesh: DeviceMesh) -> None:
 
 
 class _Border(torch.autograd.Function):
-    """One function of a tensor and the mesh forwards, its transpose backwards."""
+    """Applies one function of a tensor and the mesh in forward, and its transpose in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
@@ -145,7 +144,7 @@ def _same(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' ``x`` without gradient; 16-bit numbers are added in fp32.
+    """Sum all ranks' ``x`` without gradient; 16-bit elements are added in fp32.
 
     Returns:
         A new tensor of the shape and dtype of ``x``.
@@ -154,30 +153,30 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=mesh.get_group())
         return total
-    # The two halves of a ring all-reduce, and its bytes; but partial sums are never rounded.
+    # Reduce-scatter and all-gather send what a ring all-reduce does, but never round partial sums.
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, [0, -len(flat) % mesh.size()])
     return _gather(_sum_own_part(padded, mesh, 0), mesh, 0)[: len(flat)].view(x.shape)
 
 
 def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The element-wise largest of all ranks' ``x`` without gradient; NaN need not survive."""
+    """Return the elementwise maximum over the ranks, without gradient; NaN may be lost."""
     largest = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return largest
 
 
 def _gather(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
-    """All ranks' ``x``, of one shape, joined along ``dim`` in the order of the ranks."""
+    """Concatenate all ranks' ``x``, of equal shape, along ``dim`` in the order of the ranks."""
     parts_R = x.new_empty((mesh.size(), *x.shape))
     gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
     return parts_R.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
-    """This rank's part of ``dim`` of the sum, added in rank order in fp32 or wider, rounded once.
+    """Sum this rank's part of ``dim`` in rank order, in fp32 or wider, rounded once.
 
-    The sum starts at the first rank's numbers, not at 0: adding -0.0 changes no bit.
+    The sum starts at the first rank's values, not at 0, because 0 + -0.0 would lose the sign.
     """
     mine_R = torch.stack(x.chunk(mesh.size(), dim))
     theirs_R = torch.empty_like(mine_R)

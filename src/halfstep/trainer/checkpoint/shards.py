@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: what a rank writes into its files, and how any rank reads them."""
+"""The tensor files of a checkpoint: what a rank writes into its own, and how any rank reads all."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from halfstep.trainer.checkpoint.index import (
 from halfstep.trainer.checkpoint.pieces import Piece, overlap
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_HEADER = 100_000_008  # bytes; **Source:** safetensors' own limit, and its length's 8 bytes
-_HASHED = 16 << 20  # bytes at once; the interpreter is free for others while they are hashed
+_MOST_HEADER = 100_000_008  # bytes; **Source:** safetensors' header limit plus its 8-byte length
+_HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,14 @@ class Own:
     """A piece that this rank writes.
 
     Attributes:
-        name: The whole tensor's.
+        name: Name of the whole tensor.
         tensor: The piece's elements, shape ``piece.local``.
-        piece: Where they belong.
-        tops: For 8-bit codes: their block tops, over the codes in memory order.
+        piece: Where they belong in the whole tensor.
+        tops: For 8-bit codes: their block tops, for blocks of codes in memory order.
 
     Raises:
-        CheckpointError: If the tensor does not have its piece's shape, or a dtype that no file has.
+        CheckpointError: If the tensor does not have its piece's shape, or has a dtype that
+            checkpoint files do not support.
     """
 
     name: str
@@ -76,14 +77,14 @@ class Own:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """For 8-bit codes: their dims as they lie in memory, slowest first."""
+        """For 8-bit codes: their dims in memory order, slowest first; None for other tensors."""
         if self.tops is None:
             return None
         strides = self.tensor.stride()
         return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
     def as_json(self, file: str) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Return the tensor's entry for the manifest, with this piece only."""
         empty_codes = self.tops is not None and 0 in self.piece.shape
         dtype = EMPTY_CODES if empty_codes else _DTYPE_NAMES[self.tensor.dtype]
         place = {"offset": [*self.piece.offset], "shape": [*self.piece.local]}
@@ -93,7 +94,7 @@ class Own:
         return {"shape": [*self.piece.shape], "dtype": dtype, "pieces": pieces}
 
     def stored(self) -> dict[str, Tensor]:
-        """What stands in the file, by name there."""
+        """Return the tensors that the file stores for this piece, by their names there."""
         if not self.piece.numel:
             return {}
         tensor = self.tensor.detach().cpu()
@@ -107,20 +108,20 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank writes.
+    """What one rank writes into a checkpoint.
 
     Attributes:
-        tensors: Of ``"weights"`` and of ``"optimizer"``.
-        state: The text of ``state.json``; rank 0's is written.
+        tensors: Its pieces, for ``"weights"`` and for ``"optimizer"``.
+        state: The text of ``state.json``, which only rank 0 writes.
     """
 
     tensors: dict[str, list[Own]]
     state: str
 
     def copied(self) -> Part:
-        """The same in CPU memory of its own; returns when the copy is complete.
+        """Copy all tensors to CPU memory; returns when the copy is complete.
 
-        Device tensors go into pinned memory, all at once; the device is waited for at the end.
+        CUDA tensors are copied asynchronously into pinned memory, and synchronized at the end.
         """
         devices: set[torch.device] = set()
 
@@ -129,7 +130,7 @@ class Part:
             if tensor.device.type != "cuda":
                 return tensor.to("cpu", copy=True)
             devices.add(tensor.device)
-            # Strides as they are: 8-bit codes are read in memory order.
+            # Keep the strides: the blocks of 8-bit codes follow memory order.
             held = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True
             )
@@ -149,7 +150,7 @@ class Part:
         return Part(tensors, self.state)
 
     def first_nonfinite(self) -> str:
-        """The name of a tensor with a NaN or inf, empty if there is none."""
+        """Return the name of the first tensor with a NaN or inf; empty if there is none."""
         for own in chain.from_iterable(self.tensors.values()):
             if own.tensor.is_floating_point() and not bool(own.tensor.isfinite().all()):
                 return own.name
@@ -158,15 +159,15 @@ class Part:
         return ""
 
     def write(self, folder: Path, rank: int, size: int) -> dict[str, Any]:
-        """Write a rank's files, and see that they are on the disk.
+        """Write a rank's files, and sync them to the disk.
 
         Args:
-            folder: The checkpoint's, under its temporary name.
-            rank: This process's; rank 0 writes ``state.json`` besides.
+            folder: The checkpoint's folder, under its temporary name.
+            rank: This process's rank; rank 0 also writes ``state.json``.
             size: Number of ranks that write.
 
         Returns:
-            What the manifest must say of them, as JSON values: ``files`` and, by section, tensors.
+            These files' part of the manifest, as JSON values: ``files`` and, by section, tensors.
         """
         report: dict[str, Any] = {"files": {}}
         written = []
@@ -187,21 +188,21 @@ class Part:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Contiguous, in a storage that no other tensor uses: safetensors refuses shared ones."""
+    """Make a tensor contiguous in a storage of its own, as safetensors refuses shared storages."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _blocks(codes: int) -> int:
-    """How many block tops so many 8-bit codes have."""
+    """Return the number of blocks, and so of block tops, of this many 8-bit codes."""
     return -(-codes // BLOCK)
 
 
 class Reader:
-    """The files of a checkpoint; each is checked against SHA-256 and index when it is opened."""
+    """Reads the files of a checkpoint; checks each against its SHA-256 and the index on opening."""
 
     def __init__(self, path: Path, index: Index, stack: ExitStack) -> None:
-        """Open nothing yet; ``stack`` closes what will be."""
+        """Open nothing yet; ``stack`` will close the files that are opened later."""
         self._path, self._index, self._stack = path, index, stack
         self._open: dict[str, Any] = {}
         self._held: dict[str, list[tuple[str, Entry, Stored]]] = {n: [] for n in index.files}
@@ -211,23 +212,23 @@ class Reader:
                     self._held[stored.file].append((name, entry, stored))
 
     def tensor(self, section: str, name: str, wanted: Piece | None) -> dict[str, Tensor]:
-        """A region of a tensor, in memory of its own.
+        """Read a region of a tensor into new memory.
 
         Args:
             section: ``"weights"`` or ``"optimizer"``.
-            name: The tensor's.
-            wanted: The region, of the tensor's own shape; None is all of it.
+            name: Name of the tensor.
+            wanted: The region as a piece of the whole tensor; None reads all of it.
 
         Returns:
-            Name to tensor. An 8-bit moment comes as its codes and, beside them, its block tops
-            where the region is one that a rank saved; of any other region it comes decoded, fp32.
+            Name to tensor. An 8-bit moment comes as its codes and its block tops if the region is
+            exactly a piece that a rank saved; any other region of it comes decoded to fp32.
 
         Raises:
             CheckpointError: If a file is missing, damaged or not what the index says.
         """
         entry = self._index.tensors[section][name]
         wanted = wanted or Piece.whole(entry.shape)
-        # Open, and so check, before memory of the index's sizes is taken.
+        # Open, and so check, the files before allocating memory of the sizes in the index.
         parts = [
             (stored, self.open(stored.file), met)
             for stored in entry.pieces
@@ -249,7 +250,7 @@ class Reader:
         return {name: out}
 
     def open(self, name: str) -> Any:
-        """One of the files of tensors, checked when it is opened for the first time.
+        """Return one of the tensor files, opening and checking it the first time.
 
         Raises:
             CheckpointError: If it is missing, damaged or not what the index says.
@@ -267,9 +268,9 @@ class Reader:
         return self._open[name]
 
     def _require_size(self, path: Path) -> None:
-        """Refuse a file far too large to be the index's, before its bytes are read and hashed.
+        """Refuse a file far larger than the index says, before its bytes are read and hashed.
 
-        Smaller differences are left to the hash and to the names of tensors, which tell more.
+        Smaller differences are left to the hash and the comparison of tensors, which say more.
         """
         require_plain(path)
         wanted = sum(
@@ -310,10 +311,10 @@ def _told(found: tuple[str, list[int]] | None) -> str:
 
 
 def first_format_index(raw: dict[str, Any], where: Path) -> Index:
-    """The index of a checkpoint of format 1, whose files themselves say what is in them.
+    """Build the index of a checkpoint of format 1 from the headers of its files.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or the manifest is none.
+        CheckpointError: If a file is missing or damaged, or the manifest is not valid.
     """
     files = checked_files(raw.get("files"), where)
     names = {section: f"{section}.safetensors" for section in SECTIONS}
@@ -331,7 +332,7 @@ def first_format_index(raw: dict[str, Any], where: Path) -> Index:
         manifest[section] = entries = {}
         for name, (dtype, shape) in header.items():
             if name.endswith(TOPS) and header.get(name.removesuffix(TOPS), ("",))[0] == "U8":
-                continue  # goes with its codes
+                continue  # block tops have no entry: they belong to their codes
             piece: dict[str, Any] = {"file": file, "offset": [0] * len(shape), "shape": shape}
             if dtype == "U8" and tops_of(name) in header:
                 piece["order"] = [*range(len(shape))]
@@ -342,7 +343,7 @@ def first_format_index(raw: dict[str, Any], where: Path) -> Index:
 
 
 def require_sha256(path: Path, expected: str) -> None:
-    """Refuse a file that is not what the manifest was written for.
+    """Refuse a file whose SHA-256 differs from the manifest's.
 
     Raises:
         CheckpointError: Naming the file.
@@ -360,7 +361,7 @@ def require_sha256(path: Path, expected: str) -> None:
 
 
 def _sha256(path: Path) -> str:
-    """A file's SHA-256 as hex digits."""
+    """Compute a file's SHA-256 as hex digits."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(_HASHED, path.stat().st_size + 1)))
     with path.open("rb", buffering=0) as file:

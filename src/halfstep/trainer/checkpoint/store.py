@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and that say so when a bit has flipped.
+"""Writes checkpoints atomically, and refuses on loading any in which a bit has flipped.
 
 A checkpoint is a folder ``step-00000020``::
 
@@ -7,21 +7,21 @@ A checkpoint is a folder ``step-00000020``::
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
     manifest.json          SHA-256 of each of the above, and the index of tensors
 
-Of N ranks that hold pieces of the tensors each writes ``weights-00001-of-0000N.safetensors`` and
-the same of the optimizer, as far as it has something to write. The index
-(``index.py``) says which file has which box of which tensor, so that any number
-of ranks, or one process, reads just what it needs, whatever the layout.
+If N ranks hold pieces of the tensors, each writes ``weights-00001-of-0000N.safetensors``, and the
+same for the optimizer, if it has anything to write. The index (``index.py``) says which file has
+which box of which tensor, so that any number of ranks, or one process, reads just what it needs,
+whatever the layout.
 
 N ranks make one checkpoint without a collective, so that a save can run in a thread beside
 training, whose collectives it must not mix with. Every rank writes its files into
 ``.unfinished-step-00000100-TOKEN`` and then its receipt there, by rename. Rank 0 waits for all
-receipts, sees that the pieces make up every tensor, writes the manifest, syncs what it wrote, and
-renames the folder: ``step-00000100`` is there whole or not at all.
+receipts, checks that the pieces make up every tensor, writes the manifest, syncs what it wrote, and
+renames the folder: ``step-00000100`` exists completely or not at all.
 
-No file format sees a flipped bit by itself, so loading checks every file that it reads against the
-manifest before anything is changed. Nothing is ever unpickled; ``torch.distributed.checkpoint`` is
-not used because it reads its ``.metadata`` with a raw unpickler, which runs what the file says
-(measured with torch 2.13).
+No file format detects a flipped bit by itself, so loading checks every file that it reads against
+the manifest before anything is changed. Nothing is ever unpickled: ``torch.distributed.checkpoint``
+is not used because it reads its ``.metadata`` with an unrestricted unpickler, which runs code from
+the file (observed with torch 2.13).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from halfstep.trainer.checkpoint.index import (
 from halfstep.trainer.checkpoint.pieces import Piece
 from halfstep.trainer.checkpoint.shards import Own, Part, Reader, first_format_index, require_sha256
 
-TIMEOUT = 600.0  # seconds: a rank may be slower by as much as a large file takes on a shared disk
-_TEMPORARY = ".unfinished-"  # being written or being removed
+TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk
+_TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
 _NAME = re.compile(r"step-(\d{8,})")
 _TOKEN = re.compile(r"([A-Za-z0-9_-]{1,64})(?:\.(\d{1,9}))?")
 _LEFTOVER = re.compile(rf"{re.escape(_TEMPORARY)}step-\d{{8,}}-{_TOKEN.pattern}")
@@ -68,16 +68,16 @@ _LEFTOVER = re.compile(rf"{re.escape(_TEMPORARY)}step-\d{{8,}}-{_TOKEN.pattern}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All that a checkpoint holds, or this rank's pieces of it.
+    """The contents of a checkpoint in memory, or this rank's pieces of them.
 
     Attributes:
         weights: Parameter name to tensor.
-        optimizer: ``"NAME/KEY"`` to tensor; of format 1 also random states under ``"rng/"``.
-        state: Plain JSON values; of several ranks that save, rank 0's are written. A save adds
-            ``"step"`` where it is not there.
-        pieces: Parameter name to the piece that the tensors are. A parameter's moments are the same
-            piece as it is, its step counter is whole. A tensor that is not in here is whole, and
-            rank 0 writes it.
+        optimizer: ``"NAME/KEY"`` to tensor; in format 1 also random states under ``"rng/"``.
+        state: Plain JSON values; where several ranks save, rank 0's are written. A save adds
+            ``"step"`` if it is missing.
+        pieces: Parameter name to the piece that its tensors hold. A parameter's moments hold the
+            same piece, its step counter is whole. A tensor without an entry is whole, and rank 0
+            writes it.
     """
 
     weights: dict[str, Tensor]
@@ -86,11 +86,11 @@ class Checkpoint:
     pieces: Mapping[str, Piece] = field(default_factory=dict)
 
     def part(self, rank: int, step: int) -> Part:
-        """What a rank writes of it as this step; shares memory with the tensors.
+        """Collect what a rank writes for this step; it shares memory with the tensors.
 
         Raises:
-            CheckpointError: If a tensor does not have its piece's shape, or a dtype that no file
-                has, or the state says that it is of another step.
+            CheckpointError: If a tensor does not have its piece's shape, or has a dtype that files
+                do not support, or if the state belongs to another step.
         """
         state = {"step": step, **self.state}
         if state["step"] != step:
@@ -104,7 +104,7 @@ class Checkpoint:
         for key, tensor in self.optimizer.items():
             base = key.removesuffix(TOPS)
             if base != key and base in self.optimizer and self.optimizer[base].dtype == torch.uint8:
-                continue  # goes with its codes
+                continue  # block tops are written along with their codes
             piece = self._moments_piece(key, tensor, rank)
             if piece.written:
                 tops = self.optimizer.get(tops_of(key)) if tensor.dtype == torch.uint8 else None
@@ -125,12 +125,12 @@ class Team:
     """The processes that write a checkpoint together.
 
     Attributes:
-        rank: This process's.
-        size: How many there are.
-        token: Of letters, digits, ``-`` and ``_``, perhaps with ``.NUMBER`` behind it. The same on
-            all ranks, and another one in every attempt to save: a restarted run, or a step saved
-            again after an error. Within a run, later saves have higher numbers. One process needs
-            none.
+        rank: This process's rank.
+        size: Number of processes.
+        token: Letters, digits, ``-`` and ``_``, perhaps followed by ``.NUMBER``. It is the same on
+            all ranks, but differs between attempts to save, as after a restart or when a step is
+            saved again after an error. Within a run, later saves have higher numbers. One process
+            needs no token.
         timeout: Seconds that rank 0 waits for the others' receipts.
     """
 
@@ -150,26 +150,26 @@ class Team:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where a step's checkpoint is, if there is one."""
+    """Return the path that a step's checkpoint has, whether or not it exists."""
     return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run's ``checkpoints`` folder, oldest first.
+    """List the complete checkpoints of a run's ``checkpoints`` folder, oldest first.
 
-    A folder without a manifest is none: a save gives its folder the name with the manifest in it.
+    A folder without a manifest does not count: a save renames its folder with the manifest in it.
     """
     return [path for path in _named(folder) if os.path.lexists(path / MANIFEST)]
 
 
 def passed_over(folder: Path) -> list[Path]:
-    """What has a checkpoint's name, and a later one than all checkpoints, but is none."""
+    """List paths that are named like a checkpoint later than the newest one, but are not one."""
     found, good = _named(folder), list_checkpoints(folder)
     return found[found.index(good[-1]) + 1 :] if good else found
 
 
 def _named(folder: Path) -> list[Path]:
-    """All with a checkpoint's name, in the order of their steps."""
+    """List the paths that have a checkpoint's name, in the order of their steps."""
     if not folder.is_dir():
         return []
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
@@ -190,22 +190,22 @@ def save_part(
         folder: The run's ``checkpoints`` folder, which all ranks share; made if absent.
         step: Optimizer steps taken.
         part: What this rank writes; every weight and moment must be finite.
-        keep: How many to keep, at least 1; none is removed before the new one is safely there.
+        keep: How many to keep, at least 1; none is removed before the new one is complete.
         team: The ranks that each call this for the step. They need not do so at the same time:
             there is no collective; rank 0 waits for the others' receipts.
-        spared: A step whose checkpoint stays, whatever its age.
+        spared: A step whose checkpoint is kept, whatever its age.
 
     Returns:
-        The checkpoint's folder; the same checkpoint, if it is there, stays as it is. On rank 0 it
-        is complete; on the others it will be, unless rank 0 raises.
+        The checkpoint's folder; if the same checkpoint exists already, it stays as it is. On rank 0
+        it is complete; on the others it will be, unless rank 0 raises.
 
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0;
             nothing stays written and nothing is removed, so the last finite checkpoint stays.
         CheckpointError: If this rank's files cannot be written (full disk, no permission); on rank
-            0, if any rank's cannot, a receipt is missing, the pieces do not make up a tensor, or
-            there is something else under the checkpoint's name. Nothing half-made stays, and
-            nothing is removed.
+            0, also if any rank's cannot, a receipt is missing, the pieces do not make up a tensor,
+            or something else has the checkpoint's name. No incomplete checkpoint stays, and nothing
+            is removed.
     """
     final = checkpoint_path(folder, step)
     temporary = folder / f"{_TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"
@@ -222,7 +222,7 @@ def save_part(
         try:
             reports = [report, *_receipts(temporary, final, team)]
         except CheckpointError:
-            _require_good([report], final)  # what is wrong here tells more than a missing receipt
+            _require_good([report], final)  # this rank's own error says more than a missing receipt
             raise
         _require_good(reports, final)
         _commit(temporary, final, reports)
@@ -237,7 +237,7 @@ def save_part(
 
 
 def _written(part: Part, temporary: Path, team: Team) -> dict[str, Any]:
-    """A rank's report of the files that it has written, or of why it has not."""
+    """Write a rank's files; return a report on them, or on why they could not be written."""
     if broken := part.first_nonfinite():
         return {"nonfinite": broken}
     try:
@@ -247,11 +247,11 @@ def _written(part: Part, temporary: Path, team: Team) -> dict[str, Any]:
 
 
 def _hand_in(temporary: Path, rank: int, report: dict[str, Any]) -> None:
-    """Give rank 0 a receipt: of an error too, so that it need not wait."""
+    """Give rank 0 a receipt, also for an error, so that it does not wait in vain."""
     if "error" not in report:
         _write_receipt(temporary, rank, report)
         return
-    for path in temporary.glob(f"*-{rank + 1:05d}-of-*"):  # makes room
+    for path in temporary.glob(f"*-{rank + 1:05d}-of-*"):  # makes room on a full disk
         path.unlink(missing_ok=True)
     with suppress(OSError):  # rank 0 then names the missing receipt
         _write_receipt(temporary, rank, report)
@@ -280,7 +280,7 @@ def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None
 
 
 def _require_same(final: Path, manifest: dict[str, Any]) -> None:
-    """Refuse what lies under a checkpoint's name, unless it is that checkpoint, file for file."""
+    """Refuse an existing path of the checkpoint's name, unless it is the same checkpoint."""
     with suppress(CheckpointError):
         there = read_json(final / MANIFEST)
         if there == manifest and all((final / name).is_file() for name in manifest["files"]):
@@ -293,7 +293,7 @@ def _require_same(final: Path, manifest: dict[str, Any]) -> None:
 
 
 def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
-    """One manifest of all ranks' reports."""
+    """Merge all ranks' reports into one manifest."""
     manifest: dict[str, Any] = {"format": FORMAT, "files": {}, **{s: {} for s in SECTIONS}}
     for rank, report in enumerate(reports):
         manifest["files"] |= report["files"]
@@ -323,7 +323,7 @@ def _write_receipt(folder: Path, rank: int, report: dict[str, Any]) -> None:
 
 
 def _receipts(folder: Path, final: Path, team: Team) -> list[dict[str, Any]]:
-    """What ranks 1, 2, ... wrote."""
+    """Wait for the reports of ranks 1, 2, ... and return them."""
     found: dict[int, dict[str, Any]] = {}
     begin, pause = time.monotonic(), 0.002
     while True:
@@ -345,7 +345,7 @@ def _receipts(folder: Path, final: Path, team: Team) -> list[dict[str, Any]]:
 
 
 def _require_good(reports: list[dict[str, Any]], final: Path) -> None:
-    """Refuse to go on from what a rank, or the only one of the list, could not write."""
+    """Raise the error in one of the reports, if there is one."""
     broken = tuple(dict.fromkeys(r["nonfinite"] for r in reports if "nonfinite" in r))
     if broken:
         raise NonFiniteError(
@@ -373,9 +373,9 @@ def _unwritten(
 
 
 def _remove_leftovers(folder: Path, team: Team) -> None:
-    """Remove what killed attempts left, not what other ranks already write of this or a later one.
+    """Remove what killed saves left, but not what other ranks already write for this or later ones.
 
-    What cannot be removed is left: it is no reason to have no checkpoint.
+    What cannot be removed stays: that is no reason to save no checkpoint.
     """
     own = _TOKEN.fullmatch(team.token)
     for path in folder.glob(f"{_TEMPORARY}*"):
@@ -393,7 +393,7 @@ def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
     for old in list_checkpoints(folder)[:-keep]:
         if old in spared:
             continue
-        try:  # renamed first: a kill leaves no half of one
+        try:  # rename first, so that a kill leaves no half-deleted checkpoint under its name
             shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
@@ -403,22 +403,22 @@ def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Ch
     """Read a checkpoint, or a rank's pieces of it, whatever layout saved it.
 
     Args:
-        path: Its folder.
-        wanted: The piece of every parameter that this rank holds; the moments come in the same
-            piece. None reads whole tensors.
+        path: The checkpoint's folder.
+        wanted: For every parameter, the piece that this rank holds; its moments are read in the
+            same piece. None reads whole tensors.
 
     Returns:
-        Tensors in memory of their own. A moment in 8-bit codes comes with its block tops where the
-        piece is one that a rank saved, bit for bit; otherwise decoded to fp32, which
-        :func:`convert_optimizer_tensors` brings into the run's format.
+        Tensors in new memory. A moment in 8-bit codes comes with its block tops, bit for bit, if
+        its piece is one that a rank saved; otherwise it comes decoded to fp32, which
+        :func:`convert_optimizer_tensors` converts to the run's format.
 
     Raises:
         CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format, of
             another step than its folder's name says or, where pieces are wanted, of another model;
             the message names the file and the tensor.
 
-    Every file is checked against its SHA-256 before something is read from it; with ``wanted``,
-    only the files that hold something of it, so that N ranks need not each read everything.
+    Every file is checked against its SHA-256 before anything is read from it. With ``wanted``, only
+    the files that hold some of it are read, so that N ranks need not each read everything.
     """
     index = _index(path)
     require_sha256(path / STATE, index.files[STATE])
@@ -440,9 +440,9 @@ def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Ch
 
 
 def _require_step(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint under another step's name: what comes after it would be miscounted.
+    """Refuse a checkpoint under another step's name, after which steps would be miscounted.
 
-    A folder that has no step in its name may hold any.
+    A folder without a step in its name may hold any step.
     """
     named = _NAME.fullmatch(path.name)
     if named and state.get("step") != int(named[1]):
@@ -477,7 +477,7 @@ def _require_model(path: Path, saved: Mapping[str, Entry], wanted: Mapping[str, 
 def _wanted(
     path: Path, section: str, name: str, entry: Entry, wanted: Mapping[str, Piece]
 ) -> Piece | None:
-    """The piece of a tensor that belongs to the wanted piece of its parameter; None is all."""
+    """Return the piece of a tensor that matches its parameter's wanted piece; None means all."""
     piece = wanted.get(name if section == WEIGHTS else name.rpartition("/")[0])
     if piece is None or not entry.shape or piece.local == piece.shape:
         return None

@@ -1,4 +1,4 @@
-"""How weights are updated: optimizer, clipping, and the learning rate over time; no torch here."""
+"""How weights are updated: optimizer, clipping and learning-rate schedule; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ OptimizerName = Literal[
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "nadam", "radam",
     "rmsprop", "sgd",
 ]  # fmt: skip
-"""Those of torch.optim with weight decay, but Muon, which takes matrices only; and Lion."""
+"""Every torch.optim optimizer with weight decay except Muon (matrices only), and Lion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, its numbers, and gradient clipping."""
+    """The optimizer, its hyperparameters, and gradient clipping."""
 
     name: OptimizerName = "adamw"
     """An optimizer of torch.optim in small letters, or lion."""
     learning_rate: Positive = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: Share = 0.9
-    """Decay of the first moment per step; of SGD and RMSprop the momentum."""
+    """Decay of the first moment per step; for SGD and RMSprop, the momentum."""
     beta2: Share = 0.95
     """Decay of the second moment per step."""
     eps: Positive = 1e-8
     """Added to the root of the second moment; must not be 0 in the optimizer's format."""
     weight_decay: Amount = 0.1
-    """Weight decay of matrices and embeddings; norms and biases have none."""
+    """Weight decay of matrices and embeddings; norms and biases do not decay."""
     max_norm: Amount = 1.0
     """Gradients are clipped to this global 2-norm; 0 switches clipping off."""
 
@@ -44,14 +44,14 @@ class ScheduleConfig:
     warmup_steps: Count = 50
     """Optimizer steps of linear warm-up; at most the length of the run."""
     decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """What follows the warm-up: a cosine, a straight line, warm-up-stable-decay (the peak, and at
-    the end a straight line), or the peak for ever."""
+    """What follows the warm-up: a cosine, a straight line, warm-up-stable-decay (the peak, then a
+    straight line at the end), or the peak throughout."""
     decay_steps: Count = 0
     """The step at which the decay ends; 0: the run's max_steps."""
     decay_ratio: Fraction = 0.2
-    """Of wsd: the share of the steps, at their end, in which the rate falls."""
+    """For wsd: the fraction of the steps, at the end, over which the rate falls."""
     on_skip: Literal["hold", "advance"] = "hold"
-    """Whether a skipped step leaves the schedule where it is, or moves it on all the same."""
+    """Whether a skipped step holds the schedule where it is or advances it all the same."""
     min_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 

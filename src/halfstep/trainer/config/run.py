@@ -1,4 +1,4 @@
-"""The part of a run's configuration that every task has; no torch here, so that --help is quick."""
+"""The configuration that runs of every task share; imports no torch, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import Amount, AtLeast1, Count, Range, Share, require_ranges
 
 Spelled: TypeAlias = Any
-"""What a user writes as text. ``load_config`` parses it, once, and the value takes its place; the
-value's class is not named here because it would import torch."""
+"""A field that a user writes as text and that ``load_config`` replaces by the parsed object. The
+type is Any because naming the object's class would import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How long, how much at a time, where to, and on what."""
+    """Length of the run, batch size, checkpoints, run folder, devices and layout."""
 
     max_steps: AtLeast1 = 300
     """Optimizer steps, skipped ones included."""
@@ -34,8 +34,8 @@ class RunConfig:
     eval_batches: Count = 16
     """Validation batches per evaluation, spread over the file; 0: all of it."""
     ema_decay: Share = 0.0
-    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and handed
-    out; 0: none."""
+    """Decay of a moving average of the weights, such as 0.999; that average is then evaluated and
+    exported. 0: none."""
     on_nonfinite: Spelled = "stop"
     """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
@@ -50,7 +50,7 @@ class RunConfig:
     patience: Count = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
     report_to: tuple[Literal["none", "csv", "mlflow", "tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl; none, as older files say, is nowhere."""
+    """Where metrics go besides metrics.jsonl; none, found in older files, means nowhere else."""
     parallel: Spelled = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
@@ -62,7 +62,7 @@ class RunConfig:
     rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = 300.0
     """Seconds after which a rank that does not answer ends the run."""
     background_save: bool = True
-    """Write checkpoints beside training; a step then waits for a copy only."""
+    """Write checkpoints while training goes on; a step then waits for a copy only."""
     device: str = "auto"
     """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     compile: bool = False
@@ -80,7 +80,7 @@ class RunConfig:
 
 
 def _require_path(text: str) -> None:
-    """Raises ConfigError for a run folder's name that no file system takes."""
+    """Raise ConfigError for a run folder name that is too long for any file system."""
     longest = max(text.split("/"), key=len)
     if len(longest.encode("utf-8", "surrogateescape")) > 255:
         raise ConfigError(
@@ -91,14 +91,14 @@ def _require_path(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
-    """Everything a run depends on, but for the task's own model and data."""
+    """Everything a run depends on except the task's own model and data."""
 
     TASK: ClassVar[str]
     """Name of the task in files: the key ``task``."""
     COMMAND: ClassVar[str]
     """The command that trains it."""
     SHORT: ClassVar[Mapping[str, str]] = {}
-    """Options to keys, besides each key's last part."""
+    """Short option name to dotted key, besides the last part of each key."""
 
     name: str = "custom"
     """A name for the run folder."""
@@ -118,14 +118,14 @@ class BaseConfig:
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """The shipped configuration that a command starts from, by the keys that it was given."""
+        """Name the shipped configuration that a command starts from, given its option values."""
         raise NotImplementedError
 
     @property
     def runs_foreign_code(self) -> bool:
-        """Whether Python code that comes with the model may run."""
+        """Whether the user allows Python code that comes with the model to run."""
         return False
 
     def filled(self, saved: Self) -> Self:
-        """The same command line once more, with what only its run's first start could know."""
+        """Fill in, when resuming, what only the first start could know, from the saved config."""
         return self

@@ -1,4 +1,4 @@
-"""The configurations of all tasks: a GPT trained on text here, and fine-tuning beside it."""
+"""The configuration classes of all tasks: training on text, fine-tuning, and a user's module."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class TrainConfig(BaseConfig):
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """The small GPT that trains on a CPU in minutes, whatever was given."""
+        """Always start from the small GPT that trains on a CPU in minutes."""
         return "gpt-small-cpu"
 
     def filled(self, saved: Self) -> Self:
-        """With the run's vocabulary, or with the shape of the model that it started from."""
+        """Take over the saved vocabulary size, or the shape of the run's ``init_from`` model."""
         shape = self.model
         if self.run.init_from and self.run.init_from == saved.run.init_from:
             shape = dataclasses.replace(saved.model, **of_the_run(shape))
@@ -70,20 +70,20 @@ class TrainConfig(BaseConfig):
 
     @property
     def block_size(self) -> int:
-        """Tokens of one training sequence."""
+        """Tokens of one training sequence, after defaulting to the model's block size."""
         return self.run.block_size or self.model.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneRunConfig(RunConfig):
-    """How long in epochs, and which state to keep."""
+    """Length of a fine-tuning run in epochs, and which state of it to keep."""
 
     max_steps: Count = 0
     """Optimizer steps, skipped ones included; 0: as many as ``epochs`` take."""
     epochs: float = 3.0
-    """Times that every training example is seen; unused with ``max_steps``."""
+    """Number of times that each training example is seen; unused with ``max_steps``."""
     warmup_ratio: Share = 0.06
-    """Share of the steps that warm up, where ``schedule.warmup_steps`` is 0."""
+    """Fraction of the steps used as warm-up, where ``schedule.warmup_steps`` is 0."""
     batch_size: AtLeast1 = 32
     """Examples in one optimizer step, over all ranks and micro-batches; the batches of an epoch
     differ by one at most."""
@@ -94,7 +94,7 @@ class FinetuneRunConfig(RunConfig):
     save_every: Count = 500
     """Save every this many steps, besides after every evaluation and at the end; 0: only then."""
     best_by: Literal["", "accuracy", "macro_f1", "loss"] = ""
-    """What makes an evaluation the best; empty: accuracy of a classifier, else loss."""
+    """Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."""
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
@@ -104,14 +104,14 @@ class FinetuneRunConfig(RunConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainedConfig:
-    """What the model sections of both kinds have."""
+    """The model settings that both kinds of fine-tuning share."""
 
     source: str = ""
     """A Hugging Face folder, or a name on the hub."""
     revision: str = ""
-    """Branch, tag or commit on the hub; empty: the main one."""
+    """Branch, tag or commit on the hub; empty: the main branch."""
     dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = -1.0
-    """Dropout of all the model's own layers; below 0: as the model has it."""
+    """Dropout of all the model's own layers; below 0: as the model's config says."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""
 
@@ -121,7 +121,7 @@ class PretrainedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig(BaseConfig):
-    """What both kinds of fine-tuning have."""
+    """The configuration that both kinds of fine-tuning share."""
 
     SHORT: ClassVar[Mapping[str, str]] = {"model": "model.source"}
 
@@ -134,7 +134,7 @@ class FinetuneConfig(BaseConfig):
         return self.model.trust_remote_code
 
     def filled(self, saved: Self) -> Self:
-        """With the run's warm-up and its commit of the model."""
+        """Take over the saved number of warm-up steps and the saved commit of the model."""
         warmup = self.schedule.warmup_steps or saved.schedule.warmup_steps
         revision = self.model.revision or saved.model.revision
         return dataclasses.replace(
@@ -144,7 +144,7 @@ class FinetuneConfig(BaseConfig):
         )
 
     def resolved(self, steps_per_epoch: int) -> Self:
-        """The configuration with steps in place of epochs.
+        """Replace epochs and the warm-up ratio by numbers of steps.
 
         Raises:
             ConfigError: If the warm-up is longer than the run.
@@ -170,9 +170,9 @@ class ClassifierConfig(PretrainedConfig):
     max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = 128
     """Tokens of a text, special ones included; longer texts are cut, and counted."""
     vocab_size: Count = 0
-    """Of the tokenizer that ``scratch`` trains; 0: its size's own."""
+    """Vocabulary of the tokenizer that ``scratch`` trains; 0: the default of that size."""
     label_smoothing: Share = 0.0
-    """Share of the target spread evenly over all classes."""
+    """Share of each target's probability that is spread evenly over all classes."""
     class_weights: Literal["none", "balanced"] = "none"
     """``balanced``: every class counts alike in the loss, however many examples it has."""
 
@@ -194,7 +194,7 @@ class ClassifyConfig(FinetuneConfig):
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """A classifier that is loaded takes smaller steps than one from scratch."""
+        """Choose by source: a pretrained encoder needs a smaller learning rate than scratch."""
         scratch = str(given.get("model.source", "scratch:")).startswith("scratch:")
         return "classify-scratch" if scratch else "classify-pretrained"
 
@@ -210,9 +210,9 @@ class CausalLMConfig(PretrainedConfig):
     lora_dropout: Share = 0.0
     """Dropout before the adapters."""
     lora_targets: tuple[str, ...] = ()
-    """Names of modules to adapt, or ``all-linear``; empty: the architecture's usual ones."""
+    """Names of modules to adapt, or ``all-linear``; empty: the usual ones of the architecture."""
     gradient_checkpointing: bool = False
-    """Keep a block's input only, and compute the block again in the backward pass."""
+    """Keep only each block's input, and recompute the block in the backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class LMConfig(FinetuneConfig):
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """All weights of a language model take smaller steps than its adapters."""
+        """Choose by LoRA rank: full training needs a smaller learning rate than adapters."""
         return "lm-full" if str(given.get("model.lora_r", "")).strip() == "0" else "lm-lora"
 
 
@@ -242,4 +242,4 @@ class ModuleConfig(FinetuneConfig):
 TASKS: Mapping[str, type[BaseConfig]] = {
     kind.TASK: kind for kind in (TrainConfig, ClassifyConfig, LMConfig, ModuleConfig)
 }
-"""The value of a file's key ``task``, absent for ``pretrain``, to the class of its tree."""
+"""Value of a file's key ``task`` (absent: ``pretrain``) to the configuration class of that task."""

@@ -22,9 +22,9 @@ from halfstep.files import sync, sync_folder
 
 TEMPORARY_PREFIX = ".tmp-"
 STALE_SECONDS = 24 * 60 * 60
-"""Age at which a temporary folder belongs to nobody: no file in it was written for a day."""
+"""Age at which a temporary folder counts as abandoned: no file in it was written for a day."""
 ATTEMPTS = 4
-"""Looks at a result before giving up; the second succeeds unless other processes interfere."""
+"""Attempts to load a result; the second succeeds unless other processes interfere."""
 T = TypeVar("T")
 
 
@@ -91,7 +91,7 @@ def _publish(new: Path, final: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
-    """Words an operating system's refusal to write; a quota is a full disk to the user."""
+    """Makes the error for a failed write; an exceeded quota counts as a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         why = f"no space left{hint}; free some"
     else:

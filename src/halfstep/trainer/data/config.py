@@ -1,4 +1,4 @@
-"""What a user can ask of the data room, checked as far as that is possible without reading it."""
+"""The configuration of text data, checked as far as possible without reading any."""
 
 from __future__ import annotations
 

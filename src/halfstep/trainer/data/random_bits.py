@@ -1,4 +1,4 @@
-"""Random 64-bit numbers as a pure function of a seed and of what they are for."""
+"""Draws random 64-bit numbers as a pure function of a seed and of their purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def philox_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray
     ``Generator`` makes of them is not promised).
 
     Args:
-        purpose: What the numbers are for; two uses of one seed must not meet.
+        purpose: What the numbers are for, so that two uses of one seed get different streams.
         seed: 0 <= seed < 2**64.
         number: Epoch or step, 0 <= number < 2**64.
         count: How many, at least 0; a longer stream begins with the shorter one.

@@ -1,8 +1,8 @@
-"""Tables, JSON and datasets become records, one after the other, each with its place.
+"""Reads records from tables, JSON files and datasets, each with its place for error messages.
 
 Text is read strictly as UTF-8, a byte order mark at the start is dropped, and only a line feed ends
-a line. The readers of CSV and JSON in ``datasets`` do not serve: they shift fields, turn strings
-into dates, and name no line (``docs/decisions/0015-reading-records.md``).
+a line. The CSV and JSON readers of ``datasets`` are not used: they shift fields, turn strings into
+dates, and name no line in errors (``docs/decisions/0015-reading-records.md``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from halfstep.trainer.data.sources import inspect_file, read_chunks, unreadable
 
 Record: TypeAlias = list[Any] | dict[str, Any]
 Rows: TypeAlias = Iterator[tuple[str, Any]]
-"""(place for messages, record): ``file:line`` where it begins, or ``dataset: row N``."""
+"""Pairs (place for messages, record); a place is ``file:line`` or ``dataset: row N``."""
 Lines: TypeAlias = Iterable[tuple[int, str]]
-"""(number from 1, line with its end)."""
+"""Pairs (line number from 1, line with its line end)."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_RECORD_BYTES = 64 << 20
-"""Longest line. JSON cannot be parsed in pieces, so memory needs a limit."""
+"""Longest line allowed, to limit memory, as JSON cannot be parsed in pieces."""
 MAX_LIST_BYTES = 1 << 30
-"""Largest ``.json`` file. It is parsed out of one string, so memory needs a limit."""
+"""Largest ``.json`` file allowed, to limit memory, as it is parsed from one string."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 HUB_PREFIX = "datasets:"
 MIN_VERSION = 4
@@ -37,7 +37,7 @@ USUAL_SPLITS = {
     "dev": ("validation", "dev", "valid", "val"),
     "test": ("test",),
 }
-"""Split of each role when none is given."""
+"""Names of the split for each role, in order of preference, when the user gives none."""
 LOCAL_MARKS = (".", "/", "~")
 
 
@@ -52,15 +52,15 @@ class Records(NamedTuple):
 
 
 def open_records(given: str, role: str, *, header: bool = True) -> Records:
-    """Opens one input: a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a name.
+    """Opens a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a named dataset.
 
-    A name is ``datasets:NAME[/CONFIG][@SPLIT]``; ``role``, ``train``, ``dev`` or ``test``, decides
-    the usual split of it. ``header`` is whether the first line of a table names the columns.
+    A name is ``datasets:NAME[/CONFIG][@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) selects
+    its default split. ``header`` is whether the first line of a table names the columns.
 
     Raises:
-        ConfigError: ``datasets`` is needed and missing, or a name is malformed.
-        DataError: The input is missing, empty, or of another kind; later, while records are asked
-            for: one of them cannot be read. The message names the place.
+        ConfigError: If ``datasets`` is needed and missing, or a name is malformed.
+        DataError: If the input is missing, empty, or of another kind; later, during iteration, if
+            a record cannot be read. The message names the place.
     """
     path = Path(given).expanduser()
     suffix = path.suffix.lower()
@@ -115,7 +115,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, object) for each line that is not blank, and refuses what is no object."""
+    """Yields (place, object) for each line that is not blank; refuses other JSON values."""
     for number, line in lines:
         if line and not line.isspace():
             place = f"{name}:{number}"
@@ -166,7 +166,7 @@ def _table(path: Path, separator: str) -> Rows:
     Quoted fields may hold separators, quotes ("") and line ends.
     """
     lines = (line for _, line in read_lines(path))
-    # strict: without it, a quote that is never closed swallows the rest of the file.
+    # Without strict, a quote that is never closed would swallow the rest of the file.
     reader = csv.reader(lines, delimiter=separator, strict=True)
     width = None
     while True:
@@ -192,8 +192,8 @@ def _table(path: Path, separator: str) -> Rows:
 
 
 def _not_json(error: Exception, name: Path | str, number: int) -> DataError:
-    """Words why text from a line on is no JSON; returns the error for the caller to raise."""
-    why = f"not usable JSON: {error}"  # a number of 5,000 digits, [[[[[...
+    """Makes the error for text from a line on that is not JSON, for the caller to raise."""
+    why = f"not usable JSON: {error}"  # such as a number of 5,000 digits, or [[[[[...
     if isinstance(error, json.JSONDecodeError):
         number += error.lineno - 1
         why = f"not JSON: {error.msg} at column {error.colno}"
@@ -244,7 +244,7 @@ def read_dataset(given: str, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{given}: a {type(found).__name__}, not a table; choose a split")
     except (ConfigError, DataError):
         raise
-    except Exception as error:  # whatever a foreign library makes of networks and files
+    except Exception as error:  # datasets raises many kinds for network and file errors
         raise _cannot_load(library, given, path.exists(), error) from None
     return _rows(library, found, given)
 
@@ -329,7 +329,7 @@ def _rows(library: Any, table: Any, given: str) -> Iterator[tuple[str, dict[str,
     # Images, audio and the like would be decoded only to be ignored.
     plain = {k: f for k, f in table.features.items() if not hasattr(f, "decode_example")}
     names = {k: f.names for k, f in plain.items() if isinstance(f, library.ClassLabel)}
-    # Row by row it would take a hundred times as long.
+    # Iterating row by row would take a hundred times as long.
     batches = table.with_format(None).select_columns(list(plain)).iter(batch_size=1000)
     rows = (
         dict(zip(b, row, strict=True)) for b in batches for row in zip(*b.values(), strict=True)
@@ -378,4 +378,4 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": lambda path: read_json_rows(path),
     ".parquet": lambda path: read_dataset(str(inspect_file(path).path), "train"),
 }
-"""How a file is read, by its suffix. A format is added by its line here."""
+"""Suffix of a file to its reader; to support another format, add a line here."""

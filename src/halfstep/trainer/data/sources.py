@@ -25,7 +25,7 @@ KINDS: dict[str, Kind] = {".bin": "bin", ".jsonl": "jsonl"}
 """Kinds by suffix; the others are text."""
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py", ".bin")
 CHUNK_BYTES = 1 << 20
-"""One read from disk: large enough to hide the call, small enough to be no memory to speak of."""
+"""Size of one read from disk: large enough to hide the call's cost, small in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Source:
     path: Path
     kind: Kind
     size: int
-    """Bytes, more than 0."""
+    """Size in bytes."""
     mtime_ns: int
     """Time of the last change, to notice a file that changes while it is read."""
 
@@ -95,7 +95,7 @@ def read_chunks(source: Source, start: int, stop: int) -> Iterator[bytes]:
 
 
 def content_sha256(sources: Iterable[Source], progress: Progress = no_progress) -> str:
-    """Hashes kind, size and content of the files in order, and nothing of where they lie."""
+    """Hashes kind, size and content of the files in order, but not their paths."""
     sources = tuple(sources)
     total, done = sum(source.size for source in sources), 0
     digest = hashlib.sha256()
@@ -120,12 +120,12 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Words an operating system's refusal to read; returns the error for the caller to raise."""
+    """Makes the error for a file that cannot be read, for the caller to raise."""
     return DataError(f"{path}: cannot be read: {error.strerror or error}; check path and rights")
 
 
 def changed(source: Source) -> DataError:
-    """Words that a file changed under our hands; returns the error for the caller to raise."""
+    """Makes the error for a file that changed while it was read, for the caller to raise."""
     return DataError(
         f"{source.path}: changed while it was read (was {source.size} bytes); "
         f"run again when nothing writes to it"

@@ -1,6 +1,6 @@
-"""Tokenizers turn text into ids and back. They are trained here or loaded from local files.
+"""Tokenizers that turn text into ids and back, trained here or loaded from local files.
 
-Text is always data: ``<|endoftext|>`` inside a document is encoded letter by letter and never
+Text is always data: ``<|endoftext|>`` inside a document is encoded as ordinary text and never
 becomes the end-of-text id, which only ``prepare`` writes, between documents.
 """
 
@@ -33,7 +33,7 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 """Tried in this order where no config file names one: GPT-2, Llama 3, T5 and Llama 2, Gemma."""
 MIN_FREQUENCY = 2
-"""A pair is merged only if it occurs this often: a pair seen once says nothing about the text."""
+"""A pair is merged only if it occurs this often, as a pair seen once tells nothing."""
 ACCEPTED = (
     f"give bytes, bpe:N, a {TOKENIZER_FILE}, or a local folder with {TOKENIZER_FILE} "
     f"or {VOCAB_FILE} and {MERGES_FILE} (halfstep downloads none)"
@@ -44,8 +44,8 @@ class Tokenizer:
     """A tokenizer of the ``tokenizers`` library, made to treat every text as plain text.
 
     For byte-level BPE (GPT-2 and most of its descendants) decode(encode(text)) == text. Other kinds
-    may normalise text. Their special tokens are encoded as plain text too, except by models that
-    hold their spelling as an ordinary piece (some Unigram files): the library offers no way out.
+    may normalise text. Their special tokens are encoded as plain text too, except by models whose
+    vocabulary has them as ordinary pieces (some Unigram files): the library cannot prevent that.
 
     Attributes:
         vocab_size: One more than the largest id.
@@ -55,7 +55,7 @@ class Tokenizer:
     """
 
     def __init__(self, engine: Engine, end_of_text: str | None) -> None:
-        """Takes over ``engine`` (and changes it: no padding, no truncation, no special tokens).
+        """Wraps ``engine``, and changes it: no padding, no truncation, no special tokens in text.
 
         ``end_of_text`` is the spelling of the token that separates documents, if there is one.
         """
@@ -87,9 +87,9 @@ class Tokenizer:
 
     @property
     def token_bytes(self) -> npt.NDArray[np.int64] | None:
-        """UTF-8 bytes each id stands for, shape (vocab_size,), 0 for special ids; None: unknown.
+        """Number of UTF-8 bytes of each id, shape (vocab_size,), 0 for special ids, or None.
 
-        Known for byte-level vocabularies, where each letter of a token is one byte.
+        It is known for byte-level vocabularies, where each letter of a token is one byte.
         """
         decoder = json.loads(self._engine.to_str())["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
@@ -146,7 +146,7 @@ class ByteTokenizer(Tokenizer):
     """
 
     def __init__(self) -> None:
-        """Takes a byte-level BPE without merges, whose ids are the bytes."""
+        """Makes a byte-level BPE without merges, so that the ids are the bytes."""
         alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
         super().__init__(byte_level(models.BPE(vocab=alphabet, merges=[])), None)
         self.fingerprint = hashlib.sha256(b"halfstep byte tokenizer: id = byte").hexdigest()
@@ -173,7 +173,7 @@ class ByteTokenizer(Tokenizer):
             ) from None
 
     def save(self, folder: Path) -> None:
-        """Writes a tokenizer that gives other programs the same ids, marked as ours."""
+        """Writes a tokenizer that gives other programs the same ids, marked as halfstep's own."""
         self._write(folder, {BYTES_MARK: BYTES})
 
 
@@ -211,8 +211,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of exactly ``vocab_size`` ids, at least 257, on texts.
 
     Id 0 is ``<|endoftext|>``, ids 1 to 256 are the bytes, the rest are merges in order of training.
-    A corpus with too few repeated pairs is refused, not answered with fewer ids: the size of the
-    vocabulary decides the shape of the model, and nothing asked for is downgraded in silence.
+    A corpus with too few repeated pairs is refused instead of giving fewer ids, because the
+    vocabulary's size determines the model's shape and must not change silently.
 
     Raises:
         ConfigError: The text does not hold enough repeated pairs.
@@ -240,15 +240,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """Loads a tokenizer from a ``tokenizer.json`` or from a Hugging Face or GPT-2 folder.
 
-    The end-of-text token is ``eos_token`` of a ``tokenizer_config.json`` that lies beside, else the
-    first of ``KNOWN_END_OF_TEXT`` in the vocabulary, else there is none. What ``Tokenizer.save``
-    wrote comes back with the same fingerprint.
+    The end-of-text token is ``eos_token`` of a ``tokenizer_config.json`` in the same folder, else
+    the first of ``KNOWN_END_OF_TEXT`` in the vocabulary, else there is none. A tokenizer written by
+    ``Tokenizer.save`` is loaded with the same fingerprint.
 
     Args:
         path: The file or the folder; ``~`` is the home folder.
 
     Raises:
-        DataError: Nothing is there, or what is there cannot be used.
+        DataError: If the path does not exist, or holds no usable tokenizer.
     """
     path = Path(path).expanduser()
     folder = path if os.path.isdir(path) else path.parent

@@ -1,6 +1,6 @@
-"""What the networks of ``halfstep train`` have in common, and text from one of them.
+"""The base class of the networks of ``halfstep train``, and generation of text from one of them.
 
-Shapes: B rows of the batch, T tokens, V vocabulary, R ranks (V, most probable first).
+Shapes: B rows of the batch, T tokens, V vocabulary, R the same V tokens, most probable first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.trainer.models.shapes import Shape
 
 
 class Cache(Protocol):
-    """What a part of a network remembers of a text, so that generation need not repeat it."""
+    """What a part of a network keeps of the text so far, so that generation need not repeat it."""
 
     @property
     def length(self) -> int:
@@ -25,16 +25,16 @@ class Cache(Protocol):
 
 
 class LanguageModel(nn.Module):
-    """A network that ``halfstep train`` trains; a family's own says the rest.
+    """Base class of a family of networks for ``halfstep train``.
 
-    It is made as ``Family(config, seed=0)`` and has ``forward(tokens_BT)``, the logits of the next
-    token at every position, ``(B, T, V)`` fp32.
+    A subclass is made as ``Family(config, seed=0)`` and has ``forward(tokens_BT)``, which returns
+    the logits of the next token at every position, ``(B, T, V)`` fp32.
     """
 
     config: Shape
 
     def loss_sum(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of next-token losses over a batch, and how many there are.
+        """Return the sum of the next-token losses over a batch, and their number.
 
         Args:
             batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
@@ -45,32 +45,32 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def blocks(self) -> list[nn.Module]:
-        """The layers in order: what to shard one by one; none: the whole network at once."""
+        """Return the layers in order, to be sharded one by one; if empty, the network is one."""
         return []
 
     def last_logits(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
-        """Logits after the last position only, ``(B, V)`` fp32.
+        """Compute the logits after the last position only, ``(B, V)`` fp32.
 
         Args:
             tokens_BT: ``(B, T)`` int64. With filled caches: the one position that follows them.
-            caches: From :meth:`new_caches`; filled on the way.
+            caches: Caches from :meth:`new_caches`, which this call extends.
         """
         logits_BTV: Tensor = self(tokens_BT)
         return logits_BTV[:, -1]
 
     def new_caches(self) -> Sequence[Cache]:
-        """Empty caches for :meth:`last_logits`; none: every token repeats the whole text."""
+        """Make empty caches for :meth:`last_logits`; without any, each token repeats the text."""
         return ()
 
     def require_shares(self, ranks: int) -> None:
-        """Raises ConfigError for a number of ranks that cannot share each matrix product."""
+        """Raise ConfigError for a number of ranks that cannot share each matrix product."""
 
     def num_parameters(self) -> int:
-        """The number of parameters, a tied one counted once."""
+        """Count the parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, block_size: int) -> int:
-        """Floating-point operations of forward and backward per token of such sequences."""
+        """Count the floating-point operations of forward and backward per token."""
         return 6 * self.num_parameters()
 
 
@@ -86,32 +86,32 @@ def generate(
     seed: int = 0,
     stop_token: int | None = None,
 ) -> Tensor:
-    """The prompt with up to ``max_new_tokens`` tokens after it; the same seed gives the same text.
+    """Continue prompts by up to ``max_new_tokens`` tokens; the same seed gives the same text.
 
-    Row ``b`` draws from a generator of its own, seeded ``seed + b``: what it says depends on its
-    prompt and its place in the batch and on no other row (but for the rounding of batched
-    matmuls). The global random state is neither read nor changed, and a model that was training is
-    training again afterwards. Call it under ``torch.autocast`` to generate in 16 bits.
+    Row ``b`` draws from a generator of its own, seeded ``seed + b``: its text depends on its prompt
+    and its index in the batch but on no other row (except for the rounding of batched matmuls). The
+    global random state is neither read nor changed, and the model's training mode is restored
+    afterwards. Call it under ``torch.autocast`` to generate in 16 bits.
 
     Args:
-        model: On the device of the tokens.
-        tokens_BT: Prompts of one length, ``(B, T)`` int64 with ``T >= 1``; only the last
+        model: A model on the device of the tokens.
+        tokens_BT: Prompts of equal length, ``(B, T)`` int64 with ``T >= 1``; only the last
             ``block_size`` tokens are seen.
-        max_new_tokens: Most tokens to add.
+        max_new_tokens: Add at most this many tokens.
         temperature: Divides the logits; 0 takes the most probable token every time.
         top_k: Draw from the ``top_k`` most probable tokens only.
         top_p: Draw from the smallest set of most probable tokens whose probabilities reach
             ``top_p`` (after temperature and ``top_k``).
-        seed: Of the first row's generator.
-        stop_token: A row that drew it is filled up with it; generation ends when all rows have.
+        seed: Seed of the first row's generator.
+        stop_token: A row that drew it is padded with it; generation ends when all rows have.
 
     Returns:
         ``(B, T + n)`` int64 with ``n <= max_new_tokens``, on the device of the prompt.
 
     Raises:
-        ConfigError: An argument is out of range; the message names it.
-        DataError: A prompt token is not in the vocabulary (CPU).
-        NonFiniteError: The model's logits hold NaN or inf.
+        ConfigError: If an argument is out of range; the message names it.
+        DataError: If a prompt token is not in the vocabulary (CPU).
+        NonFiniteError: If the model's logits hold NaN or inf.
     """
     check_drawing(max_new_tokens, temperature, top_k, top_p)
     if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
@@ -150,11 +150,11 @@ def generate(
 def _next_logits(
     model: LanguageModel, tokens_BT: Tensor, caches: Sequence[Cache]
 ) -> tuple[Tensor, Sequence[Cache]]:
-    """Logits after the last token, and the caches to bring next time.
+    """Compute the logits after the last token, and the caches to pass to the next call.
 
     While the text fits the model, one new token costs one position of work. Once it does not, the
-    window slides, every token sits at another position than before, and all cached keys are wrong:
-    the window is then computed anew for every token.
+    window slides, every token moves to another position, and all cached keys are wrong: the window
+    is then computed anew for every token.
     """
     seen = caches[0].length if caches else 0
     if tokens_BT.shape[1] > model.config.block_size:
@@ -171,10 +171,10 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Tensor:
-    """One token per row by inverting the cumulative distribution at ``uniforms_B``.
+    """Draw one token per row by inverting the cumulative distribution at ``uniforms_B``.
 
-    Tokens stand most probable first (ties: lower id first), so ``top_k`` and ``top_p`` are both
-    "the first so many", and a smaller uniform number means a more probable token.
+    Tokens are sorted most probable first (ties: lower id first), so that ``top_k`` and ``top_p``
+    each keep a prefix, and a smaller uniform number means a more probable token.
 
     ``logits_BV`` are finite fp32, ``uniforms_B`` fp32 in ``[0, 1)``, ``temperature`` is positive,
     ``top_k`` and ``top_p`` are those of :func:`generate`. Returns ``(B,)`` int64 token ids.
@@ -184,15 +184,15 @@ def sample(
     ranked_BR, ids_BR = logits_BV.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ranked_BR, ids_BR = ranked_BR[:, :top_k], ids_BR[:, :top_k]
-    # The largest logit becomes 0 first and the temperature stays a normal fp32 number, so that the
-    # smallest temperatures make 0 and -inf, never inf - inf or 0 / 0.
+    # Subtract the largest logit first and keep the temperature a normal fp32 number, so that tiny
+    # temperatures give 0 and -inf, never inf - inf or 0 / 0.
     gaps_BR = ranked_BR - ranked_BR[:, :1]
     p_BR = torch.softmax(gaps_BR / max(temperature, torch.finfo(torch.float32).tiny), dim=-1)
     if top_p is not None:
-        # A token stays if those before it have not reached top_p yet; the first always stays.
+        # Keep a token if those before it have not reached top_p yet; the first is always kept.
         p_BR = p_BR.masked_fill(p_BR.cumsum(dim=-1) - p_BR >= top_p, 0.0)
     cumulative_BR = p_BR.cumsum(dim=-1)
-    # Rounding may lift the product to the total itself: then the last token with p > 0 is meant.
+    # Rounding may lift the product to the total itself; take the last token with p > 0 then.
     target_B1 = uniforms_B.unsqueeze(1) * cumulative_BR[:, -1:]
     rank_B1 = torch.searchsorted(cumulative_BR, target_B1, right=True)
     rank_B1 = rank_B1.minimum((p_BR > 0).sum(dim=-1, keepdim=True) - 1)
@@ -202,7 +202,7 @@ def sample(
 def check_drawing(
     max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
-    """Raises ConfigError that names the argument of :func:`generate` which is out of range."""
+    """Raise ConfigError naming the argument of :func:`generate` that is out of range, if any."""
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -214,7 +214,7 @@ def check_drawing(
 
 
 def require_finite(logits_BV: Tensor) -> Tensor:
-    """The logits as they are; a NonFiniteError where there is nothing to draw from."""
+    """Return the logits unchanged, or raise NonFiniteError, as one cannot sample from NaNs."""
     if not bool(torch.isfinite(logits_BV).all()):
         raise NonFiniteError(
             "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "

@@ -1,4 +1,4 @@
-"""A text classifier: training it on labelled examples, and putting it to use."""
+"""Trains text classifiers on labelled examples, and uses trained ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from halfstep.trainer.tasks.task import (
     within,
 )
 
-_BATCHES_AT_ONCE = 32  # as many are sorted by length together
+_BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
 
 class ClassifyTask(EpochTask):
@@ -80,7 +80,7 @@ class ClassifyTask(EpochTask):
     def __init__(
         self, config: ClassifyConfig, device: torch.device, world: World, progress: Progress
     ) -> None:
-        """Read the data, make or load tokenizer and model; arguments as of ``open_session``.
+        """Read the data, make or load tokenizer and model; for arguments see ``open_session``.
 
         Raises:
             HalfstepError: For data or a model folder that cannot be used.
@@ -116,7 +116,7 @@ class ClassifyTask(EpochTask):
         data: LabelledData,
         weights: list[float] | None,
     ) -> None:
-        """A tokenizer trained on the data, and a model from random weights."""
+        """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
         refuse_old_run(Path(config.run.output_dir))
@@ -142,7 +142,7 @@ class ClassifyTask(EpochTask):
     def _load(
         self, config: ClassifyConfig, weights: list[float] | None, world: World
     ) -> ClassifyConfig:
-        """A Hugging Face encoder and its tokenizer; returns the configuration as it is run."""
+        """Load a Hugging Face encoder and its tokenizer; return the resolved configuration."""
         config, trust = pinned(config, world)
         choice = config.model
         self.model = open_classifier(
@@ -180,7 +180,7 @@ class ClassifyTask(EpochTask):
         return examples
 
     def summary(self) -> str:
-        """Parameters, examples and classes."""
+        """Describe the run by its numbers of parameters, examples and classes."""
         count = sum(p.numel() for p in self.model.parameters())
         return (
             f"{count:,} parameters, {len(self._train):,} training and {len(self._dev):,} "
@@ -188,23 +188,23 @@ class ClassifyTask(EpochTask):
         )
 
     def batch(self, step: int, rows: range) -> Batch:
-        """(ids_BT int64, mask_BT bool, labels_B int64)."""
+        """Return (ids_BT int64, mask_BT bool, labels_B int64) of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
         return padded(self._train, indices, self.tokenizer.pad_id)
 
     def targets(self, batch: Batch) -> float:
-        """Examples, or the sum of their classes' weights."""
+        """Return the number of examples, or the sum of their class weights if the run has some."""
         labels_B = batch[2]
         if self._class_weights is None:
             return len(labels_B)
         return float(self._class_weights.double()[labels_B].sum())
 
     def flops(self, tokens: float) -> float:
-        """Two operations a matrix weight and token forward, four backward."""
+        """Count two operations per matrix weight and token in the forward, four in the backward."""
         return 6.0 * self._matrices * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """Loss without smoothing or weights, and confusion, of every validation example once."""
+        """Measure loss (unsmoothed, unweighted) and confusion on every validation example once."""
         run = self.config.run
         batches = example_batches(
             self._dev,
@@ -221,7 +221,7 @@ class ClassifyTask(EpochTask):
         self.tokenizer.save(folder / "tokenizer")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Write the report of the best state."""
+        """Write the report on the best state so far: report.txt, report.json, confusion.png."""
         about = {
             "step": step,
             "loss": evaluation.loss,
@@ -242,7 +242,7 @@ class ClassifyTask(EpochTask):
 
 
 def balanced(labels: list[int], classes: int) -> list[float]:
-    """Weights that make every class count alike: n / (classes * examples of the class).
+    """Return class weights that make every class count alike: n / (classes * examples of class).
 
     **Source:** King and Zeng, "Logistic Regression in Rare Events Data", 2001; the same as
     scikit-learn's ``class_weight="balanced"``.
@@ -251,11 +251,11 @@ def balanced(labels: list[int], classes: int) -> list[float]:
     return [len(labels) / (classes * count) if count else 0.0 for count in counts]
 
 
-# The classifier of a folder in use.
+# Using a classifier from a model folder.
 
 
 class Predictor(InUse):
-    """A classifier under a precision policy."""
+    """A trained classifier, loaded from a folder to run under a precision policy."""
 
     def __init__(
         self,
@@ -268,8 +268,8 @@ class Predictor(InUse):
     ) -> None:
         """Load the model and its tokenizer.
 
-        ``max_length`` is the most tokens of a text, where its run cut texts shorter than the model
-        must.
+        ``max_length`` is the number of tokens at which texts are cut; None leaves only the limits
+        of the model and its tokenizer.
 
         Raises:
             ConfigError: If the folder holds no classifier.
@@ -298,7 +298,7 @@ class Predictor(InUse):
 
     @torch.no_grad()
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
-        """(number of texts, number of labels) fp64, each row adding up to 1."""
+        """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
         examples = encode_examples(self.tokenizer, LabelledTexts(texts, [0] * len(texts)))
         found = np.zeros((len(texts), len(self.labels)))
         for indices in evaluation_batches(examples.lengths, batch_size):
@@ -318,12 +318,12 @@ class Predictor(InUse):
         return found
 
     def evaluate(self, texts: LabelledTexts, batch_size: int, most: int = 0) -> Evaluation:
-        """Loss, accuracy, macro F1 and confusion on labelled texts, or on ``most`` batches of them.
+        """Measure loss, accuracy, macro F1 and confusion on labelled texts.
 
-        The numbers of ``texts`` are those of ``labels``.
+        The label numbers of ``texts`` index ``labels``; ``most`` limits the number of batches.
 
         Raises:
-            NonFiniteError: The loss is not finite.
+            NonFiniteError: If the loss is not finite.
         """
         examples = encode_examples(self.tokenizer, texts)
         batches = example_batches(examples, batch_size, self.tokenizer.pad_id, most)
@@ -341,7 +341,7 @@ class Predictor(InUse):
         return f"{self.policy}: weights or activations are beyond it; take --precision fp32"
 
     def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
-        """(text, label, probability) of each text, in their order; reads them as needed."""
+        """Yield (text, label, probability) for each text in order; reads texts as needed."""
         stream = iter(texts)
         while chunk := list(islice(stream, batch_size * _BATCHES_AT_ONCE)):
             table = self.probabilities(chunk, batch_size)
@@ -351,10 +351,10 @@ class Predictor(InUse):
 
 
 class TrainedClassifier(Trained):
-    """What a run of ``finetune classify`` left, or the folder of a classifier."""
+    """A classifier from a run of ``finetune classify``, or from a model folder."""
 
     def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """(text, label, probability) of each text, in their order."""
+        """Yield (text, label, probability) for each text, in order."""
         predictor = self._open(use)
 
         def found() -> Iterator[tuple[str, str, float]]:
@@ -364,7 +364,7 @@ class TrainedClassifier(Trained):
         return found()
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
-        """The report on the run's validation texts, or on others."""
+        """Report the scores on the run's validation texts, or on ``--data``."""
         predictor = self._open(use)
         texts, notes = self._texts(use, predictor.labels)
         found = predictor.evaluate(texts, use.batch_size, use.max_batches)
@@ -378,7 +378,7 @@ class TrainedClassifier(Trained):
         )
 
     def export(self, use: Exporting) -> str:
-        """Copy the best state, which is a folder for others already."""
+        """Copy the best state, which the run has already written as a Hugging Face folder."""
         if use.adapter:
             raise ConfigError(f"--adapter: {self.path} is not a run of finetune lm; leave it out")
         if use.dtype not in ("", "fp32"):
@@ -396,7 +396,7 @@ class TrainedClassifier(Trained):
         )
 
     def _texts(self, use: Evaluating, labels: tuple[str, ...]) -> tuple[LabelledTexts, list[str]]:
-        """``--data``, or what the run was validated on, in the classifier's numbers; and notes."""
+        """Read ``--data`` or the run's validation texts, numbered by ``labels``; also notes."""
         config = self.config
         if config is None:
             raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
@@ -423,7 +423,7 @@ class TrainedClassifier(Trained):
 
 
 def _cut(predictor: Predictor) -> list[str]:
-    """A note on texts that were too long, if there were any."""
+    """Return a note on the texts that were cut, or no note if none was."""
     tokenizer = predictor.tokenizer
     cut = tokenizer.truncated
     return [f"{cut} texts were cut at {tokenizer.max_length} tokens"] * bool(cut)

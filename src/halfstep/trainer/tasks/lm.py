@@ -1,4 +1,4 @@
-"""A causal language model: tuning it on texts, instructions or chats, and putting it to use."""
+"""Fine-tunes causal language models on texts, instructions or chats, and uses tuned ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from halfstep.trainer.tasks.task import (
 )
 
 PROMPT_FILE = "prompt.json"
-"""In a run folder: how prompts are written, and a hash of the base that adapters belong to."""
+"""File of a run folder with the prompt template and a hash of the base that adapters belong to."""
 
 
 class LMTask(EpochTask):
@@ -62,7 +62,7 @@ class LMTask(EpochTask):
     keeps_best = True
 
     def __init__(self, config: LMConfig, world: World, progress: Progress) -> None:
-        """Load model and tokenizer, read the data; arguments as of ``open_session``.
+        """Load model and tokenizer, read the data; for arguments see ``open_session``.
 
         Raises:
             HalfstepError: For data or a model folder that cannot be used.
@@ -106,7 +106,7 @@ class LMTask(EpochTask):
         self.identity: Mapping[str, str] = {
             "data": self.data.sha256,
             "tokenizer": tokenizer.fingerprint,
-            "base model": frozen_fingerprint(self.model),  # of the weights as stored
+            "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
         }
         world.require_same(self.identity)
         held = hold_weights_(self.model, config.precision)
@@ -115,7 +115,7 @@ class LMTask(EpochTask):
         self._matrices = matrix_parameters(self.model)
 
     def summary(self) -> str:
-        """Parameters, rows and tokens."""
+        """Describe the run by its numbers of parameters, tokens and rows."""
         parameters = list(self.model.parameters())
         every = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -126,21 +126,21 @@ class LMTask(EpochTask):
         )
 
     def batch(self, step: int, rows: range) -> Batch:
-        """(ids_BT, targets_BT, positions_BT), int64."""
+        """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
 
     def targets(self, batch: Batch) -> float:
-        """Number of tokens of the batch that the loss counts."""
+        """Return the number of target tokens that enter the loss."""
         return count_targets(batch)
 
     def flops(self, tokens: float) -> float:
-        """Two operations a matrix weight and token forward, as many for each gradient."""
-        frozen = self.config.model.lora_r > 0  # no gradients of the base's weights
+        """Count two operations per matrix weight and token in the forward and for each gradient."""
+        frozen = self.config.model.lora_r > 0  # no weight gradients for a frozen base
         return (4.0 if frozen else 6.0) * self._matrices * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """Loss and perplexity on every validation row once."""
+        """Measure loss and perplexity on every validation row once."""
         run = self.config.run
         batches = validation_rows(
             self.data.dev_rows,
@@ -153,7 +153,7 @@ class LMTask(EpochTask):
         return measured_loss(batches, judge, str(self.config.precision))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, and how prompts are written."""
+        """Write the tokenizer and the prompt settings."""
         self.tokenizer.wrapped.save(folder / "tokenizer")
         about = {
             "format": self.data.format,
@@ -163,7 +163,7 @@ class LMTask(EpochTask):
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write the best state: the adapter, or the whole model."""
+        """Write the best state to ``model/``: the adapter, or the whole model."""
 
         def write(empty: Path) -> None:
             self.model.save_(empty, exported().weights)
@@ -174,25 +174,25 @@ class LMTask(EpochTask):
         return f"{what} in {folder / 'model'}"
 
 
-# What a run left, in use.
+# Using the model of a finished run.
 
 
 @dataclass
 class TunedLM(InUse):
-    """A run's best state."""
+    """The best state of a run of ``finetune lm``, loaded under a precision policy."""
 
     model: PretrainedLM
     tokenizer: InstructionTokenizer
     template: str
-    """How training wrote prompts: see :class:`~halfstep.trainer.data.instructions.config`."""
+    """The prompt template of training; see :mod:`halfstep.trainer.data.instructions.config`."""
 
     def answer(self, prompt: str, *, raw: bool = False, **options: float | None) -> str:
-        """What the model writes to a prompt, without the end that it may have come to.
+        """Return what the model writes to a prompt, without an end-of-text token.
 
         Args:
-            prompt: A user's words, or with ``raw`` the text to go on from.
+            prompt: A user's question, or with ``raw`` the text to continue.
             raw: Write no template around the prompt.
-            options: Of :func:`~halfstep.trainer.models.pretrained.lm.generate_ids`.
+            options: Options of :func:`~halfstep.trainer.models.pretrained.lm.generate_ids`.
 
         Returns:
             The answer; where there is no template, the prompt and what follows it.
@@ -203,14 +203,14 @@ class TunedLM(InUse):
             ids += tokenizer.encode(prompt)
         else:
             ids = prompt_ids(prompt, tokenizer, self.template)
-        ids = ids or [tokenizer.eos_id]  # as documents stand in pretraining
+        ids = ids or [tokenizer.eos_id]  # in pretraining, every document follows this token
         ends = [[tokenizer.eos_id], tokenizer.end_of_turn()]
         with self.around():
             written = generate_ids(self.model, ids, ends=ends, **options)  # type: ignore[arg-type]
         decode = tokenizer.wrapped.decode
         if raw or self.template == "plain":
             return decode([*ids, *written])
-        # a tokenizer may drop the blank before a first word, so the answer is not decoded alone
+        # decoded with the prompt, as a tokenizer may drop the space before the first word
         return decode([*ids, *written])[len(decode(ids)) :].strip()
 
 
@@ -222,15 +222,15 @@ def open_tuned_lm(
     *,
     trust_remote_code: bool = False,
 ) -> TunedLM:
-    """Open what a finished run left.
+    """Open the model of a finished run.
 
-    An empty ``precision`` is the run's. Whether code that comes with the model may run is said
-    here: a run's own configuration is not believed in this.
+    An empty ``precision`` means the run's. ``trust_remote_code`` must be given here: for safety,
+    the setting in the run's own configuration is ignored.
 
     Raises:
-        ConfigError: The run has not ended yet, or its base is another model now.
-        CheckpointError: A file is damaged.
-        PrecisionError: The policy cannot be honoured.
+        ConfigError: If the run has not ended yet, or its base model has changed.
+        CheckpointError: If a file is damaged.
+        PrecisionError: If the policy cannot be honoured.
     """
     policy = parse_policy(precision or config.precision)
     require_support(policy, device)
@@ -254,10 +254,10 @@ def open_tuned_lm(
 
 
 def prompt_settings(run: Path) -> dict[str, str]:
-    """Template, format and base of a run.
+    """Read the template, the data format and the base model's hash of a run.
 
     Raises:
-        CheckpointError: The file is missing or damaged.
+        CheckpointError: If the file is missing or damaged.
     """
     file = run / PROMPT_FILE
     try:
@@ -270,7 +270,7 @@ def prompt_settings(run: Path) -> dict[str, str]:
 def validation_rows(
     rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches, as :func:`evaluation_shares` deals them."""
+    """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
     for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
         ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
         if not counts:
@@ -279,7 +279,7 @@ def validation_rows(
 
 
 def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
-    """Loss and perplexity, and in which precision they were computed."""
+    """Measure loss and perplexity; the text also names the precision."""
     loss, targets = mean_loss(batches, judge)
     text = (
         f"validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.3f} on "
@@ -289,10 +289,10 @@ def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Eva
 
 
 class TrainedLM(Trained):
-    """What a run of ``finetune lm`` left."""
+    """A model or adapter from a run of ``finetune lm``."""
 
     def generate(self, use: Generating) -> str:
-        """The answer to a prompt; its continuation where there is no template."""
+        """Return the answer to a prompt, or its continuation where there is no template."""
         lm = self._open(use)
         if not (use.prompt or use.raw or lm.template == "plain"):
             raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
@@ -307,7 +307,7 @@ class TrainedLM(Trained):
         )
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
-        """Loss and perplexity on the run's validation records, or on others."""
+        """Measure loss and perplexity on the run's validation records, or on ``--data``."""
         lm, data = self._open(use), self.config.data
         if use.data:
             data = dataclasses.replace(data, train=use.data, dev=use.data)
@@ -326,7 +326,7 @@ class TrainedLM(Trained):
         return Measured(found.text.removeprefix("validation "), values)
 
     def export(self, use: Exporting) -> str:
-        """Write the best state as one model, or as an adapter."""
+        """Write the best state as one merged model, or as an adapter."""
         choice, target, folder = self.config.model, Path(use.output), model_folder(self.path)
         if use.adapter:
             if not choice.lora_r:
@@ -359,31 +359,31 @@ class TrainedLM(Trained):
 
 
 def _open_model(folder: Path, config: LMConfig, trust: bool) -> PretrainedLM:
-    """The whole model, or the adapter on its base."""
+    """Load the whole model, or the adapter on its base model."""
     if config.model.lora_r:
         return open_adapted_lm(folder, revision=config.model.revision, trust_remote_code=trust)
     return open_causal_lm(folder, trust_remote_code=trust)
 
 
-# In which dtype a model's weights are held while it is tuned under a policy.
+# The dtype of a model's weights while it is tuned under a policy.
 
 
 def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
-    """Trained weights become fp32; a frozen base stays as stored if the policy computes in that.
+    """Make trained weights fp32; keep a frozen base as stored if the policy computes in its dtype.
 
-    Otherwise, an fp16 base under ``bf16-mixed`` say, operations would meet two 16-bit formats, or
-    compute in another than the policy's; such a base is held in fp32, which is exact.
+    Any other base, such as an fp16 base under ``bf16-mixed``, is held in fp32, which is exact:
+    operations would otherwise mix two 16-bit dtypes, or compute in another than the policy's.
 
     Args:
-        model: As it was opened, with adapters or without; changed in place.
-        policy: The run's.
+        model: The model as it was opened, with or without adapters; changed in place.
+        policy: The run's precision policy.
 
     Returns:
-        What a user should know of it; empty for nothing.
+        A note for the user; empty if there is nothing to say.
 
     Raises:
-        PrecisionError: The policy keeps weights in a 16-bit format that is not the base's own, so
-            that it would round a base which shall stay as it is.
+        PrecisionError: If the policy keeps weights in a 16-bit dtype other than the base's, and so
+            would round the frozen base.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad]
     stored = model.stored_dtype
@@ -412,7 +412,7 @@ def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
 
 
 def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
-    """Hold and compute as in training, without an optimizer.
+    """Give the weights their dtypes in training, and compute as there, without an optimizer.
 
     Raises:
         PrecisionError: As :func:`hold_weights_`.
@@ -424,14 +424,14 @@ def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
         cast_to_policy_(model, policy)
 
 
-# A pretrained tokenizer as the data of a language model wants it.
+# A pretrained tokenizer behind the interface that the data of a language model needs.
 
 
 class InstructionTokenizer:
-    """An adapter to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
+    """Adapts to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
 
     def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
-        """Take it over.
+        """Wrap a tokenizer.
 
         Raises:
             ConfigError: If it has no end-of-text token.
@@ -447,21 +447,21 @@ class InstructionTokenizer:
         self.special_tokens: Sequence[str] = tokenizer.special_tokens
 
     def encode(self, text: str) -> list[int]:
-        """Ids without special ones."""
+        """Return the ids of a text, without special tokens."""
         return self.wrapped.encode_plain([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each as ``encode`` would."""
+        """Return the ids of each text, without special tokens."""
         return self.wrapped.encode_plain(texts)
 
     def render_chat(
         self, messages: list[dict[str, str]], add_generation_prompt: bool
     ) -> str | None:
-        """A chat in the tokenizer's own template; None if it has none."""
+        """Write a chat in the tokenizer's own template; None if it has none."""
         return self.wrapped.chat(messages, add_generation_prompt)
 
     def end_of_turn(self) -> list[int]:
-        """The ids with which the chat template ends an answer; empty if it has none."""
+        """Return the ids with which the chat template ends an answer; empty without a template."""
         text = self.render_chat(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], False
         )

@@ -1,4 +1,4 @@
-"""Training a network of one of the families on text."""
+"""The task of ``halfstep train``: a language model of one of the families, trained on text."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def _no_folders(*_: Any, **__: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is made of a shape."""
+    """The functions that make, load and save the networks of one kind of shape."""
 
     make: Callable[..., LanguageModel]
-    """The network, of the shape and ``seed``."""
+    """Makes the network from a shape and ``seed``."""
     load: Callable[..., LanguageModel] = _no_folders
-    """That of a Hugging Face folder, of its path and fields that a run may set."""
+    """Loads the network of a Hugging Face folder, given its path and the fields a run may set."""
     save: Callable[..., None] = _no_folders
-    """Writes such a folder, of network, path and ``dtype``."""
+    """Writes a Hugging Face folder, given the network, the path and ``dtype``."""
 
 
 FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, load_gpt2, save_gpt2)}
 
 
 class TextTask(Task):
-    """A language model, and windows of a token file: see :class:`~.task.Task`."""
+    """Trains a language model on windows of a token file; see :class:`~.task.Task`."""
 
     keeps_best = False
 
@@ -62,7 +62,7 @@ class TextTask(Task):
         progress: Progress,
         resuming: bool,
     ) -> None:
-        """Prepare the data and build the model; arguments as of ``open_session``.
+        """Prepare the data and build the model; for arguments see ``open_session``.
 
         Raises:
             HalfstepError: For data, a model folder or a layout that cannot be used.
@@ -93,7 +93,7 @@ class TextTask(Task):
         self.smallest_batch = run.batch_size
         self.notes: list[str] = []
         part = "training"
-        try:  # data shorter than a block is refused here, not at the first step
+        try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
             part = "validation"
             next(iter(self._validation(0, 1)))
@@ -106,7 +106,7 @@ class TextTask(Task):
     ) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
-        loaded = bool(run.init_from)  # its shape is its folder's, which has the weights
+        loaded = bool(run.init_from)  # then the folder determines the shape, which is unknown yet
         require_room(
             Need(
                 0 if loaded else shape.parameters,
@@ -123,17 +123,17 @@ class TextTask(Task):
         )
 
     def summary(self) -> str:
-        """Parameters and training tokens."""
+        """Describe the run by its numbers of parameters and training tokens."""
         return (
             f"{self.model.num_parameters():,} parameters, {self.data.train.count:,} training tokens"
         )
 
     def batch_size(self, step: int) -> int:
-        """Every step has as many sequences."""
+        """Return the number of sequences, which is the same in every step."""
         return self.config.run.batch_size
 
     def batch(self, step: int, rows: range) -> Batch:
-        """(tokens, targets), int64 (B, T): windows at places that follow from seed and step."""
+        """Return (tokens, targets), int64 (B, T): windows at positions drawn by seed and step."""
         return batch(
             self.data.train,
             seed=self.config.run.seed,
@@ -143,19 +143,19 @@ class TextTask(Task):
         )
 
     def targets(self, batch: Batch) -> float:
-        """Target tokens that count."""
+        """Return the number of target tokens that enter the loss."""
         return count_targets(batch)
 
     def tokens(self, step: int) -> int:
-        """Every step has as many."""
+        """Return the tokens of a step's batch, the same number in every step."""
         return self.config.run.batch_size * self.config.block_size
 
     def flops(self, tokens: float) -> float:
-        """Floating-point operations of a step over ``tokens``."""
+        """Return the floating-point operations of a step over this many tokens."""
         return self.model.flops_per_token(self.config.block_size) * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """The loss on validation windows, always the same ones."""
+        """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
         return evaluate(batches, judge, tokens_per_byte(self.data.validation))
 
@@ -164,7 +164,7 @@ class TextTask(Task):
         self.data.tokenizer.save(folder / "tokenizer")
 
     def _validation(self, rank: int, ranks: int) -> Iterable[Batch]:
-        """A rank's rows of what one evaluation measures."""
+        """Yield this rank's rows of each validation batch."""
         run = self.config.run
         whole = validation_batches(
             self.data.validation,
@@ -177,12 +177,12 @@ class TextTask(Task):
             if rows:
                 here = slice(rows.start, rows.stop)
                 yield tokens_BT[here], targets_BT[here]
-            else:  # all ranks run as often: a row that does not count
+            else:  # forwards may be collective, so this rank runs a row that does not count
                 yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
-    """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
+    """Make a model with the tokenizer's vocabulary, or load one whose vocabulary must hold it."""
     size, source = tokenizer.vocab_size, config.run.init_from
     family = FAMILIES[type(config.model)]
     if source and resuming:

@@ -1,4 +1,4 @@
-"""The model that a run of ``halfstep train`` left, or of a Hugging Face folder, in use."""
+"""Uses the model of a ``halfstep train`` run or of a GPT-2 folder: generate, evaluate, export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from halfstep.trainer.tasks.text import FAMILIES
 
 @dataclasses.dataclass
 class _Opened(InUse):
-    """With its tokenizer and its run's configuration."""
+    """A loaded model with its tokenizer and, if it comes from a run, its configuration."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -40,10 +40,10 @@ class _Opened(InUse):
 
 
 class TrainedText(Trained):
-    """What a run of ``train`` left, or a Hugging Face GPT-2 folder with its tokenizer."""
+    """A model from a run of ``train``, or from a Hugging Face GPT-2 folder with its tokenizer."""
 
     def generate(self, use: Generating) -> str:
-        """The prompt and its continuation; with no prompt the model starts a document."""
+        """Return the prompt and its continuation; without a prompt, start a new document."""
         if use.raw:
             raise ConfigError(
                 "--raw is for runs of finetune lm, which write a template; leave it out"
@@ -66,7 +66,7 @@ class TrainedText(Trained):
         return tokenizer.decode([i for i in tokens_BT[0].tolist() if i != end])
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
-        """Loss, perplexity and bits per byte on the run's validation text, or on other text."""
+        """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
         if use.text_column or use.label_column:
             raise ConfigError(
                 "--text-column and --label-column are for classifiers: a GPT is measured on all of "
@@ -128,13 +128,13 @@ class TrainedText(Trained):
 
 
 def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
-    """The model of a run's newest checkpoint in fp32, its tokenizer and configuration.
+    """Load the model of a run's newest checkpoint in fp32, its tokenizer and configuration.
 
     Raises:
         ConfigError: If the folder holds no run.
         CheckpointError: If it has no checkpoint, or a damaged one.
     """
-    run_config(path)  # that it is a run
+    run_config(path)  # raises unless the folder holds a run
     found = list_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
@@ -150,7 +150,7 @@ def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
 
 
 def _config_of(table: Any, where: Path) -> TrainConfig:
-    """The configuration in a checkpoint's state."""
+    """Read the configuration from a checkpoint's state; raise CheckpointError if it has none."""
     try:
         config = config_from_table(table) if isinstance(table, dict) else None
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""Batches are a pure function of the seed and the step, so a resumed run needs no loader state.
+"""Makes batches as a pure function of the seed and the step, so that no loader state is saved.
 
-Sequence ``i`` of step ``s`` starts at a place that depends on (seed, s, i) and on nothing else:
+Sequence ``i`` of step ``s`` starts at a position that depends on (seed, s, i) and on nothing else:
 not on how many ranks share the step, nor on how a rank cuts its share into micro-batches.
 """
 
@@ -23,7 +23,7 @@ IGNORED = -100
 def batch(
     tokens: TokenFile, *, seed: int, step: int, sequences: range, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Draws the sequences of one step, the same for every way to share them out.
+    """Draws the sequences of one step, independently of how ranks share them.
 
     ``batch(sequences=range(8))`` equals the concatenation of ``range(4)`` and ``range(4, 8)``: rank
     r of n with b sequences each takes ``range(r * b, (r + 1) * b)``.
@@ -44,14 +44,14 @@ def start_of_sequence(seed: int, step: int, number: int, places: int) -> int:
     """Draws where a sequence starts, uniformly from 0 to places - 1.
 
     Philox is a function from (key, counter) to random bits, so there is no state to carry. Its
-    first 64 bits u give ``floor(u * places / 2**64)``; no place is likelier than another by more
+    first 64 bits u give ``floor(u * places / 2**64)``; no position is likelier than another by more
     than places / 2**64. (``Generator.integers`` may change between versions of NumPy, the bits of
     Philox may not.)
 
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox);
     Lemire 2019, "Fast random integer generation in an interval" (the multiplication); NEP 19.
     """
-    # The first word of the counter is left to Philox, which adds 1 to it for every four draws.
+    # Leave the counter's first word at 0: Philox itself increments it for every four draws.
     counter = np.array([0, number, step, 0], dtype=np.uint64)
     key = np.array([seed, 0], dtype=np.uint64)
     draw = int(np.random.Philox(key=key, counter=counter).random_raw())

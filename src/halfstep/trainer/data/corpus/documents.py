@@ -1,4 +1,4 @@
-"""Spans of files become documents, their pieces, and at last one stream of ids.
+"""Turns spans of files into documents, documents into pieces, and pieces into one stream of ids.
 
 A text file is one document, a line of a ``.jsonl`` file is one document (its ``text``). Everything
 is read strictly as UTF-8: a byte order mark at the start of a file is dropped, and line ends stay
@@ -24,15 +24,15 @@ from halfstep.trainer.data.tokenizer import Ids, Tokenizer
 Item = TypeVar("Item")
 
 PIECE_BYTES = 1 << 18
-"""256 KiB: a batch of several keeps every core busy, and the tokens of one take some 10 MB."""
+"""Size of a piece: a batch of several keeps all cores busy; one piece's tokens take some 10 MB."""
 BATCH_BYTES = 4 << 20
-"""Text encoded at once. The library's own record of a token is about 100 bytes, so 4 MiB of text
-cost some 150 MB of memory while they are encoded."""
+"""Amount of text encoded at once. The tokenizers library needs about 100 bytes per token, so 4 MiB
+of text take some 150 MB of memory while they are encoded."""
 SAMPLE_BYTES = 64 << 20
-"""Most text that a tokenizer is trained on: far more than 8,192 merges need, and it bounds the
-memory."""
+"""Limit of the text that a tokenizer is trained on, which bounds the memory; 8,192 merges need far
+less."""
 WINDOW_BYTES = 1 << 16
-"""How far from the exact place of a split a newline, else a blank, is looked for."""
+"""Distance from the exact position of a split within which a newline, else a blank, is sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class TextPiece:
     text_bytes: int
     """UTF-8 bytes of ``text``."""
     source_bytes: int
-    """Bytes of the input used up by it, for progress."""
+    """Bytes of the input file that the piece consumes, for progress."""
     begins: bool
     """Whether a document starts here."""
 
 
 def whole(sources: Iterable[Source]) -> tuple[Span, ...]:
-    """Takes every byte of every file."""
+    """Makes spans that cover every file completely."""
     return tuple(Span(source, 0, source.size) for source in sources)
 
 
@@ -124,7 +124,7 @@ def split_pieces(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
     A cut falls after the last newline that fits, else before the last blank, else between two
     characters. Where it falls depends on the text and the piece size alone, never on how the bytes
     arrived, so the tokens of a file are the same on every machine. Bytes that are not UTF-8 are cut
-    anywhere; whoever decodes the piece meets them.
+    anywhere; decoding the piece then raises the error.
     """
     held = b""
     for chunk in chunks:
@@ -160,7 +160,7 @@ def character_start(data: bytes, index: int) -> int:
     return index
 
 
-# A corpus without validation files is cut once: the tail of its bytes becomes validation.
+# Splitting a corpus without validation files: the tail of its bytes becomes validation.
 
 
 def split_corpus(
@@ -201,7 +201,7 @@ def held_out(total: int, fraction: float) -> int:
 
 
 def too_small(paths: list[Path], total: int) -> DataError:
-    """Words that a corpus has no two parts; returns the error for the caller to raise."""
+    """Makes the error for a corpus that is too small to be split, for the caller to raise."""
     return DataError(
         f"{paths[0]}{' and others' if paths[1:] else ''}: {total} bytes in too few documents to "
         f"hold some out for validation; add text or give data.validation"

@@ -1,4 +1,4 @@
-"""``prepare`` turns what the user named into two token files, once, and finds them ever after.
+"""``prepare`` turns the user's files into two token files once, and later finds them in a cache.
 
 ::
 
@@ -52,21 +52,21 @@ from halfstep.trainer.data.tokenizer import (
 )
 
 FORMAT_VERSION = 1
-"""Part of every cache name: raise it when the same input would give other files."""
+"""Part of every cache name; increase it when the same input would give different files."""
 FINGERPRINT_FILE = "fingerprint"
-"""Beside a cached tokenizer: the fingerprint it had when it was trained."""
+"""File beside a cached tokenizer, with the fingerprint that it had after training."""
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
 )
-"""Tests (many are not UTF-8 on purpose), what others installed, and ``ensurepip/_bundled``."""
+"""Folders of tests (many are deliberately not UTF-8), of installed packages, and of wheels."""
 ITEM_BYTES = 2
-"""Bytes of a token in nanoGPT's ``.bin`` files, which are used where they lie: raw little-endian
-uint16, no header, no copy. **Source:** nanoGPT ``data/openwebtext/prepare.py``, which writes them,
-and ``train.py``."""
+"""Bytes of a token in nanoGPT's ``.bin`` files, which are used in place without a copy: raw
+little-endian uint16 without a header. **Source:** nanoGPT ``data/openwebtext/prepare.py``, which
+writes them, and ``train.py``."""
 
 
 def check_ids(span: Span, tokenizer: Tokenizer, progress: Progress = no_progress) -> TokenFile:
-    """Reads every token once and makes sure that the tokenizer knows it.
+    """Reads every token of a ``.bin`` file once and checks that the tokenizer has its id.
 
     ``text_bytes`` of the view is exact where the tokenizer knows the bytes of each id.
     """
@@ -102,10 +102,10 @@ def check_ids(span: Span, tokenizer: Tokenizer, progress: Progress = no_progress
 def standard_library(folder: Path | None = None) -> tuple[Source, ...]:
     """Lists the ``.py`` files of the standard library, a corpus that every user already has.
 
-    Their order, which never changes, is that of the SHA-256 of each relative path, so that the tail
-    that becomes validation is a fair sample of the library and not its letters x to z. Empty files
-    and those that are not UTF-8 are left out. ``folder`` is where to look, else in the Python that
-    runs this.
+    They are sorted by the SHA-256 of their relative paths, which is a fixed order and makes the
+    tail that becomes validation a fair sample of the library, not its letters x to z. Empty files
+    and those that are not UTF-8 are left out. ``folder`` is where to look, by default in the
+    running Python.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     ranked = {
@@ -133,13 +133,13 @@ def _is_text(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CorpusPart:
-    """What becomes train or validation: text, or one span of a ``.bin`` file."""
+    """The training or the validation part of a corpus: text, or one span of a ``.bin`` file."""
 
     field: str
     """Name for messages, ``data.train`` or ``data.validation``."""
     spans: tuple[Span, ...]
     identity: str = ""
-    """Equal for equal text: the content hash of the corpus and which part of it this is."""
+    """Content hash of the corpus and which part of it this is; equal only for equal text."""
 
     @property
     def source_bytes(self) -> int:
@@ -149,7 +149,7 @@ class CorpusPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """All that training needs of the data."""
+    """The data as training needs it: two token files and the tokenizer."""
 
     train: TokenFile
     validation: TokenFile

@@ -1,9 +1,9 @@
-"""A prompt and its answers become parts of text, each either learned or only read.
+"""Writes a prompt and its answers as parts of text, each of which is either learned or only read.
 
-A part is tokenised by itself, so no token lies across the border of a prompt and its answer: what
-a model sees before an answer in training is, id by id, what generation will give it. Both come from
-``text_parts``. (Tokenised in one go, "Response:" and "Yes" could share a token that no prompt
-ends with.)
+A part is tokenised by itself, so that no token spans the border of a prompt and its answer: what
+the model sees before an answer in training is, id by id, what generation will give it. Both come
+from ``text_parts``. (Tokenised together, "Response:" and "Yes" could share a token with which no
+prompt ends.)
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ChatPart(NamedTuple):
     text: str
     learned: bool
     ends: bool = False
-    """Whether the end-of-text id follows; it is learned as the text is."""
+    """Whether the end-of-text id follows; it is learned if the text is."""
 
 
 def read_messages(value: object) -> Dialogue:

@@ -1,4 +1,4 @@
-"""What a user can ask of the data of a causal-LM fine-tuning, checked without reading any."""
+"""The configuration of the data of a causal-LM fine-tuning, checked without reading any."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InstructionsConfig:
     of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
     tokenizer's own, or vicuna where the tokenizer has none."""
     max_length: int = 1024
-    """Most tokens in a row, at least 2."""
+    """Maximal number of tokens in a row, at least 2."""
     packing: bool = True
     """Whether several documents share a row (without seeing each other) to save padding."""
     mask_prompt: bool = True

@@ -1,12 +1,12 @@
-"""Inputs of instructions become rows to train on; what was left out, and why, is told in notes.
+"""Turns instruction records into rows to train on; notes say what was left out, and why.
 
 Records come from every kind of file that ``records.py`` reads, and from datasets; any other text
-file is one document. What a record is shows in its fields, and every field has to be one of those
-of its format: a field that nobody reads is a mistake in most cases, and it changes what is learned.
+file is one document. A record's fields determine its format, and every field must belong to that
+format: a field that is not read is usually a mistake, and changes what is learned.
 
-Examples become ids and, beside each id, whether it is learned: flat arrays, no list per record. A
-document is ``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model
-is trained to write it; the first token of a document never is, as nothing stands before it.
+Examples become ids and, for each id, whether it is learned, in flat arrays. A document is
+``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model is trained to
+write it; the first token of a document never is, as nothing precedes it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from halfstep.trainer.data.records import (
 from halfstep.trainer.data.sources import find_sources
 
 Input: TypeAlias = Span | str
-"""A document, or part of one; or what ``open_records`` opens."""
+"""A document or part of one, or an input of ``open_records``."""
 ASKED = "data.format"
-"""Where a format comes from that the user gave by name."""
+"""The origin of a format that the user named, for messages."""
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
 """Suffixes that are plain text; with ``format = "text"`` other suffixes and tables are, too."""
 METADATA = frozenset(
@@ -81,9 +81,9 @@ class Shape(NamedTuple):
     """The fields of one kind of record."""
 
     format: str
-    """What ``auto`` takes it for."""
+    """The format that ``auto`` assigns to such records."""
     accepted: tuple[str, ...]
-    """Formats that may be asked for by name."""
+    """Formats under which such records are accepted when the user names one."""
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ KNOWN = frozenset(field for shape in SHAPES for field in (*shape.required, *shap
 
 
 class PlacedExample(NamedTuple):
-    """An example and where it stands."""
+    """An example and its place in the input."""
 
     place: str
     """``file:line``, the line of its first character; or ``dataset: row N``."""
@@ -112,14 +112,14 @@ class PlacedExample(NamedTuple):
 
 
 class LMTokenizer(Protocol):
-    """What fine-tuning needs to know of a tokenizer."""
+    """The interface of a tokenizer that fine-tuning needs."""
 
     eos_id: int
     """The id that ends an answer and a document."""
     bos_id: int | None
     """The id that starts a document, unless a chat template wrote it; None for none."""
     special_tokens: Sequence[str]
-    """Words that encoding turns into control tokens, so that data must not hold them."""
+    """Strings that encoding turns into control tokens, and so are not allowed in data."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids by itself, adding none and cutting nothing."""
@@ -132,18 +132,18 @@ class LMTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LMData:
-    """What a causal-LM fine-tuning trains and is evaluated on."""
+    """The training and evaluation data of a causal-LM fine-tuning."""
 
     train_rows: Rows
     dev_rows: Rows
     format: str
     """The format of all records, never ``auto``."""
     template: str
-    """The one used; ``prompt_ids`` takes it."""
+    """The template that was used; an argument of ``prompt_ids``."""
     sha256: str
-    """Of the ids, targets and borders of all rows: equal hashes train on equal rows."""
+    """Hash of the ids, targets and borders of all rows: equal hashes mean equal rows."""
     notes: tuple[str, ...]
-    """What was read, cut and left out, one line each, to be shown and kept with the run."""
+    """What was read, cut and left out, one line each, for the user."""
 
 
 def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: int) -> LMData:
@@ -190,7 +190,7 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
 def prompt_ids(
     prompt: str | Mapping[str, object], tokenizer: LMTokenizer, template: str
 ) -> list[int]:
-    """Encodes a prompt for generation with exactly the ids that stand before an answer in training.
+    """Encodes a prompt for generation into exactly the ids that precede an answer in training.
 
     After them the model writes its answer, up to ``eos_id`` (or the chat template's own end-of-turn
     token).
@@ -231,7 +231,7 @@ def _hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documen
 
 
 def _inputs(config: InstructionsConfig) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
-    """What to read for train and dev; dev is empty where documents are to be drawn."""
+    """Lists the inputs of train and dev; dev is empty if documents are to be held out of train."""
     train = find_inputs(config.train, "data.train", config.format)
     if config.dev:
         return train, find_inputs(config.dev, "data.dev", config.format)
@@ -301,7 +301,7 @@ def _prompt(prompt: str | Mapping[str, object]) -> Example:
 
 
 def _check(example: Example, special: re.Pattern[str] | None) -> None:
-    """Makes sure that an example is text and nothing but text."""
+    """Raises DataError if an example holds control tokens or cannot be written as UTF-8."""
     if isinstance(example, Pair):
         texts = [example.prompt, example.context, example.answer or ""]
     elif isinstance(example, Text):

@@ -1,7 +1,7 @@
-"""Encoded documents become rows: what is too long is cut, and several may share a row.
+"""Packs encoded documents into rows: long documents are cut, and several may share a row.
 
-A row is documents end to end, so that few positions are padding. Positions restart at 0 where a
-document begins, which is how a model tells them apart, and no document has a target in the next.
+A row holds documents end to end, so that few positions are padding. Position ids restart at 0 where
+a document begins, by which a model tells documents apart, and no target crosses into the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LMBatch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Encoded documents of any length, one behind the other."""
+    """Encoded documents of any length, concatenated in flat arrays."""
 
     ids: npt.NDArray[np.int32]
     """Shape (tokens,)."""

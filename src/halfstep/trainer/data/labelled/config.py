@@ -1,4 +1,4 @@
-"""What a user can ask of labelled texts, and what comes of it."""
+"""The configuration of labelled texts, and the classes of the data that are read by it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class LabelledConfig:
 
     train: tuple[str, ...] = ()
     """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
-    Empty only as long as nothing is read: ``read_labelled`` wants at least one."""
+    May be empty as long as nothing is read: ``read_labelled`` needs at least one."""
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
     dev_fraction: float = 0.1
     """Share of the training examples held out, in (0, 1); unused with ``dev``."""
     text_column: str = ""
-    """Name of the text's column, or its number counted from 1 in a table without header."""
+    """Name of the text's column, or its number, from 1, in a table without header."""
     label_column: str = ""
     """The same for the label; empty means: look for a usual name."""
     labels: tuple[str, ...] = ()

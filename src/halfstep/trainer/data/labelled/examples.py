@@ -1,4 +1,4 @@
-"""Texts become token ids once, kept end to end in one array, and rows are padded when needed."""
+"""Encodes texts once into one flat array of token ids, and pads rows of a batch when needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_TEXTS = 1024
 
 
 class TextTokenizer(Protocol):
-    """What encoding needs of a tokenizer."""
+    """The interface of a tokenizer that encoding needs."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids, with special tokens and not longer than the model allows."""

@@ -1,4 +1,4 @@
-"""Files of labelled texts become the training and the evaluation data of a classifier."""
+"""Turns files of labelled texts into the training and the evaluation data of a classifier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.trainer.data.random_bits import permutation
 from halfstep.trainer.data.records import read_json_rows, read_lines
 
 SHOWN = 20
-"""Names listed in a message."""
+"""Number of names that a message lists at most."""
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
@@ -97,7 +97,7 @@ def _known(
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
-    """Hashes names, texts and labels in order, every part with its length before it."""
+    """Hashes names, texts and labels in order, each prefixed by its length to be unambiguous."""
     digest = hashlib.sha256()
     for strings, labels in ((names, []), (train.texts, train.labels), (dev.texts, dev.labels)):
         digest.update(len(strings).to_bytes(8, "little"))
@@ -179,7 +179,7 @@ def _shown(names: Iterable[str]) -> str:
 def stratified_split(
     labels: Sequence[int], fraction: float, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Holds a share of the examples of every class out; the seed decides which.
+    """Holds out a share of the examples of every class; the seed decides which.
 
     Every class with two or more examples has at least one in each part; a class with one keeps it
     in train. Within these bounds the sizes are those of ``dev_sizes``.
@@ -206,18 +206,17 @@ def stratified_split(
 
 
 def dev_sizes(counts: Sequence[int], total: int) -> list[int]:
-    """Shares ``total`` places out among classes by the largest remainder, within bounds.
+    """Divides ``total`` held-out examples among classes by the largest remainder, within bounds.
 
-    Each class gets at least 1 and at most n - 1 of its n examples (none of a single one). The
-    shares add up to ``total`` as far as these bounds allow; of equal remainders the earlier class
-    comes first.
+    A class of n examples gets at least 1 and at most n - 1 (a class of one gets 0). The shares add
+    up to ``total`` as far as these bounds allow; among equal remainders, earlier classes win.
 
     **Source:** the method of largest remainders (Hamilton's apportionment).
     """
     examples = sum(counts)
     low = [1 if count >= 2 else 0 for count in counts]
     high = [max(count - 1, 0) for count in counts]
-    # Exact whole numbers throughout: the quota of a class is count * total / examples.
+    # Integer arithmetic throughout, to be exact: a class's quota is count * total / examples.
     sizes = [
         min(max(count * total // examples, least), most)
         for count, least, most in zip(counts, low, high, strict=True)

@@ -1,7 +1,8 @@
-"""Which examples a step trains on: a pure function, with similar lengths in a batch.
+"""Chooses the examples of each step, with similar lengths in a batch, as a pure function.
 
-Padding costs as much as text. An epoch is shuffled, cut into windows of ``WINDOW_BATCHES`` batches,
-each window is sorted by length and cut into batches, and the batches are shuffled.
+Similar lengths save padding, which costs as much as text. An epoch is shuffled and cut into windows
+of ``WINDOW_BATCHES`` batches; each window is sorted by length and cut into batches, and the batches
+are shuffled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from halfstep.trainer.data.random_bits import permutation
 Indices = npt.NDArray[np.int64]
 
 WINDOW_BATCHES = 50
-"""Batches sorted by length together: little padding is left, and who meets whom still changes.
+"""Number of batches sorted by length together: leaves little padding, yet batches vary by epoch.
 
 **Source:** ``LengthGroupedSampler`` of transformers, ``mega_batch_mult`` of at most 50.
 """
@@ -28,8 +29,8 @@ WINDOW_BATCHES = 50
 class EpochBatches:
     """The global batches of a training run; each epoch holds every example exactly once.
 
-    Nothing changes the object but a cache of orders, so every rank can ask for any step in any
-    order and a resumed run needs no loader state.
+    Its only state is a cache of orders, so every rank can ask for any step in any order, and a
+    resumed run needs no loader state.
     """
 
     def __init__(self, lengths: npt.ArrayLike, batch_size: int, seed: int) -> None:
@@ -38,18 +39,18 @@ class EpochBatches:
         self._seed = seed
         count = len(self._lengths)
         self.steps_per_epoch: int = -(-count // batch_size)
-        """Batches in an epoch; none is dropped and none is nearly empty."""
+        """Number of batches in an epoch; none is dropped and none is nearly empty."""
         # Cuts at i*n/S: sizes differ by at most one. Windows are whole batches, shared out alike.
         steps = self.steps_per_epoch
         self._starts: Indices = np.arange(steps + 1, dtype=np.int64) * count // steps
         windows = max(1, steps // WINDOW_BATCHES)
         cuts = self._starts[np.arange(1, windows, dtype=np.int64) * steps // windows]
         self._window = np.searchsorted(cuts, np.arange(count), side="right")
-        # Two epochs: who makes batches ahead asks for the next epoch while this one is still read.
+        # Cache two epochs, as batches made ahead are of the next epoch while this one is read.
         self._epoch = lru_cache(maxsize=2)(self._orders)
 
     def indices(self, step: int) -> Indices:
-        """Numbers of the examples in the global batch of a step, shortest first; a copy.
+        """Returns the example numbers of a step's global batch, shortest first, as a copy.
 
         Steps are counted from 0 over all epochs.
         """
@@ -59,7 +60,7 @@ class EpochBatches:
         return order[self._starts[batch] : self._starts[batch + 1]].copy()
 
     def _orders(self, epoch: int) -> tuple[Indices, Indices]:
-        """Orders the examples of an epoch, and its batches."""
+        """Computes the order of an epoch's examples, and that of its batches."""
         order = permutation("examples of an epoch", self._seed, epoch, len(self._lengths))
         lengths = self._lengths[order]
         # One sort for all windows; it is stable, so equal lengths stay shuffled.
@@ -80,13 +81,13 @@ def evaluation_batches(lengths: npt.ArrayLike, batch_size: int) -> list[Indices]
 def evaluation_shares(
     lengths: npt.ArrayLike, batch_size: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Indices, bool]]:
-    """A rank's batches of an evaluation, every ``ranks``-th; each rank gets as many.
+    """Deals every ``ranks``-th batch of an evaluation to this rank; each rank gets equally many.
 
-    There are at most ``most`` batches in all, spread evenly over all of them; 0 means all.
+    At most ``most`` batches are used, spread evenly over all of them; 0 means all.
 
     Yields:
-        Numbers of examples, and whether they count: where batches run out before ranks, a rank
-        gets one example that another rank has, so that all ranks run as often.
+        Numbers of examples, and whether they count: a rank without a last batch gets an example
+        that another rank has, so that all ranks run equally many forwards, as collectives require.
     """
     batches = evaluation_batches(lengths, batch_size)
     count = min(most, len(batches)) or len(batches)

@@ -1,6 +1,6 @@
-"""Inputs become texts, and their labels where they have some, each checked where it stands.
+"""Reads texts, and their labels where they have some, checking each with its place for errors.
 
-The columns are found by the names that people give them, or taken by name or number as asked.
+Columns are found by their usual names, or by the name or number that the user gives.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ STREAM = "standard input"
 
 
 class Column(NamedTuple):
-    """What to look for."""
+    """A column to look for in the records."""
 
     what: str
-    """``text`` or ``label``; ``--text-column`` sets the one."""
+    """``text`` or ``label``, as in the option ``--text-column``."""
     given: str
-    """Name or number that was asked for; empty means: look for a usual name."""
+    """Name or number given by the user; empty means: look for a usual name."""
     usual: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class NamedTexts:
-    """Texts with the names of their labels, of one or several inputs."""
+    """Texts with the names of their labels, from one or several inputs."""
 
     texts: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     first: dict[str, str] = field(default_factory=dict)
-    """Where each label stands for the first time, as messages word it."""
+    """Label to the place where it first occurs, for messages."""
     dropped: int = 0
-    """Empty texts that were left out."""
+    """Number of empty texts that were left out."""
 
 
 def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:

@@ -1,7 +1,7 @@
-"""GPT-2 folders of Hugging Face, both ways: ``config.json`` and ``model.safetensors``.
+"""Reads and writes Hugging Face GPT-2 folders: ``config.json`` and ``model.safetensors``.
 
-Only safetensors is read. A pickle (``pytorch_model.bin``) can run code and is never opened. It is
-done by name and without ``transformers``, whose import would take most of a short generation.
+Only safetensors files are read: a pickle (``pytorch_model.bin``) can run code and is never opened.
+``transformers`` is not used, as importing it would take most of the time of a short generation.
 
 Shapes: C width, H heads, D width of a head (C = H D).
 """
@@ -39,20 +39,20 @@ def load_gpt2(
     dropout: float | None = None,
     activation_checkpointing: bool = False,
 ) -> GPT:
-    """The GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
+    """Load the GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
 
-    Weights of 16 bits are widened, which is exact.
+    16-bit weights are widened, which is exact.
 
     Args:
-        folder: With ``config.json`` and ``model.safetensors`` (or the shards that
+        folder: Holds ``config.json`` and ``model.safetensors`` (or the shards that
             ``model.safetensors.index.json`` names).
-        dropout: Instead of the file's; None takes the file's.
+        dropout: Replaces the file's dropout; None keeps it.
         activation_checkpointing: See :class:`GPTConfig`.
 
     Raises:
-        CheckpointError: A file is missing, damaged or a pickle; the network is one that our GPT is
-            not (the key is named); a tensor is missing, surplus, not finite, or of wrong shape or
-            dtype (file and tensor are named).
+        CheckpointError: If a file is missing, damaged or a pickle; if :class:`GPT` cannot compute
+            this network (the message names the key); or if a tensor is missing, surplus, not
+            finite, or of wrong shape or dtype (the message names file and tensor).
     """
     folder = Path(folder)
     require_plain_files(folder)
@@ -70,7 +70,7 @@ def load_gpt2(
         if name in found:
             raise CheckpointError(f"{folder}: tensor {full_name!r} is there twice")
         found[name] = tensor
-    # A model far larger than its weights is refused before anything of it is built.
+    # Check a few shapes before building, as config.json may claim a far larger model.
     last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
     tables = {"wte.weight": config.vocab_size, "wpe.weight": config.block_size}
     for name, rows in tables.items():
@@ -100,19 +100,19 @@ def load_gpt2(
 def save_gpt2(
     model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Writes a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
+    """Write a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
 
-    The folder appears complete or not at all: it is written under another name beside, synced to
-    the disk, then renamed.
+    The folder appears complete or not at all: it is written under another name, synced to the disk,
+    then renamed.
 
     Args:
-        model: With all its parameters on this process (not sharded).
+        model: The model, with all its parameters in this process (not sharded).
         folder: Must not exist, or be empty.
-        dtype: Of the written weights: float32, bfloat16 or float16.
+        dtype: Dtype of the written weights: float32, bfloat16 or float16.
 
     Raises:
-        CheckpointError: The folder is not empty or cannot be written; or a weight is not finite,
-            in the model or after rounding to ``dtype`` (the tensor is named).
+        CheckpointError: If the folder is not empty or cannot be written, or if a weight is not
+            finite, in the model or after rounding to ``dtype`` (the message names the tensor).
     """
     folder = Path(folder)
     tensors = {}
@@ -128,14 +128,14 @@ def save_gpt2(
     with new_folder(folder) as temporary:
         write_gpt2_config(temporary / "config.json", model.config, dtype)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        # safetensors creates its file for the owner only; give it the permissions of its neighbour.
+        # safetensors makes its file readable by the owner only; copy config.json's permissions.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
 
 
 def _checked(
     folder: Path, name: str, found: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor; a CheckpointError where it cannot become a parameter without a loss."""
+    """Return a tensor, or raise CheckpointError if it cannot become a parameter exactly."""
     if name not in found:
         raise CheckpointError(
             f"{folder}: tensor 'transformer.{name}', which config.json means, is in none of its "
@@ -154,7 +154,7 @@ def _checked(
     return tensor
 
 
-# Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.
+# Reading and writing ``config.json``; settings that halfstep's GPT cannot honour are refused.
 
 
 _KEYS: dict[str, tuple[str, Any]] = {
@@ -168,7 +168,7 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "attn_pdrop": ("dropout", 0.1),
     "resid_pdrop": ("dropout", 0.1),
 }
-"""Our field of each key, and what a missing key means.
+"""Key of ``config.json`` to the field of GPTConfig and the value that a missing key means.
 
 **Source:** ``transformers.GPT2Config``, the same since version 2.
 """
@@ -180,7 +180,7 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-"""Other spellings. **Source:** ``GPT2Config.attribute_map``; n_ctx is that of older files."""
+"""Other spellings of keys. **Source:** ``GPT2Config.attribute_map``; n_ctx is in older files."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -193,21 +193,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
 }
-"""Keys that change the function the network computes, and the values for which it is ours.
+"""Keys that change the function which the network computes, and the values that GPT implements.
 
 A missing key means the first value, which is GPT2Config's default. gelu_pytorch_tanh is another
-name of the same tanh formula.
+name for the same tanh formula.
 """
 
 
 def read_config(
     file: Path, *, dropout: float | None = None, activation_checkpointing: bool = False
 ) -> GPTConfig:
-    """The shape that ``config.json`` describes; arguments as of :func:`load_gpt2`.
+    """Read the shape in ``config.json``; for arguments see :func:`load_gpt2`.
 
     Raises:
-        CheckpointError: The file cannot be read, describes another network, or holds a value that
-            our GPT cannot honour; the message names file, key and value.
+        CheckpointError: If the file cannot be read, describes another network, or holds a value
+            that halfstep's GPT cannot honour; the message names file, key and value.
     """
     found = read_json_object(file, "a GPT-2 folder has config.json and model.safetensors")
     if found.get("model_type") != "gpt2":
@@ -243,7 +243,7 @@ def read_config(
 
 
 def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The values of ``_KEYS``, under whichever spelling, defaults where absent."""
+    """Read the values of ``_KEYS`` under any of their spellings, with defaults where absent."""
     values = {key: default for key, (_, default) in _KEYS.items()}
     given: dict[str, str] = {}
     for spelling in (*_KEYS, *_ALIASES):
@@ -260,8 +260,8 @@ def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Writes what ``transformers`` needs to build the same network, with weights of this dtype."""
-    # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
+    """Write what ``transformers`` needs to build the same network, with weights of this dtype."""
+    # Only GPT-2's vocabulary has <|endoftext|> at 50256; by default, transformers assumes it there.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     dtype_name = str(dtype).removeprefix("torch.")
     content = {
@@ -282,9 +282,9 @@ def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# Where a parameter of our GPT is in a Hugging Face GPT-2, and how it lies there.
+# How parameters of halfstep's GPT map to Hugging Face's GPT-2, by name and by memory layout.
 #
-# Two differences beside the names: their ``Conv1D`` weights are ``(in, out)`` where ours are
+# Besides the names, two things differ: their ``Conv1D`` weights are ``(in, out)`` where ours are
 # ``(out, in)``, and their fused attention projection orders its outputs (q|k|v, head, D) where ours
 # orders (head, q|k|v, D) (see :class:`halfstep.trainer.models.gpt.gpt.CausalSelfAttention`).
 #
@@ -292,7 +292,7 @@ def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None
 
 
 IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-"""Causal masks that old files hold as buffers; they carry no information."""
+"""Names of causal masks, which old files hold as buffers; they carry no information."""
 
 _PARTS = {
     "attn_norm": "ln_1",
@@ -302,13 +302,13 @@ _PARTS = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-"""Modules of a block, ours to theirs."""
+"""Names of a block's modules, ours to theirs."""
 
 _CONV1D = re.compile(r"layers\.\d+\.(attn|mlp)\.\w+\.weight")
 
 
 def hf_name(name: str) -> str:
-    """Their name of our parameter, without ``transformer.`` in front.
+    """Translate our name of a parameter to theirs, without the prefix ``transformer.``.
 
     Example:
         >>> hf_name("layers.3.attn.qkv.weight")
@@ -322,13 +322,13 @@ def hf_name(name: str) -> str:
 
 
 def hf_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape that our parameter has in their file."""
+    """Return the shape that our parameter has in their file."""
     shape = tuple(parameter.shape)
     return shape[::-1] if _CONV1D.fullmatch(name) else shape
 
 
 def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Their tensor of our parameter ``name`` as a contiguous fp32 copy in our layout."""
+    """Convert their tensor of our parameter ``name`` to a contiguous fp32 copy in our layout."""
     if _CONV1D.fullmatch(name):
         tensor = tensor.t()
     if ".qkv." in name:
@@ -337,7 +337,7 @@ def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
 
 
 def to_hf(name: str, parameter: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Our parameter in their layout, in its own dtype; may be a view. The inverse of `from_hf`."""
+    """Convert our parameter to their layout, same dtype, maybe as a view; inverts `from_hf`."""
     if ".qkv." in name:
         parameter = torch.unflatten(parameter, 0, (n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
     return parameter.t() if _CONV1D.fullmatch(name) else parameter

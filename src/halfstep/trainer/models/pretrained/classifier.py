@@ -1,4 +1,4 @@
-"""Any Hugging Face encoder as a text classifier.
+"""Wraps any Hugging Face encoder as a text classifier.
 
 Shapes: B texts, T tokens, C classes.
 """
@@ -19,7 +19,7 @@ from halfstep.trainer.models.pretrained.folder import open_folder
 from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 IGNORED_LABEL = -1
-"""Label of a row that does not count: it only fills a batch."""
+"""Label of a row that only fills a batch and does not count."""
 ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count")."""
 
@@ -35,24 +35,24 @@ def open_classifier(
     revision: str = "",
     seed: int = 0,
 ) -> PretrainedClassifier:
-    """A pretrained encoder with a head for these classes, in fp32 on the CPU, in training mode.
+    """Load a pretrained encoder with a head for these classes, in fp32 on the CPU, in train mode.
 
-    The head is the folder's own where its ``id2label`` is ``names`` in order, else it is drawn
-    from ``seed``. Stored weights of 16 bits are widened, which is exact.
+    The head is the folder's own if its ``id2label`` equals ``names`` in order; otherwise it is
+    drawn from ``seed``. Stored 16-bit weights are widened, which is exact.
 
     Args:
         source: A folder or a hub name.
-        names: Of the classes, two or more, in the order of their labels.
+        names: Names of two or more classes, in the order of their labels.
         dropout: All the model's dropout probabilities; None keeps its own.
         class_weights: A weight for each class in the loss; None: 1.
-        label_smoothing: In [0, 1).
+        label_smoothing: Share in [0, 1) of each target that is spread over all classes.
         trust_remote_code: Let code that comes with the model run.
-        revision: Of a hub name.
-        seed: Of the new head; the caller's generators are not touched.
+        revision: Branch, tag or commit of a hub name.
+        seed: Seed of a new head; the caller's generators are not touched.
 
     Raises:
-        ConfigError: An argument, source or architecture that cannot be used.
-        CheckpointError: A damaged folder, or one that lacks weights of the encoder.
+        ConfigError: If an argument, the source or the architecture cannot be used.
+        CheckpointError: If the folder is damaged or lacks weights of the encoder.
     """
     names = _checked_names(names)
     weights_C = class_weights_tensor(class_weights, names)
@@ -80,13 +80,13 @@ def open_classifier(
 
 
 class PretrainedClassifier(Pretrained):
-    """A ``transformers`` classifier that gives loss sums.
+    """A ``transformers`` classifier with loss sums.
 
     Its dropout draws from torch's global generator, so its masks depend on how ranks share a batch.
 
     Attributes:
-        names: The classes.
-        new_parameters: Names in ``model`` that were drawn, not loaded.
+        names: Names of the classes.
+        new_parameters: Names of parameters in ``model`` that were drawn, not loaded.
     """
 
     def __init__(
@@ -102,26 +102,26 @@ class PretrainedClassifier(Pretrained):
         self.names = names
         self.label_smoothing = label_smoothing
         self.new_parameters = new_parameters
-        # No buffer: a policy that casts the module to 16 bits must not round the loss's weights.
+        # Not a buffer, because a policy that casts the module to 16 bits must not round them.
         self._class_weights_C = class_weights_C
 
     @property
     def head_is_new(self) -> bool:
-        """Whether the classes' weights were drawn rather than loaded."""
+        """Whether the classification head was drawn rather than loaded."""
         return any(".pooler." not in name for name in self.new_parameters)
 
     def forward(self, batch: ClassifierBatch) -> Tensor:
-        """The logits of a batch, ``(B, classes)``: :meth:`logits`."""
+        """Return the logits of a batch, ``(B, C)``, as :meth:`logits` does."""
         return self.logits(batch)
 
     def logits(self, batch: ClassifierBatch) -> Tensor:
-        """Logits ``(B, C)`` in fp32; labels of the batch are not looked at."""
+        """Compute logits ``(B, C)`` in fp32; the batch's labels are ignored."""
         ids_BT, mask_BT = batch[:2]
         out: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
         return out.float()
 
     def loss_sum(self, batch: ClassifierBatch) -> tuple[Tensor, Tensor]:
-        """Summed loss and summed weights of the batch's labels, two fp32 scalars."""
+        """Return the summed loss and the summed weights of the batch's labels, fp32 scalars."""
         logits_BC, weights_C = self.logits(batch), self._class_weights_C
         if weights_C is not None and weights_C.device != logits_BC.device:
             weights_C = self._class_weights_C = weights_C.to(logits_BC.device)
@@ -130,7 +130,7 @@ class PretrainedClassifier(Pretrained):
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The classes' names, or a ConfigError."""
+    """Return the classes' names, or raise ConfigError if they are not valid."""
     found = tuple(names)
     if len(found) < 2 or len(set(found)) < len(found) or not all(found):
         raise ConfigError(
@@ -139,14 +139,14 @@ def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-# The loss of a classifier, as a sum and what it is divided by.
+# The loss of a classifier, as a sum and its divisor.
 
 
 def class_weights_tensor(weights: Sequence[float] | None, labels: Sequence[str]) -> Tensor | None:
-    """Class weights as an fp32 tensor on the default device; None stays None.
+    """Make an fp32 tensor of class weights on the default device; None stays None.
 
     Raises:
-        ConfigError: Not one positive finite number a class.
+        ConfigError: If there is not one positive finite number per class.
     """
     if weights is None:
         return None
@@ -164,19 +164,19 @@ def classification_loss(
     class_weights_C: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy, summed, and the weights it is to be divided by, summed; in fp32 at least.
+    """Return the summed cross-entropy, and the summed weights that divide it; in fp32 at least.
 
-    Of several batches, sums divided by sums are the loss of one batch with all their rows, however
-    the rows were shared between ranks and micro-batches.
+    Added up over several batches, loss sum over weight sum is the loss of one batch with all their
+    rows, however the rows are shared between ranks and micro-batches.
 
     Args:
         logits_BC: (B, C), any floating dtype.
         labels_B: (B,) int64, 0 to C - 1, or -1 for rows that do not count.
         class_weights_C: (C,) weight of each class; None: 1.
-        label_smoothing: Share of the target spread evenly over all classes.
+        label_smoothing: Share of each target that is spread evenly over all classes.
 
     Returns:
-        Two scalars.
+        The loss sum and the weight sum, two scalars.
 
     **Source:** smoothing: Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016,
     section 7; weights as in ``torch.nn.CrossEntropyLoss``.

@@ -1,10 +1,9 @@
-"""Hugging Face's causal language models for fine-tuning: GPT-2, Llama, Qwen, Mistral, Gemma, ...
+"""Wraps Hugging Face's causal language models for fine-tuning: GPT-2, Llama, Qwen, Mistral, ...
 
-Only the positions with a target go through the head. Rows may hold several documents, kept apart
-by their positions, which restart at 0: ``transformers`` masks attention between such documents by
-itself where no mask and no cache is given (**Source:** ``find_packed_sequence_indices`` of
-``transformers.masking_utils``), but not in every architecture, which is why
-:meth:`PretrainedLM.check_packing` looks at what the model does.
+Only the positions with a target go through the head. Rows may hold several documents, kept apart by
+position ids that restart at 0: without a mask and a cache, ``transformers`` masks attention between
+such documents (**Source:** ``find_packed_sequence_indices`` of ``transformers.masking_utils``), but
+not in every architecture, which is why :meth:`PretrainedLM.check_packing` tests it.
 
 Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
 """
@@ -39,14 +38,14 @@ def open_causal_lm(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedLM:
-    """A pretrained causal language model in its stored dtype on the CPU, in training mode.
+    """Load a pretrained causal LM in its stored dtype on the CPU, in training mode.
 
-    Arguments are those of :func:`~halfstep.trainer.models.pretrained.classifier.open_classifier`,
-    and whether each layer's activations are computed anew in backward.
+    Arguments are those of :func:`~halfstep.trainer.models.pretrained.classifier.open_classifier`;
+    with ``gradient_checkpointing``, each layer's activations are recomputed in backward.
 
     Raises:
-        ConfigError: A source or architecture that cannot be used.
-        CheckpointError: A damaged folder, or one that lacks weights.
+        ConfigError: If the source or the architecture cannot be used.
+        CheckpointError: If the folder is damaged or lacks weights.
     """
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
     model_class = folder.model_class("AutoModelForCausalLM", "causal language model")
@@ -61,7 +60,7 @@ def open_causal_lm(
         )
     dtype = stored_dtype(folder.tensors)
     model, _ = load_weights(folder, model_class, dtype, dropout=dropout)
-    for module in model.modules():  # it would look at the ids of each step, on their device
+    for module in model.modules():  # the check would read the ids of each step from the device
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _no_warning
     if gradient_checkpointing:
@@ -71,22 +70,22 @@ def open_causal_lm(
 
 
 class PretrainedLM(Pretrained):
-    """A ``transformers`` causal LM that gives loss sums; ``stored_dtype`` is its folder's."""
+    """A ``transformers`` causal LM with loss sums; ``stored_dtype`` is that of its folder."""
 
     def __init__(self, model: Any, stored_dtype: torch.dtype) -> None:
         super().__init__(model)
         self.stored_dtype = stored_dtype
-        # What must be known of the bare model, before adapters or sharding wrap it.
+        # Determined on the bare model, before adapters or sharding wrap it.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.plain_head = _head_is_plain(model)
         self.explicit_mask = False
 
     def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """Loss and count of a batch: :meth:`loss_sum`."""
+        """Return the loss and count of a batch, as :meth:`loss_sum` does."""
         return self.loss_sum(batch)
 
     def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all targets and their number; never logits without a target.
+        """Return the summed loss of all targets and their number, without computing other logits.
 
         Args:
             batch: ids, targets and positions, each ``(B, T)`` int64. A target of -100 is not
@@ -99,8 +98,8 @@ class PretrainedLM(Pretrained):
         counted_BT = targets_BT != IGNORE_INDEX
         targets_N = targets_BT[counted_BT]
         head = self.core.get_output_embeddings()
-        # The head's owner is not asked to call it alone: what stands before it (a projection) and
-        # after it (softcapping, a factor) differs between architectures, and runs as it is.
+        # Hook the head instead of calling it: what comes before it (a projection) and after it
+        # (softcapping, a factor) differs between architectures, and must run too.
         fused = self.plain_head and type(head) is nn.Linear and head.bias is None
         rows: list[Tensor] = []
 
@@ -120,21 +119,21 @@ class PretrainedLM(Pretrained):
         return loss, counted_BT.sum()
 
     def logits(self, ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        """Logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
+        """Compute logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return self._run(ids_BT, positions_BT).float()
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Makes sure that documents in one row do not see each other; call before sharding.
+        """Check that documents in one row do not see each other; call before sharding.
 
-        Two rows differ in their first document only: the second document's logits must not. And
-        they must be those that the document has alone. Where ``transformers``' own mask fails that,
-        an explicit one is tried.
+        Two rows differ in their first document only: the logits of their second document must be
+        equal, and equal to those of the document alone. If ``transformers``' own mask fails that,
+        an explicit mask is tried.
 
         Raises:
-            ConfigError: The architecture cannot keep documents apart.
+            ConfigError: If the architecture cannot keep documents apart.
         """
         training, failed = self.training, None
         self.eval()
@@ -144,7 +143,7 @@ class PretrainedLM(Pretrained):
                     if self._documents_are_apart():
                         return
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    failed = error  # not every architecture takes a mask of four dimensions
+                    failed = error  # not every architecture accepts a 4-dim mask
         finally:
             self.train(training)
         self.explicit_mask = False
@@ -154,7 +153,7 @@ class PretrainedLM(Pretrained):
         ) from failed
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """The model's logits, in its own dtype."""
+        """Compute the model's logits, in its own dtype."""
         inputs: dict[str, Any] = {"use_cache": False}  # a cache would not keep documents apart
         if self.takes_positions:
             inputs["position_ids"] = positions_BT
@@ -164,7 +163,7 @@ class PretrainedLM(Pretrained):
         return logits
 
     def _mask(self, positions_BT: Tensor) -> Tensor:
-        """Who sees whom, ``(B, 1, T, T)``: causal, and only within a document."""
+        """Make the attention mask ``(B, 1, T, T)``: causal, and only within a document."""
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
         seen_B1TT = same_BTT.tril().unsqueeze(1)
@@ -176,7 +175,7 @@ class PretrainedLM(Pretrained):
         )
 
     def _documents_are_apart(self) -> bool:
-        """Whether a document's logits are its own, whatever stands before it in its row."""
+        """Whether a document's logits do not depend on what precedes it in its row."""
         weight = self.core.get_input_embeddings().weight
         ids = torch.arange(9, device=weight.device) % weight.shape[0]
         first, other, second = ids[:3], ids[3:6], ids[6:]
@@ -185,14 +184,15 @@ class PretrainedLM(Pretrained):
             self.logits(torch.cat([before, second])[None], positions_1T)[0, 3:]
             for before in (first, other)
         )
-        # Of one document, the model's own mask is right, and must be what the explicit one means.
+        # For a single document the model's own mask is right: compare the explicit one with it.
         explicit, self.explicit_mask = self.explicit_mask, False
         try:
             alone = self.logits(second[None], positions_1T[:, :3])[0]
         finally:
             self.explicit_mask = explicit
-        # One shape, one order of additions: what is masked adds exact zeros. Experts may sum in
-        # another order, hence a little air; alone, shapes differ and rounding with them.
+        # Both rows have the same shape, so sums have the same order, and masked positions add exact
+        # zeros; the small tolerance is for experts, which may sum in another order. A document
+        # alone has another shape, and so other rounding errors.
         size = float(alone.abs().max())
         eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
         leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
@@ -200,18 +200,18 @@ class PretrainedLM(Pretrained):
 
 
 def _no_warning(*_: Any) -> None:
-    """In place of ``transformers``' warning: padding follows the text here, so none sees it."""
+    """Replace ``transformers``' warning: causal attention never sees padding on the right."""
 
 
 def _autocast_eps(device_type: str) -> float:
-    """The spacing at 1 of what autocast computes in; 0 where it is off."""
+    """Return the spacing at 1 of autocast's dtype; 0 if autocast is off."""
     if not torch.is_autocast_enabled(device_type):
         return 0.0
     return torch.finfo(torch.get_autocast_dtype(device_type)).eps
 
 
 def _head_is_plain(model: Any) -> bool:
-    """Whether the logits are what the head puts out, nothing behind it; found without computing.
+    """Whether the logits are the head's unchanged output, found without computing anything.
 
     One token goes through the model with all tensors on the device "meta".
     """
@@ -226,18 +226,18 @@ def _head_is_plain(model: Any) -> bool:
     try:
         with quiet(), torch.no_grad(), torch.device("meta"):
             inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
-            # With a mask of its own, transformers need not look at numbers that are not there.
+            # Given a mask, transformers need not read values, which meta tensors do not have.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             inputs["use_cache"] = False
             out = torch.func.functional_call(model, state, (), inputs)
-    except Exception:  # an architecture that looks at its numbers: then the long way is right too
+    except Exception:  # the architecture reads values; False is always right, only slower
         return False
     finally:
         hook.remove()
     return len(outputs) == 1 and out.logits is outputs[0]
 
 
-# Text from a pretrained language model, through ``transformers``' own generation and cache.
+# Generation from a pretrained language model, through ``transformers``' own generate and cache.
 
 
 @torch.no_grad()
@@ -252,16 +252,16 @@ def generate_ids(
     seed: int = 0,
     ends: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """The ids that the model writes after a prompt; the same seed gives the same ones.
+    """Generate ids after a prompt; the same seed gives the same ids.
 
-    How the model's author means it to generate (``generation_config.json``) is not used; what is
-    asked for here is all. The global random state is as before afterwards. Fewer ids are written
-    where the model's positions end, or one of ``ends``, which is left out; the other arguments
-    mean what they mean for a GPT: :func:`~halfstep.trainer.models.language_model.generate`.
+    The model's own ``generation_config.json`` is ignored: only these arguments count. The global
+    random state is restored afterwards. Generation stops early at the end of the model's positions,
+    or after one of ``ends``, which is not returned; for the other arguments see
+    :func:`~halfstep.trainer.models.language_model.generate`.
 
     Raises:
-        ConfigError: An argument is out of range, or the prompt leaves no position to write at.
-        NonFiniteError: The model's logits hold NaN or inf.
+        ConfigError: If an argument is out of range, or the prompt leaves no position to write at.
+        NonFiniteError: If the model's logits hold NaN or inf.
     """
     check_drawing(max_new_tokens, temperature, top_k, top_p)
     if not 0 <= seed < 2**63:
@@ -282,7 +282,7 @@ def generate_ids(
     config = transformers.GenerationConfig(
         max_new_tokens=room,
         do_sample=temperature > 0,
-        pad_token_id=0,  # one row needs none, but transformers asks
+        pad_token_id=0,  # unused for one row, but transformers requires it
         use_cache=True,
         **(
             {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
@@ -317,14 +317,14 @@ def generate_ids(
 
 
 class _Ends:
-    """Says that a row is done when it ends with one of some sequences of ids."""
+    """Stopping criterion: a row is done when it ends with one of the given sequences of ids."""
 
     def __init__(self, start: int, ends: Sequence[Sequence[int]]) -> None:
         self._start = start
         self._ends = [list(end) for end in ends if end]
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Whether each row is done, as a boolean tensor ``(B,)``."""
+        """Return whether each row is done, as a boolean tensor ``(B,)``."""
         rows = ids_BT[:, self._start :].tolist()
         done = [any(row[-len(end) :] == end for end in self._ends) for row in rows]
         return torch.tensor(done, device=ids_BT.device)

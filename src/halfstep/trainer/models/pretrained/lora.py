@@ -1,4 +1,4 @@
-"""LoRA adapters put on a language model, or read from a folder, through ``peft``."""
+"""Adds LoRA adapters to a language model, or reads them from a folder, through ``peft``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LoraLM", "MergeLoss", "add_lora", "open_adapted_lm"]
 
 ALL_LINEAR = "all-linear"
 _OTHER_WAYS = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "use_rslora")
-"""Settings of adapter_config.json that change the function or the scale; not honoured."""
+"""Settings in adapter_config.json that change an adapter's function or scale; not supported."""
 
 
 def add_lora(
@@ -38,19 +38,19 @@ def add_lora(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> LoraLM:
-    """The model with adapters beside its linear layers; the model given is changed in place.
+    """Put adapters beside a model's linear layers; the given model is changed in place.
 
     Args:
-        lm: With all its parameters in the stored dtype.
+        lm: The model, with all its parameters in the stored dtype.
         r: Rank of the adapters, 1 or more.
         alpha: The update is ``alpha / r`` times the product.
-        dropout: Before the adapters, in [0, 1).
-        targets: Last parts of the names of layers; ``("all-linear",)`` is all but the head; ()
-            is what ``peft`` takes for the architecture.
-        seed: Of the adapters' first weights; the caller's generators are not touched.
+        dropout: Dropout probability before the adapters, in [0, 1).
+        targets: Last parts of the names of layers; ``("all-linear",)`` means all but the head; ()
+            means the default of ``peft`` for the architecture.
+        seed: Seed of the adapters' initial weights; the caller's generators are not touched.
 
     Raises:
-        ConfigError: A target that no layer has; the message lists those that exist.
+        ConfigError: If a target matches no layer; the message lists those that exist.
     """
     peft = require_library("peft")
     layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
@@ -88,14 +88,14 @@ def add_lora(
 def open_adapted_lm(
     folder: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str = ""
 ) -> LoraLM:
-    """A saved adapter on the base that it names, ready to go on training.
+    """Load a saved adapter and the base model that it names, ready to be trained further.
 
     ``folder`` has ``adapter_config.json`` and ``adapter_model.safetensors``, or is a hub name;
-    ``revision`` is the base's.
+    ``revision`` is that of the base model.
 
     Raises:
-        ConfigError: No base, or a kind of adapter other than plain LoRA.
-        CheckpointError: A file is missing or damaged, or does not fit the base.
+        ConfigError: If no base is named, or the adapter is not plain LoRA.
+        CheckpointError: If a file is missing or damaged, or does not fit the base.
     """
     peft = require_library("peft")
     folder = resolve_source(folder, trust_remote_code=False)
@@ -141,7 +141,7 @@ def open_adapted_lm(
 
 
 def _linears(core: Any) -> list[str]:
-    """Names of the matrices that adapters can stand beside: Conv1D is GPT-2's linear layer."""
+    """List the names of layers that can have adapters; Conv1D is GPT-2's linear layer."""
     return [
         name
         for name, module in core.named_modules()
@@ -151,8 +151,8 @@ def _linears(core: Any) -> list[str]:
 
 # LoRA: small fp32 adapters beside the frozen linear layers of a language model, through ``peft``.
 #
-# The base stays in its stored dtype, bit for bit; the adapters are what the optimizer sees. A merge
-# is computed in fp32 and says what rounding to the written dtype takes from it.
+# The base stays in its stored dtype, bit for bit; only adapters are optimized. A merge is computed
+# in fp32, and reports what is lost by rounding to the written dtype.
 #
 # **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
 # section 4.1: ``W + (alpha / r) B A``.
@@ -165,13 +165,13 @@ ADAPTER_NAME = "default"
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """What rounding the merged weights to the written dtype took from them."""
+    """What was lost by rounding merged weights to the dtype in which they were written."""
 
     dtype: torch.dtype
     max_error: float
     """Largest distance of a written weight from the exact sum of base and update."""
     vanished: float
-    """Share of the updates that are not 0 and left the rounded weight where it was."""
+    """Share of the nonzero updates that left the rounded weight unchanged."""
 
     def __str__(self) -> str:
         """One line for a log."""
@@ -182,14 +182,14 @@ class MergeLoss:
 
 
 class LoraLM(PretrainedLM):
-    """A causal LM with adapters: they are fp32 and train, the base is frozen as it was stored.
+    """A causal LM with fp32 adapters that are trained, on a base frozen in its stored dtype.
 
     Attributes:
-        last_merge: What the last ``save_(..., merge=True)`` lost; None before one.
+        last_merge: What the last ``save_(..., merge=True)`` lost; None before the first.
     """
 
     def __init__(self, lm: PretrainedLM, peft_model: Any) -> None:
-        nn.Module.__init__(self)  # what is known of the bare model stays so
+        nn.Module.__init__(self)  # then copy what was determined on the bare model
         known = {name: value for name, value in vars(lm).items() if name not in vars(self)}
         vars(self).update(known)
         self.model = peft_model
@@ -198,7 +198,7 @@ class LoraLM(PretrainedLM):
 
     @property
     def core(self) -> Any:
-        """The ``transformers`` module, in which adapters stand in place of linear layers."""
+        """The ``transformers`` module, whose linear layers have been replaced by adapted ones."""
         return self.model.base_model.model
 
     def save_(
@@ -208,11 +208,11 @@ class LoraLM(PretrainedLM):
         merge: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the adapter for ``peft``, or the whole model with the adapter added in.
+        """Write the adapter for ``peft``, or the whole model with the adapter merged in.
 
-        As :meth:`Pretrained.save_`. With ``merge`` the whole model is written, without adapters,
-        and ``last_merge`` then says what it lost. ``dtype`` None means the base's for a merge, fp32
-        for an adapter.
+        For arguments see :meth:`Pretrained.save_`. With ``merge`` the whole model is written,
+        without adapters, and ``last_merge`` then says what was lost. ``dtype`` None means the
+        base's dtype for a merge, fp32 for an adapter.
         """
         every = all_parameters(self.model, weights)
         if merge:
@@ -245,7 +245,7 @@ class LoraLM(PretrainedLM):
     def _save_merged(
         self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None
     ) -> None:
-        """Adds the adapters into the base in fp32, rounds once, writes, and keeps the account."""
+        """Add the adapters to the base in fp32, round once, write, and record the loss."""
         target = self.stored_dtype if dtype is None else dtype
         names = {id(p): n for n, p in self.model.named_parameters()}
         merged: dict[int, Tensor] = {}
@@ -276,6 +276,6 @@ class LoraLM(PretrainedLM):
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """The layers that have an adapter."""
+    """Return the layers that have an adapter."""
     modules: list[Any] = list(model.modules())
     return [m for m in modules if hasattr(m, "lora_A") and ADAPTER_NAME in m.lora_A]

@@ -1,4 +1,4 @@
-"""Tensors into ``transformers`` models and out again, with nothing drawn or dropped in silence."""
+"""Loads tensors into ``transformers`` models and saves them, with no silent init or drop."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from halfstep.trainer.models.pretrained.hub import quiet, require_library
 
 _GENERATION = "generation_config.json"
 _SLACK = 10**8
-"""Weights that a model may have beyond three times the stored ones: a new head's."""
+"""Elements that a model may have beyond three times the stored ones, to allow for a new head."""
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
 class Pretrained(nn.Module):
-    """A ``transformers`` model under the loss of a task; parameters are ``model.<their name>``.
+    """A ``transformers`` model with a task's loss; parameters are named ``model.<their name>``.
 
     Attributes:
-        model: The ``transformers`` module.
+        model: The ``transformers`` module, perhaps wrapped.
         model_class: Its class, before anything wraps it.
-        max_length: Most tokens of a row, special ones included; None: no fixed number.
+        max_length: Maximal tokens of a row, special ones included; None: no fixed limit.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,7 +47,7 @@ class Pretrained(nn.Module):
         return self.model
 
     def blocks(self) -> list[nn.Module]:
-        """The layers in order: what to shard one by one."""
+        """Return the layers in order, to be sharded one by one."""
         return repeated_blocks(self.core)
 
     def save_(
@@ -57,16 +57,17 @@ class Pretrained(nn.Module):
         merge: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes a folder that ``from_pretrained`` and the function that opened this one read.
+        """Write a folder that ``from_pretrained`` and the function that opened this model read.
 
         Args:
             folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-            merge: Without adapters there is nothing to merge; either value means the same.
-            dtype: Of the written weights; None keeps those of ``weights``.
+            weights: Tensors by parameter name; missing ones are taken from this module.
+            merge: Ignored, as there are no adapters to merge.
+            dtype: Dtype of the written weights; None keeps those of ``weights``.
 
         Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+            CheckpointError: If the folder cannot be written, or a weight is not finite in
+                ``dtype``.
         """
         every = all_parameters(self.model, weights)
         names = {id(p): f"model.{n}" for n, p in self.model.named_parameters()}
@@ -86,27 +87,27 @@ def load_weights(
     head: Literal["needed", "kept", "new"] = "needed",
     seed: int = 0,
 ) -> tuple[Any, tuple[str, ...]]:
-    """A model with the folder's tensors; those of a head that it lacks are drawn from ``seed``.
+    """Build a model with the folder's tensors; a head that it lacks is drawn from ``seed``.
 
-    The caller's generators are left as they are. ``transformers`` is given the tensors and not the
-    folder: it does the renaming, splitting and tying that an architecture asks for.
+    The caller's generators are not touched. ``transformers`` gets the tensors, not the folder, and
+    does the renaming, splitting and tying that the architecture needs.
 
     Args:
-        folder: What to load.
-        model_class: What to build.
-        dtype: Of the parameters.
+        folder: The checked folder to load.
+        model_class: The ``transformers`` class to build.
+        dtype: Dtype of the parameters.
         dropout: All the model's dropout probabilities; None keeps its own.
-        head: Whether the folder must have one, may have one, or a new one is wanted.
-        seed: Of what is drawn.
+        head: Whether the folder must have a head, may have one, or a new one is wanted.
+        seed: Seed of the drawn parameters.
 
     Returns:
-        The ``transformers`` model in evaluation mode on the CPU, and the parameters that were
-        drawn, sorted.
+        The ``transformers`` model in evaluation mode on the CPU, and the sorted names of the
+        parameters that were drawn.
 
     Raises:
-        CheckpointError: A tensor is missing, has another shape than its parameter, or holds NaN or
-            inf.
-        ConfigError: The model cannot be built.
+        CheckpointError: If a tensor is missing, has another shape than its parameter, or holds NaN
+            or inf.
+        ConfigError: If the model cannot be built.
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
@@ -121,7 +122,7 @@ def load_weights(
             config=folder.config,
             state_dict=kept,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # which is reported by name below
+            ignore_mismatched_sizes=True,  # reported by name below
             output_loading_info=True,
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
@@ -146,7 +147,7 @@ def load_weights(
             raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
-            module.p = dropout  # of layers that no setting names
+            module.p = dropout  # also in layers that no setting of the config covers
     model.name_or_path = model.config.name_or_path = folder.name
     if model.can_generate() and (folder.folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder.folder)
@@ -154,7 +155,7 @@ def load_weights(
 
 
 def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
-    """The model on torch's ``meta`` device, unless it means far more weights than are stored."""
+    """Build the model on the ``meta`` device; refuse far more weights than are stored."""
     with _built(folder, model_class), torch.device("meta"):
         model = model_class(folder.config)
     wanted = sum(parameter.numel() for parameter in model.parameters())
@@ -169,7 +170,7 @@ def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
 
 @contextmanager
 def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
-    """Turns whatever ``transformers`` raises while it builds a model into a ConfigError."""
+    """Turn whatever ``transformers`` raises while it builds a model into a ConfigError."""
     try:
         with quiet():
             yield
@@ -180,7 +181,7 @@ def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
 
 
 def _generation_config(folder: Path) -> Any:
-    """How the model's author means it to generate; no entry may stand in place of a method."""
+    """Read the folder's generation settings, without entries that would replace a method."""
     settings = require_library("transformers").GenerationConfig
     found = {
         key: value
@@ -195,7 +196,7 @@ def _generation_config(folder: Path) -> Any:
 
 
 def set_dropout(config: Any, dropout: float) -> None:
-    """Sets every dropout probability of a ``transformers`` config, attention's too."""
+    """Set every dropout probability of a ``transformers`` config, attention's too."""
     for key, value in config.to_dict().items():
         words = key.split("_")
         named = key in _DROPOUTS or any(w in ("dropout", "pdrop") for w in words)
@@ -205,10 +206,10 @@ def set_dropout(config: Any, dropout: float) -> None:
 
 
 def repeated_blocks(model: Any) -> list[nn.Module]:
-    """The layers of a model in order: what to shard or checkpoint one by one.
+    """Return the layers of a model in order, to be sharded or checkpointed one by one.
 
-    They are the modules that ``transformers`` must not split, as far as they stand in a list;
-    where it names none, the members of the longest list of modules.
+    They are the members of module lists that ``transformers`` names in ``_no_split_modules``; if it
+    names none, the members of the longest module list.
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -229,17 +230,17 @@ def save_model(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a folder for ``from_pretrained``: ``config.json`` and safetensors.
+    """Write a folder for ``from_pretrained``: ``config.json`` and safetensors.
 
     Args:
-        model_class: Of the model, before anything wrapped it.
-        model: For its config and generation config.
-        tensors: By the names of ``model_class``'s ``state_dict``; tied ones are one object.
+        model_class: Class of the model, before anything wrapped it.
+        model: The model, for its config and generation config.
+        tensors: Tensors by names of ``model_class``'s ``state_dict``; tied ones are one object.
         folder: Must not exist, or be empty; appears complete or not at all.
-        dtype: Of the floating tensors; None keeps theirs.
+        dtype: Dtype of floating tensors; None keeps theirs.
 
     Raises:
-        CheckpointError: The folder is not empty or cannot be written, or a tensor is not finite
+        CheckpointError: If the folder is not empty or cannot be written, or a tensor is not finite
             (in ``dtype``).
     """
     cast: dict[int, Tensor] = {}
@@ -275,10 +276,10 @@ def save_model(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under another name beside, which gets its name when the block ends without error.
+    """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
 
     Raises:
-        CheckpointError: ``folder`` exists and is not empty, or cannot be written.
+        CheckpointError: If ``folder`` exists and is not empty, or cannot be written.
     """
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
@@ -297,10 +298,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def all_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` by parameter name with ``model.`` in front; those it lacks are the module's own.
+    """Complete ``weights``, whose names begin with ``model.``, by the module's own parameters.
 
     Raises:
-        CheckpointError: ``weights`` has a name that is no parameter.
+        CheckpointError: If ``weights`` has a name that is not a parameter.
     """
     own = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     unknown = sorted(set(weights) - set(own))
@@ -310,9 +311,9 @@ def all_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def position_limit(model: Any) -> int | None:
-    """How many tokens, special ones included, a model has positions for; None: no fixed number.
+    """Return the number of positions for a text's tokens, special ones included; None: no limit.
 
-    RoBERTa and its kin number positions from ``padding_idx + 1``, which is lost to the text.
+    RoBERTa and its relatives number positions from ``padding_idx + 1``, so they have fewer.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe")):
