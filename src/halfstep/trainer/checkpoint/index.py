@@ -202,7 +202,7 @@ def _entry(raw: Any, section: str, files: Collection[str], what: str) -> Entry:
     if not isinstance(raw["dtype"], str) or raw["dtype"] not in DTYPES:
         raise CheckpointError(f"{what}: dtype {raw['dtype']!r}; allowed: {', '.join(DTYPES)}")
     if not isinstance(raw["pieces"], list):
-        raise CheckpointError(f"{what}: its pieces are no list: the manifest is damaged")
+        raise CheckpointError(f"{what}: its pieces are not a list: the manifest is damaged")
     pieces = tuple(
         _piece(part, shape, section, files, f"{what}, piece {number}")
         for number, part in enumerate(raw["pieces"])
