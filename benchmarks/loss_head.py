@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from common import save, summary
 from halfstep.trainer.environment import keep_freed_memory
-from halfstep.trainer.models.losses.cross_entropy import linear_cross_entropy_sum
+from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
 
 N, D, V = 2048, 384, 8192
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +34,27 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 VOCABULARY = 50304  # 50257 rounded up to a multiple of 64, as GPT-2 training codes do
 
 
+def measured(make: Callable[[], Callable[[], None]], rounds: int, tokens: int) -> dict[str, float]:
+    """A variant's steps, timed with the device waited for, and the most memory that they took."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step = make()
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return {
+        **summary(times),
+        "tokens_per_second": tokens / summary(times)["median_seconds"],
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="gpt2")
@@ -46,9 +68,8 @@ def main() -> None:
         sys.exit("train_cuda: torch sees no CUDA device")
     device = torch.device("cuda", 0)
     config = load_config(arguments.config, [("model.vocab_size", VOCABULARY)])
-    length = config.block_size
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (arguments.rows, length + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (arguments.rows, config.block_size + 1), generator=generator)
     batches = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
 
     def build(policy: str = "fp32"):
@@ -86,29 +107,12 @@ def main() -> None:
         **{policy: (lambda p=policy: ours(p)) for policy in arguments.policies},
         "bare autocast bf16": lambda: bare(torch.bfloat16),
     }.items():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step = make()
-        for _ in range(3):
-            step()
-        times = []
-        for _ in range(arguments.rounds):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        del step
-        rows[name] = {
-            **summary(times),
-            "tokens_per_second": tokens[:, 1:].numel() / summary(times)["median_seconds"],
-            "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        }
+        rows[name] = measured(make, arguments.rounds, tokens[:, 1:].numel())
 
     name = torch.cuda.get_device_name(device)
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     with torch.device("meta"):
-        flops = GPT(config.model, seed=0).flops_per_token(length)
+        flops = GPT(config.model, seed=0).flops_per_token(config.block_size)
     gemm = gemm_flops_per_second(POLICIES["bf16-mixed"], device, size=8192)
     print(f"{name}: bf16 product {gemm / 1e12:.0f} TFLOP/s; {flops / 1e6:.0f} MFLOP per token")
     print(f"{'variant':<20} {'tokens/s':>10} {'MFU':>6} {'of GEMM':>8} {'peak GB':>8}")

@@ -1,8 +1,8 @@
 """An Accelerate loop in fp16 with halfstep's loss scaler: two changed lines, marked.
 
-A bag of words learns which standard-library package a docstring comes from. The scale starts far
-too high on purpose, so the first steps overflow: they are skipped, Accelerate knows it although the
-optimizer is fused, and the learning rate waits.
+A bag of words learns which standard-library package a docstring comes from. The loss scale starts
+far too high on purpose, so the first steps overflow. They are skipped, Accelerate notices although
+the optimizer is fused, and the learning-rate schedule waits.
 
 Run: python examples/accelerate_loop.py
      torchrun --nproc-per-node 2 examples/accelerate_loop.py
@@ -25,7 +25,7 @@ WORDS, LENGTH, BATCH, EPOCHS = 4096, 48, 32, 4
 
 
 def docstrings(package: str) -> list[str]:
-    """Those of a package's modules, classes and functions."""
+    """Collect the docstrings of a package's modules, classes and functions."""
     found = []
     for path in sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py")):
         if "test" not in str(path.relative_to(sysconfig.get_path("stdlib"))):
@@ -36,7 +36,7 @@ def docstrings(package: str) -> list[str]:
 
 
 def examples() -> torch.utils.data.TensorDataset:
-    """Hashed words and the package's number."""
+    """Turn a docstring into hashed words and the package's number."""
     rows, labels = [], []
     for label, package in enumerate(PACKAGES):
         for text in docstrings(package):
@@ -47,7 +47,7 @@ def examples() -> torch.utils.data.TensorDataset:
 
 
 class Bag(nn.Module):
-    """The mean of word vectors, and a small network over it."""
+    """A small network over the mean of word vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Bag(nn.Module):
         self.head = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, len(PACKAGES)))
 
     def forward(self, ids):
-        """Logits of each package."""
+        """Compute a logit for each package."""
         return self.head(self.words(ids).mean(dim=1))
 
 
@@ -72,7 +72,7 @@ def main() -> list[float]:
     losses = []
     for epoch in range(EPOCHS):
         for ids, labels in loader:
-            # on a CPU Accelerate has no fp16, so the loop says it
+            # on a CPU Accelerate has no fp16, so the loop enters autocast itself
             with torch.autocast("cpu", torch.float16, enabled=on_cpu):
                 logits = model(ids)
             loss = nn.functional.cross_entropy(logits.float(), labels)

@@ -1,9 +1,9 @@
 """The dynamic loss scale climbs until gradients overflow, halves, and loses one step each time.
 
 A small regression runs 400 steps of fp16-mixed with a scale that doubles after every 25 good steps
-(2,000 is the default; 25 shows it all in one picture). At step 200 one batch arrives multiplied by
-8,000. Look at the skipped steps: the scale falls, the loss of the next step goes on where it was,
-and no weight has seen an inf.
+(2,000 is the default; 25 shows everything in one figure). At step 200 one batch is multiplied by
+8,000. Look at the skipped steps: the scale falls, the next step's loss continues where it was, and
+no inf has reached a weight.
 
 Run: python examples/dynamic_scale.py [--out FOLDER]
 """
@@ -19,7 +19,7 @@ import halfstep
 
 STEPS, OUTLIER_STEP, OUTLIER = 400, 200, 8000.0
 POLICY = "compute=fp16,scale=dynamic,init_scale=1024,growth_interval=25"
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
@@ -41,13 +41,13 @@ def train() -> list[halfstep.StepResult]:
 
 
 def print_table(results: list[halfstep.StepResult]) -> None:
-    """One row for every step that changed the scale, and the last."""
+    """Make one row for every step that changed the scale, and for the last step."""
     print(
         f"{'step':>4}  {'event':<13}  {'scale':>6}  {'next':>6}  {'loss':>10}  {'|gradient|':>10}"
     )
     for step, result in enumerate(results, start=1):
         if result.next_loss_scale != result.loss_scale or step == len(results):
-            event = result.reason or "applied"  # why it was skipped, or that it was not
+            event = result.reason or "applied"  # why the step was skipped, if it was
             print(
                 f"{step:>4}  {event:<13}  {power(result.loss_scale):>6}  "
                 f"{power(result.next_loss_scale):>6}  {result.loss:>10.4g}  "
@@ -62,7 +62,7 @@ def power(scale: float) -> str:
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,6 +1,6 @@
 """A Fabric loop under a whole halfstep policy: three changed lines, marked.
 
-It learns the next byte of docstrings of Python's standard library, from the eight bytes before it.
+The model predicts the next byte of the standard library's docstrings from the eight bytes before.
 
 Run: python examples/fabric_loop.py [POLICY]
 """
@@ -21,7 +21,7 @@ CONTEXT, STEPS, BATCH = 8, 300, 64
 
 
 def text() -> torch.Tensor:
-    """The bytes of the docstrings of ``asyncio``."""
+    """Return the bytes of the docstrings of ``asyncio``."""
     documented = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib"), "asyncio").glob("*.py")):

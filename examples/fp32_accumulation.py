@@ -1,9 +1,9 @@
-"""Long sums need an fp32 accumulator: a 16-bit one drifts, and stops while terms still come.
+"""Long sums need an fp32 accumulator: a 16-bit one drifts, and then stops growing altogether.
 
 Look at the sums that stand still: once half the gap between neighbours is larger than the term,
-adding it changes nothing. So 4,096 ones make 2048 in fp16 and 256 in bf16. A matrix product is many
-such sums: with 16-bit operands and an fp32 accumulator its error stays where one final rounding
-puts it; with a 16-bit accumulator it grows with the length of the sum.
+adding it changes nothing. So 4,096 ones add up to 2048 in fp16 and 256 in bf16. A matrix product
+consists of such sums: with 16-bit operands and an fp32 accumulator its error is that of one final
+rounding; with a 16-bit accumulator it grows with the length of the sum.
 
 Run: python examples/fp32_accumulation.py [--out FOLDER]
 """
@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# Start, term, how often.
+# Start value, term, number of terms.
 SUMS = ((0.0, 1e-3, 1000), (4.0, 0.01, 256), (0.0, 1.0, 4096))
 LENGTHS = (16, 64, 256, 1024, 4096)
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 COLOURS = {"fp16": "#D55E00", "bf16": "#0072B2", "fp32": "#000000"}
 
 
 def running_sum(start: float, term: float, count: int, dtype: torch.dtype) -> list[float]:
-    """The accumulator after each addition; every addition rounds to ``dtype`` once."""
+    """Return the accumulator after each addition, each of which rounds to ``dtype`` once."""
     total, addend = torch.tensor(start, dtype=dtype), torch.tensor(term, dtype=dtype)
     totals = []
     for _ in range(count):
@@ -32,7 +32,7 @@ def running_sum(start: float, term: float, count: int, dtype: torch.dtype) -> li
 
 
 def product(a: torch.Tensor, b: torch.Tensor, accumulator: torch.dtype) -> torch.Tensor:
-    """16-bit (m, k) times (k, n), one k after the other, rounded to 16 bits at the end.
+    """Multiply 16-bit (m, k) by (k, n), adding one k at a time; round to 16 bits at the end.
 
     Each product of two 16-bit numbers is exact in fp32, so only the additions round.
     """
@@ -43,7 +43,7 @@ def product(a: torch.Tensor, b: torch.Tensor, accumulator: torch.dtype) -> torch
 
 
 def product_error(dtype: torch.dtype, length: int, accumulator: torch.dtype) -> float:
-    """Relative error of a product of positive numbers against fp64, as a Frobenius norm."""
+    """Measure the relative error of a product of positive numbers against fp64 (Frobenius norm)."""
     generator = torch.Generator().manual_seed(length)
     a = torch.rand(16, length, generator=generator).to(dtype)
     b = torch.rand(length, 16, generator=generator).to(dtype)
@@ -75,7 +75,7 @@ def print_products() -> dict[str, list[float]]:
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

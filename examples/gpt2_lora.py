@@ -1,8 +1,8 @@
-"""GPT-2 with LoRA in fp16: accumulated over micro-batches, clipped after unscaling, a plain loop.
+"""A plain loop for GPT-2 with LoRA in fp16: micro-batches accumulate, clipping follows unscaling.
 
-The base is frozen in fp16 and stays as it is, bit for bit; the adapters are fp32, so no update is
-lost. A small GPT-2 over bytes is made on the spot from docstrings of the standard library, and its
-adapters learn its source code; with --model, those of any GPT-2 folder do.
+The base model is frozen in fp16 and stays as it is, bit for bit; the adapters are fp32, so no
+update is lost. A small byte-level GPT-2 is first trained on docstrings of the standard library;
+adapters then learn the library's source code. With --model, the base is any GPT-2 folder.
 
 Run: python examples/gpt2_lora.py [--model FOLDER] [--policy fp16-mixed]
 """
@@ -24,21 +24,21 @@ MAX_NORM, BASE_STEPS, STEPS = 0.25, 120, 60
 
 
 def sources() -> list[str]:
-    """Source files of two packages."""
+    """Return the source text of two packages."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [path for name in ("asyncio", "email") for path in sorted(folder.glob(f"{name}/*.py"))]
     return [path.read_text(encoding="utf-8") for path in paths]
 
 
 def docstrings(text: str) -> str:
-    """Those of a module, its classes and functions."""
+    """Return the docstrings of a module, its classes and functions."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
     return "\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 def train(model, policy: str, ids: torch.Tensor, steps: int, rate: float) -> list:
-    """A step is MICRO_BATCHES times forward and backward, and one update with all of them."""
+    """Train: a step is MICRO_BATCHES forwards and backwards, and one update with all of them."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     precision = halfstep.Precision(policy, model, optimizer)
     generator = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ def train(model, policy: str, ids: torch.Tensor, steps: int, rate: float) -> lis
             with precision.autocast():
                 logits = model(window[:, :-1]).logits
             loss = functional.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
-            precision.backward(loss / MICRO_BATCHES)  # gradients of all micro-batches add up
+            precision.backward(loss / MICRO_BATCHES)  # gradients accumulate over micro-batches
         results.append(precision.step(max_norm=MAX_NORM))  # unscales, clips, updates; or skips
         if step % 20 == 0 or not results[-1].applied:
             last = results[-1]
@@ -62,7 +62,7 @@ def train(model, policy: str, ids: torch.Tensor, steps: int, rate: float) -> lis
 
 
 def small_base() -> GPT2LMHeadModel:
-    """A GPT-2 over bytes that has read the docstrings."""
+    """Train a small byte-level GPT-2 on the docstrings."""
     ids = torch.tensor(list("\n".join(map(docstrings, sources())).encode()))
     model = GPT2LMHeadModel(
         GPT2Config(

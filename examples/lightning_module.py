@@ -1,7 +1,7 @@
 """A LightningModule under a whole halfstep policy: two changed lines in the Trainer, marked.
 
-It learns from which package of Python's standard library a docstring comes. The policy's fp32
-masters and its loss scale are in Lightning's own checkpoint, and schedules hold on skipped steps.
+It learns which package of Python's standard library a docstring comes from. The policy's fp32
+masters and its loss scale are saved in Lightning's own checkpoint, and schedules hold on skips.
 
 Run: python examples/lightning_module.py [POLICY]
 """
@@ -21,14 +21,14 @@ from halfstep.integrations.lightning import HalfstepPrecision, StepLog
 from halfstep.optim import AdamW
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")
-LENGTH = 192  # bytes of a docstring that are read
+LENGTH = 192  # number of bytes read of each docstring
 # Lightning 2.6 with torch 2.13; and advice about loaders that a set in memory does not need.
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message=".*does not have many workers")
 
 
 def docstrings() -> tuple[TensorDataset, TensorDataset]:
-    """Bytes and package numbers of docstrings; every fourth is for validation."""
+    """Return docstrings' bytes and package numbers; every fourth is for validation."""
     rows, labels = [], []
     documented = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module
     for label, package in enumerate(PACKAGES):
@@ -49,7 +49,7 @@ def docstrings() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Classifier(pl.LightningModule):
-    """Windows of five bytes, and the strongest answer to each pattern."""
+    """A convolution over windows of five bytes, max-pooled over positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,23 +58,23 @@ class Classifier(pl.LightningModule):
         self.head = nn.Linear(96, len(PACKAGES))
 
     def forward(self, bytes_BT):
-        """Scores of the packages."""
+        """Compute a logit for each package."""
         windows = self.embedding(bytes_BT).unfold(1, 5, 2).flatten(2)
         return self.head(self.window(windows).relu().amax(dim=1))
 
     def training_step(self, batch, index):
-        """The mean loss of a batch, taken in fp32."""
+        """Compute the mean loss of a batch in fp32."""
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch, index):
-        """The share of right answers."""
+        """Log the accuracy on a validation batch."""
         hits = self(batch[0]).argmax(dim=1) == batch[1]
         self.log("accuracy", hits.float().mean(), on_epoch=True)
 
     def configure_optimizers(self):
-        """AdamW, down a cosine that moves with the steps."""
+        """Return AdamW with a cosine schedule that advances every step."""
         optimizer = AdamW(self.parameters(), lr=4e-3)
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

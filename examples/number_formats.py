@@ -1,9 +1,9 @@
 """A format with half the bits gives up range or precision, and fp8 gives up both.
 
-Look at where each format begins (its smallest positive number) and ends (its largest), and at the
-gap between neighbours: bf16 reaches as far as fp32 with gaps 2^16 times as wide, fp16 has gaps 2^13
-times as wide and a short reach. Below the smallest normal number the gap no longer shrinks with the
-number, so relative precision (on the right) is lost step by step before all is 0.
+Look at each format's smallest positive and its largest number, and at the gap between neighbours:
+bf16 has the range of fp32 with gaps 2^16 times as wide; fp16 has gaps 2^13 times as wide, but a
+short range. Below the smallest normal number the gap no longer shrinks with the number, so relative
+precision (on the right) is lost step by step until everything is 0.
 
 Run: python examples/number_formats.py [--out FOLDER]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halfstep.formats import FORMATS
 
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 COLOURS = {
     "fp32": "#000000",
     "tf32": "#56B4E9",
@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""halfstep.Trainer on a module, data and loss of one's own: digits, by a small convolution.
+"""halfstep.Trainer with your own module, data and loss: digits, classified by a small CNN.
 
 Run: python examples/own_module.py [POLICY]     (needs scikit-learn for its handwritten digits)
      torchrun --nproc-per-node 2 examples/own_module.py

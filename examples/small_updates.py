@@ -1,10 +1,10 @@
-"""Updates below half a gap vanish in bf16, unless something keeps what the rounding cuts off.
+"""Updates below half a gap vanish in bf16, unless something keeps what rounding cuts off.
 
 A weight of 1.0 gets 100 updates of 0.001 and should end at 1.1. Near 1 the gap between bf16 numbers
 is 2^-7 = 0.0078, so each update alone rounds to nothing. Look at the column "kept": plain bf16
 stays at 1.0; an fp32 master and the 16-bit remainder of bf16-split keep the fp32 sum bit for bit;
-a Kahan residual keeps nearly all of it; stochastic rounding keeps it on average, each run of it
-being off by a few gaps. But for fp32, the weight that the forward pass sees is bf16 in every case.
+a Kahan residual keeps nearly all of it; stochastic rounding keeps it on average, while each run is
+off by a few gaps. Except in the fp32 row, the weight that the forward pass sees is always bf16.
 
 Run: python examples/small_updates.py [--out FOLDER]
 """
@@ -14,18 +14,11 @@ from pathlib import Path
 
 import torch
 
-from halfstep.precision.masters.rounding import (
-    join,
-    kahan_join,
-    kahan_split,
-    random_bits,
-    round_stochastic,
-    split,
-)
+from halfstep.optim import SGD
 
 START, UPDATE, STEPS, SEEDS = 1.0, 1e-3, 100, 64
 TRUTH = START + STEPS * UPDATE
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 STYLES = {
     "fp32": ("#000000", "-"),
     "bf16": ("#D55E00", "-"),
@@ -38,38 +31,33 @@ BYTES = {"fp32": 4, "bf16": 2, "fp32 master": 6, "bf16-split": 4, "bf16-kahan": 
 
 
 def run() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Method to (weight, kept) after every step, fp64, (STEPS + 1, runs).
+    """Return, by method, (weight, kept) after every step, fp64, (STEPS + 1, runs).
 
     ``weight`` is what the forward pass sees, ``kept`` what the next update is added to. All methods
     have one run, stochastic rounding one for every seed.
     """
-    update = torch.tensor([UPDATE])
-    exact = torch.tensor([START])  # fp32, and the fp32 master
-    nearest = exact.bfloat16()
-    weight, remainder = split(exact)
-    kahan, residual = exact.bfloat16(), torch.zeros(1, dtype=torch.bfloat16)
-    stochastic = torch.full((SEEDS,), START, dtype=torch.bfloat16)
-    rows = {name: [] for name in BYTES}
-    for step in range(STEPS + 1):
-        rows["fp32"].append((exact, exact))
-        rows["bf16"].append((nearest, nearest))
-        rows["fp32 master"].append((exact.bfloat16(), exact))
-        rows["bf16-split"].append((weight, join(weight, remainder)))
-        rows["bf16-kahan"].append((kahan, kahan.float() + residual.float()))
-        rows["bf16-sr"].append((stochastic, stochastic))
-        exact = exact + update
-        nearest = (nearest.float() + update).bfloat16()
-        weight, remainder = split(join(weight, remainder) + update)
-        kahan, residual = kahan_split(kahan_join(kahan, residual) + update)
-        bits = torch.cat([random_bits(seed, step, 1) for seed in range(SEEDS)])
-        stochastic = round_stochastic(stochastic.float() + update, bits)
+    exact, _ = train(torch.float32)
+    seeds = [train(torch.bfloat16, "stochastic", seed) for seed in range(SEEDS)]
     return {
-        name: (
-            torch.stack([seen.double() for seen, _ in pairs]),
-            torch.stack([kept.double() for _, kept in pairs]),
-        )
-        for name, pairs in rows.items()
+        "fp32": (exact, exact),
+        "bf16": train(torch.bfloat16, "nearest"),
+        "fp32 master": (exact.bfloat16().double(), exact),
+        "bf16-split": train(torch.bfloat16, "split"),
+        "bf16-kahan": train(torch.bfloat16, "kahan"),
+        "bf16-sr": tuple(torch.cat(part, dim=1) for part in zip(*seeds, strict=True)),
     }
+
+
+def train(dtype: torch.dtype, update: str | None = None, seed: int = 0) -> tuple:
+    """Return the weight, and what the optimizer keeps of it, before and after every step."""
+    weight = torch.nn.Parameter(torch.tensor([START], dtype=dtype))
+    optimizer = SGD([weight], lr=UPDATE, update=update, seed=seed)
+    seen, kept = [], []
+    for _ in range(STEPS + 1):
+        seen.append(weight.detach().double())
+        kept.append(optimizer.read_master(weight).double())
+        optimizer.step(gradients={weight: torch.tensor([-1.0])})
+    return torch.stack(seen), torch.stack(kept)
 
 
 def print_table(results: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -84,7 +72,7 @@ def print_table(results: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -1,9 +1,9 @@
 """The Transformers Trainer with 16-bit weights that lose no update, and a log that shows it.
 
-A small BERT, made on the spot, learns which standard-library package a docstring comes from, with
-bf16 weights: first with the Trainer's own optimizer, whose small updates round to nothing, then
-with halfstep's, which keeps a 16-bit remainder beside each weight. In the end a batch gives a NaN,
-and the run says so and stops.
+A small BERT with random bf16 weights learns which standard-library package a docstring comes from:
+first with the Trainer's own optimizer, whose small updates round to nothing, then with halfstep's,
+which keeps a 16-bit remainder beside each weight. Finally a batch produces a NaN, and the run
+reports it and stops.
 
 Run: python examples/transformers_trainer.py
 """
@@ -33,7 +33,7 @@ WORDS, LENGTH, STEPS, RATE = 2048, 32, 60, 1e-3
 
 
 def docstrings(package: str) -> list[str]:
-    """Those of a package's modules, classes and functions."""
+    """Collect the docstrings of a package's modules, classes and functions."""
     found = []
     for path in sorted((Path(sysconfig.get_path("stdlib")) / package).rglob("*.py")):
         if "test" not in str(path.relative_to(sysconfig.get_path("stdlib"))):
@@ -44,7 +44,7 @@ def docstrings(package: str) -> list[str]:
 
 
 def examples() -> list[dict[str, list[int] | int]]:
-    """Hashed words, their mask, and the package's number."""
+    """Turn a docstring into hashed words, their mask, and the package's number."""
     rows = []
     for label, package in enumerate(PACKAGES):
         for text in docstrings(package):
@@ -82,7 +82,7 @@ def main() -> dict[str, list[dict[str, float]]]:
         for name, options in (("torch", {}), ("halfstep", {"optimizer_cls_and_kwargs": ours})):
             print(f"optimizer of {name}, bf16 weights")
             run = trainer(data, folder, **options)
-            # without the word, halfstep refuses to let the Trainer lose updates of 16-bit weights
+            # without allow_pure, halfstep refuses to let the Trainer lose updates of 16-bit weights
             attach(run, lost_updates_every=20, allow_pure=name == "torch")
             run.train()
             histories[name] = [entry for entry in run.state.log_history if "loss" in entry]

@@ -22,12 +22,12 @@ import halfstep
 DEPTH, WIDTH, ROWS, STEPS, LOOK_AT = 16, 96, 256, 130, 10
 UNSCALED, SCALED = (f"compute=fp16,scale=static,init_scale={s}" for s in (1, 65536))
 RUNS = {"fp32": "fp32", "fp16, no scale": UNSCALED, "fp16, dynamic scale": "fp16-mixed"}
-# Okabe and Ito's colours, told apart by all kinds of colour vision; https://jfly.uni-koeln.de/color
+# Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 COLOURS = {"fp32": "#000000", "fp16, no scale": "#D55E00", "fp16, dynamic scale": "#0072B2"}
 
 
 def loss_of(model: nn.Module, precision: halfstep.Precision, step: int) -> torch.Tensor:
-    """The loss of batch number ``step``, which is a function of its number alone."""
+    """Compute the loss of batch number ``step``, which depends on that number alone."""
     inputs = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(step))
     targets = inputs[:, :4].sin().sum(dim=1, keepdim=True)
     with precision.autocast():
@@ -35,7 +35,7 @@ def loss_of(model: nn.Module, precision: halfstep.Precision, step: int) -> torch
 
 
 def train(policy: str) -> tuple[list[float], nn.Module]:
-    """Losses of all steps, and the model as it was before step ``LOOK_AT``."""
+    """Return the losses of all steps, and the model as it was before step ``LOOK_AT``."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(16, WIDTH), nn.GELU()]
     for _ in range(DEPTH - 2):
@@ -52,7 +52,7 @@ def train(policy: str) -> tuple[list[float], nn.Module]:
 
 
 def gradients(model: nn.Module, policy: str) -> list[torch.Tensor]:
-    """The unscaled weight gradients of each linear layer, from the first on."""
+    """Return the unscaled weight gradients of each linear layer, in order."""
     model = copy.deepcopy(model)
     precision = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
     precision.backward(loss_of(model, precision, STEPS))
@@ -60,7 +60,7 @@ def gradients(model: nn.Module, policy: str) -> list[torch.Tensor]:
 
 
 def lost(truth: torch.Tensor, found: torch.Tensor) -> float:
-    """Share of the nonzero true gradients that were found to be 0."""
+    """Return the share of the nonzero true gradients that came out as 0."""
     return float((found[truth != 0] == 0).double().mean())
 
 
@@ -79,7 +79,7 @@ def print_tables(losses, truth, unscaled, scaled) -> None:
 
 
 def pyplot():
-    """The plotting module, without a window; None where matplotlib is not installed."""
+    """Import pyplot, without a window; None where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Child processes (the command line under test) must not touch the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,11 +37,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared tokens go to a folder of this test session."""
-    base = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("HALFSTEP_CACHE", str(base))
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared tokens go to a folder of this test session, those of child processes too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +52,35 @@ def own_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+RANKS = "ranks"
+PROGRAMS = ("tests/cli/", "tests/trainer/", "tests/integrations/", "tests/strangers/")
+"""Rooms whose files hold few tests that take long, each a whole program or a training."""
+
+
 class Rooms(LoadScopeScheduling):
     """Keeps a file's tests in one process, and all tests of ranks in another.
 
-    Their pools take seconds to start, and two of them side by side would share the same cores.
-    (pytest 9.2 does not hand on the marks of `--dist loadgroup`.)
+    The pools of ranks take seconds to start, and two of them side by side would share the same
+    cores. (pytest 9.2 does not hand on the marks of `--dist loadgroup`.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "ranks" if path.startswith("tests/distributed/") else path
+        return RANKS if path.startswith("tests/distributed/") else path
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Hand out what takes longest first, so that no process is left alone with it at the end.
+
+        xdist orders files by how many tests they have, which says little of how long they take.
+        """
+        first = min(self.workqueue, key=_urgency)
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+
+def _urgency(scope: str) -> int:
+    """0 for the ranks, which take longest of all; 1 for files of whole programs; 2 for others."""
+    return 0 if scope == RANKS else 1 if scope.startswith(PROGRAMS) else 2
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
@@ -67,29 +89,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of products, leave the short half in the quick tier."""
-    _thin_out(items)
-
-
-def _thin_out(items: list[pytest.Item]) -> None:
-    """Of tests marked ``covering``, leave each value of each parameter once to the quick tier.
+    """Of tests marked ``covering``, leave each value of each parameter to the quick tier.
 
     A product of layouts, optimizers and formats asks one question many times over: the tests that
     see no new value are marked slow, and `make test-all` runs them.
     """
-    products: dict[str, list[pytest.Item]] = {}
+    products: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in products.values():
-        values = {
-            case: {(name, repr(v)) for name, v in case.callspec.params.items()}  # type: ignore[attr-defined]
-            for case in cases
-            if hasattr(case, "callspec")
-        }
-        left = set().union(*values.values())
-        while left:
-            best = max(values, key=lambda case: len(values[case] & left))
-            left -= values.pop(best)
-        for case in values:  # those that are left
-            case.add_marker(pytest.mark.slow)
+        several = [case for case in cases if hasattr(case, "callspec")]
+        kept = covering(case.callspec.params for case in several)
+        for number, case in enumerate(several):
+            if number not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def covering(cases: Iterable[Mapping[str, object]]) -> set[int]:
+    """The numbers of cases that have each value of each parameter at least once.
+
+    Cases whose parameters differ from each other come first: of a policy before and a policy
+    after, the pairs that are equal are those in which the least can go wrong.
+    """
+    values = {
+        number: {(name, repr(value)) for name, value in case.items()}
+        for number, case in enumerate(cases)
+    }
+    kept: set[int] = set()
+    left = set().union(*values.values())
+    while left:
+
+        def worth(number: int, left: set[tuple[str, str]] = left) -> tuple[bool, int, int]:
+            new = len(values[number] & left)
+            return new > 0, len({value for _, value in values[number]}), new
+
+        best = max((number for number in values if number not in kept), key=worth)
+        kept.add(best)
+        left = left - values[best]
+    return kept

@@ -68,7 +68,7 @@ def test_c_a_nan_loss_stops_at_once_and_leaves_the_scale():
     optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
     precision = Precision(scaled("fp16-mixed"), model, optimizer)
     before = precision.state_dict()["loss_scale"]
-    for _ in range(200):
+    for _ in range(60):
         x, y = batches(1)[0]
         with precision.autocast():
             loss = mse(model(x), y) * math.nan
@@ -135,7 +135,7 @@ def test_e_a_gain_of_1_in_bf16_is_frozen_and_the_meter_says_so(policy, moved):
     optimizer = (AdamW if own else torch.optim.AdamW)([model.gain], lr=1e-3, weight_decay=0.0)
     precision = Precision(policy, model, optimizer)
     meter = halfstep.LostUpdateMeter(precision, every=1)
-    for step in range(200):
+    for step in range(60):
         generator = torch.Generator().manual_seed(step)
         direction = 1 + 0.1 * torch.rand(GAINS, generator=generator)
         precision.backward((model.gain.float() * direction).sum())
@@ -245,14 +245,14 @@ def test_l_a_rope_table_is_not_cast_and_a_doubled_mask_is_flagged():
 
 
 def test_m_a_nan_run_never_evicts_the_last_finite_checkpoint(tmp_path):
-    from halfstep.trainer.checkpoint.store import Checkpoint, list_checkpoints, save_checkpoint
+    from halfstep.trainer.checkpoint.store import Checkpoint, list_checkpoints, save_part
 
     good = Checkpoint({"w": torch.ones(2)}, {}, {"step": 1})
-    save_checkpoint(tmp_path, 1, good, keep=1)
+    save_part(tmp_path, 1, good.part(0, 1), keep=1)
     for step in range(2, 5):
         bad = Checkpoint({"w": torch.tensor([1.0, math.nan])}, {}, {"step": step})
         with pytest.raises(NonFiniteError):
-            save_checkpoint(tmp_path, step, bad, keep=1)
+            save_part(tmp_path, step, bad.part(0, step), keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
 
 

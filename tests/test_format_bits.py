@@ -4,7 +4,6 @@ The oracle for fields is a view of the bits as an integer, cut by shifts; for ne
 list of all numbers that torch decodes from all patterns. Neither knows FloatFormat.
 """
 
-import doctest
 import math
 from bisect import bisect_left, bisect_right
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import halfstep.formats
 from halfstep.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, TF32
 from reference import floats
 
@@ -169,7 +167,3 @@ def test_decimal_digits():
     # log10(2^p) with p = 24, 11, 8, 11, 4, 3 significant bits, by hand.
     expected = {"fp32": 7.22, "tf32": 3.31, "bf16": 2.41, "fp16": 3.31, "e4m3fn": 1.20, "e5m2": 0.9}
     assert {n: round(f.decimal_digits, 2) for n, f in FORMATS.items()} == expected
-
-
-def test_doctests():
-    assert doctest.testmod(halfstep.formats).failed == 0

@@ -1,6 +1,6 @@
-"""halfstep: mixed-precision training for PyTorch that accounts for every number on the way.
+"""halfstep: mixed-precision training for PyTorch that accounts for every rounding and skip.
 
-The public names stand, written by hand, in ``__init__.pyi``; each is loaded on first use, so that
+``__init__.pyi``, written by hand, lists the public names; each is imported on first use, so that
 ``import halfstep`` and ``halfstep --help`` do not wait for torch.
 """
 
@@ -18,20 +18,22 @@ _TRAINER = ("Trainer", "TrainResult")
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, and see that this torch is one that it can work with."""
+    """Import a public name, and check that the installed torch has what it needs."""
     try:
         return _load(name)
     except ModuleNotFoundError as error:
         if name not in _TRAINER or str(error.name).startswith(("halfstep", "torch")):
             raise
         hint = f"halfstep.{name} needs {error.name}: pip install 'halfstep[train]'"
+        if error.name in sys.stdlib_module_names:  # fcntl, resource
+            hint = f"halfstep.{name} needs {error.name}, which Python has on Linux and macOS only"
         raise ModuleNotFoundError(hint, name=error.name) from error
-    finally:  # before the name is used, or the ImportError told: the cause is torch's
+    finally:  # also after an ImportError: an unsuitable torch is the better explanation of it
         if name in __all__:
             _require_torch(name)
 
 
 def _require_torch(name: str) -> None:
-    # By name, and not before torch: the errors, to be caught, are to be had without it.
+    # The error classes can be imported, to be caught, without torch: so they are not checked.
     if "torch" in sys.modules and not name.endswith("Error"):
         importlib.import_module("halfstep.torch_version").require_torch(name)

@@ -29,7 +29,7 @@ class ConfigError(HalfstepError, ValueError):
 class PrecisionError(HalfstepError, ValueError):
     """A precision policy that cannot be honoured exactly; the message names the nearest that can.
 
-    Law: a policy is applied exactly or refused, never silently replaced.
+    The rule behind it: a policy is applied exactly or refused, never silently replaced.
     """
 
 
@@ -42,7 +42,7 @@ class CheckpointError(HalfstepError, RuntimeError):
 
 
 class NonFiniteError(HalfstepError, ArithmeticError):
-    """A run stopped because a number overflowed or became NaN and going on could not help.
+    """A run stopped because a value overflowed or became NaN and continuing could not help.
 
     Attributes:
         cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
@@ -59,14 +59,14 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         self.parameters = parameters
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Survive the way from a worker process to its parent."""
+        """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
         return _nonfinite, (str(self), self.cause, self.parameters)
 
 
 class PeerError(HalfstepError, RuntimeError):
     """Another rank of the run failed or is gone, so that this one cannot go on.
 
-    The other rank's own message tells the cause; this one only names the rank, where known.
+    The other rank's own message gives the cause; this one only names the rank, where known.
     """
 
     exit_code = 1
@@ -76,8 +76,8 @@ def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFini
     return NonFiniteError(message, cause=cause, parameters=parameters)
 
 
-# What torch.distributed raises when another process is gone: names of classes and words of gloo,
-# NCCL and the store. As text, since importing torch takes seconds.
+# What torch.distributed raises when another process is gone: class names, and phrases from the
+# messages of gloo, NCCL and the store. They are text because importing torch takes seconds.
 _GONE_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _GONE_WORDS = re.compile(
     r"gloo[/\\]|Connection (closed|reset|refused)|Broken pipe|pair closure|Timed out waiting|"
@@ -87,6 +87,6 @@ _GONE_WORDS = re.compile(
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error of a run of several ranks only follows from the end of another rank."""
+    """Whether an error in a multi-rank run is only the consequence of another rank's exit."""
     gone = isinstance(error, PeerError) or type(error).__name__ in _GONE_CLASSES
     return gone or (isinstance(error, RuntimeError) and bool(_GONE_WORDS.search(str(error))))

@@ -1,9 +1,9 @@
 """Floating-point formats as values: what each can hold, how finely, and how it rounds.
 
-Everything here follows from two numbers, the bits of the exponent and the bits of the mantissa, by
-the definitions of IEEE 754-2019 section 3.4 and, for the 8-bit formats, of the OCP 8-bit Floating
-Point Specification (OFP8) revision 1.0, section 5. Nothing is read from ``torch.finfo``: the tests
-compare the two.
+Everything here follows from the widths of the exponent and the mantissa by the definitions of
+IEEE 754-2019 section 3.4 and, for the 8-bit formats, of the OCP 8-bit Floating Point Specification
+(OFP8) revision 1.0, section 5. Nothing is read from ``torch.finfo``, so that the tests can compare
+the two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the exponent field: 2^(exponent_bits - 1) - 1."""
+        """The value subtracted from the exponent field: 2^(exponent_bits - 1) - 1."""
         return int(2 ** (self.exponent_bits - 1)) - 1
 
     @property
@@ -108,11 +108,11 @@ class FloatFormat:
 
         Returns:
             ``(sign, exponent, mantissa)`` as stored: the exponent with its bias, the mantissa
-            without the implied leading 1. NaN gives the quiet NaN of its sign, and in a format
-            without infinity the only NaN there is.
+            without the implied leading 1. NaN gives the quiet NaN of its sign, or the format's
+            only NaN where it has no infinity.
 
         Raises:
-            ValueError: If the format does not hold ``value``; :meth:`round_to` gives one it holds.
+            ValueError: If the format cannot hold ``value``; :meth:`round_to` rounds to one it can.
 
         **Source:** IEEE 754-2019, 3.4 and 6.2.1 (the first mantissa bit of a quiet NaN is 1); OFP8
         1.0, table 1 (the NaN of E4M3 is S.1111.111).
@@ -147,12 +147,12 @@ class FloatFormat:
             value: Any number, of this format or not.
 
         Returns:
-            ``(below, above)``, both different from ``value``, but that nothing lies beyond an
-            infinity, whose neighbour there is itself. Above the largest finite value comes inf, or
-            NaN where the format has no infinity. NaN has the neighbours NaN.
+            ``(below, above)``, both different from ``value``, except that nothing lies beyond an
+            infinity: there its neighbour is itself. Above the largest finite value comes inf, or
+            NaN where the format has no infinity. The neighbours of NaN are NaN.
 
-        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown), for numbers that need not be of the
-        format.
+        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown), extended to values that the format
+        does not hold.
 
         Example:
             >>> FP16.neighbours(2048.0), BF16.neighbours(1.001)
@@ -169,9 +169,9 @@ class FloatFormat:
             return -self.max
         gap = self.ulp(value)
         if -value > self.min_normal and math.frexp(value)[0] == -0.5:
-            gap /= 2.0  # from a power of two towards zero, the numbers lie twice as close
+            gap /= 2.0  # just below a power of two in magnitude, the numbers are twice as dense
         above = (math.floor(value / gap) + 1) * gap
-        return math.copysign(above, value) if value < 0 else above  # -0 above the last negative
+        return math.copysign(above, value) if value < 0 else above  # the last negative steps to -0
 
     def round_to(
         self,
@@ -182,10 +182,10 @@ class FloatFormat:
         """Round every element to a number of this format.
 
         Args:
-            values: Any shape, any floating dtype; computed in fp64, which holds every number of
-                every format here, so one rounding happens and no second.
-            rounding: ``"nearest"`` is round to nearest, ties to even; ``"stochastic"`` goes up with
-                a probability equal to the fraction that would be cut off, so its mean is exact.
+            values: Any shape, any floating dtype. The computation is in fp64, which holds every
+                number of every format here, so that nothing is rounded twice.
+            rounding: ``"nearest"`` is round to nearest, ties to even; ``"stochastic"`` rounds up
+                with a probability equal to the truncated fraction, so its expectation is exact.
             generator: Source of the random bits of stochastic rounding, on the values' device.
 
         Returns:

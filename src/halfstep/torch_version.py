@@ -1,7 +1,7 @@
-"""What of torch is used that torch does not promise to keep, and whether this torch has it.
+"""The private names of torch that halfstep uses, and whether the installed torch has them.
 
-There is no upper bound on torch's version: what may change is listed here, probed once before it is
-used, and refused by name where it fails. A test compares the list with the source.
+There is no upper bound on torch's version: each name that torch may change is listed here and
+probed once before it is used; a failure is refused by name. A test compares the list to the source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from halfstep.errors import ConfigError
 
 LEAST = (2, 11)
-"""The oldest torch: ``Tensor.grad_dtype``."""
+"""The oldest torch that works: the first with ``Tensor.grad_dtype``."""
 
 EVERYTHING = "everything"
 TRACING = "trace_nonfinite"
@@ -31,12 +31,12 @@ LAUNCHER = "--nproc"
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """A name that torch may change.
+    """A private name of torch, which torch may change without notice.
 
     Attributes:
-        name: From ``torch`` on, as it is written in the source; ``Class.attribute`` of an object.
-        needed_by: What cannot work without it.
-        works: Raises, or returns False, where the name is missing or is something else.
+        name: The dotted path as the source writes it, or ``Class.attribute`` of an instance.
+        needed_by: The feature that cannot work without it.
+        works: A probe that raises, or returns False, where the name is missing or has changed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Private:
 
 
 def _have(path: str) -> Callable[[], Any]:
-    """A probe that the dotted name is there; its longest prefix that is a module is imported."""
+    """A probe that a dotted name exists; modules on its path are imported as needed."""
 
     def probe() -> bool:
         parts = path.split(".")
@@ -89,7 +89,7 @@ def _backward_pass_autocast() -> bool:
 
 
 def _composite() -> bool:
-    """As in the simulation: a matrix product has a kernel of its own, ``matmul`` is composed."""
+    """Probe what casting/simulate.py asks: ``mm`` has its own kernel, ``matmul`` is composite."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     aten = torch.ops.aten
     composed: Any = aten.matmul.default
@@ -208,10 +208,10 @@ PRIVATE: tuple[Private, ...] = (
 
 
 def require_torch(*needed_by: str) -> None:
-    """Refuse a torch that lacks what halfstep uses of it.
+    """Refuse a torch that lacks private names which halfstep uses.
 
     Args:
-        needed_by: Features besides :data:`EVERYTHING`.
+        needed_by: The features to check besides :data:`EVERYTHING`.
 
     Raises:
         ConfigError: Naming torch's version, the names that it lacks and what needs them.
@@ -227,7 +227,7 @@ def require_torch(*needed_by: str) -> None:
 
 @functools.cache
 def missing(feature: str) -> tuple[str, ...]:
-    """What this torch lacks of what a feature needs; probed once a process."""
+    """The names that a feature needs and this torch lacks; probed once per process."""
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if version < LEAST:
         return (f"a torch of version {LEAST[0]}.{LEAST[1]} or newer",)

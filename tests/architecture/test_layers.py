@@ -39,7 +39,7 @@ OPTIONAL = {
     ("trainer/run/metrics.py", "torch.utils.tensorboard"),
     ("trainer/run/metrics.py", "wandb"),
     ("trainer/run/metrics.py", "mlflow"),
-    ("trainer/data/hub_datasets.py", "datasets"),
+    ("trainer/data/records.py", "datasets"),
     ("integrations/hf_trainer.py", "transformers"),
     ("integrations/lightning.py", "lightning.pytorch"),
     ("integrations/lightning.py", "lightning.pytorch.callbacks"),

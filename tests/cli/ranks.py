@@ -171,3 +171,10 @@ def assert_one_line(err, *words):
     assert len(err.splitlines()) == 1, err
     for word in words:
         assert str(word) in err, err
+
+
+def assert_refused(done, *words):
+    """A command's exit code, stdout and stderr are those of a refusal in one line."""
+    code, out, err = done
+    assert (code, out) == (2, ""), err
+    assert_one_line(err, *words)

@@ -2,16 +2,20 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from halfstep.cli import demo
 from halfstep.cli.commands import COMMANDS
 from halfstep.cli.main import main
+from halfstep.errors import HalfstepError
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.models.gpt.gpt import GPT
 
@@ -22,26 +26,16 @@ SMALL = [
 ]  # fmt: skip
 
 
-def in_process_of_its_own(*arguments, timeout=120, cwd=None, **environment):
-    """Run a command as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "halfstep", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        check=False,
-        env={**os.environ, **environment},
-    )
-
-
 @pytest.fixture(scope="module")
 def finished_run(corpus, tmp_path_factory):
+    """A run as a user starts it, in a process of its own."""
     path = tmp_path_factory.mktemp("run") / "r"
-    cache = tmp_path_factory.getbasetemp() / "cache"
-    words = ["--eval-every", 6, "--save-every", 6, "--report-to", "tensorboard"]
-    done = in_process_of_its_own("train", *SMALL, "--data", corpus, "--max-steps", 12, *words,
-                                 "--output-dir", path, HALFSTEP_CACHE=str(cache))  # fmt: skip
+    words = [*SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6, "--save-every", 6,
+             "--report-to", "tensorboard", "--output-dir", path]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", "train", *map(str, words)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return path, done
 
@@ -162,30 +156,39 @@ def test_bad_data_leaves_no_run_folder(tmp_path, name, content, words, halfstep)
     assert not (tmp_path / "r").exists()
 
 
+@pytest.fixture
+def in_forward(monkeypatch):
+    """Does something in a run's n-th forward, with its loss."""
+
+    def plant(number, act):
+        loss_sum, calls = GPT.loss_sum, []
+
+        def planted(self, batch):
+            total, count = loss_sum(self, batch)
+            calls.append(0)
+            return (act(total) if len(calls) == number else total), count
+
+        monkeypatch.setattr(GPT, "loss_sum", planted)
+
+    return plant
+
+
 def test_a_model_that_returns_nan_ends_with_code_3_and_the_last_checkpoint(
-    corpus, tmp_path, monkeypatch, capsys
+    corpus, tmp_path, halfstep, in_forward
 ):
-    loss_sum, calls = GPT.loss_sum, []
-
-    def broken(self, batch):
-        total, count = loss_sum(self, batch)
-        calls.append(0)
-        return (total * float("nan") if len(calls) == 5 else total), count
-
-    monkeypatch.setattr(GPT, "loss_sum", broken)
+    in_forward(5, lambda total: total * float("nan"))
     path = tmp_path / "r"
-    code = main(["train", *SMALL, "--data", str(corpus), "--output-dir", str(path), "--max-steps",
-                 "9", "--save-every", "2", "--eval-every", "0"])  # fmt: skip
-    stderr = capsys.readouterr().err
-    assert code == 3
-    assert "halfstep: error: step 5: the loss is nan" in stderr
-    assert "step-00000004" in stderr
+    done = halfstep("train", *SMALL, "--data", corpus, "--output-dir", path, "--max-steps", 9,
+                    "--save-every", 2, "--eval-every", 0)  # fmt: skip
+    assert done.returncode == 3
+    assert "halfstep: error: step 5: the loss is nan" in done.stderr
+    assert "step-00000004" in done.stderr
     assert load_checkpoint(list_checkpoints(path / "checkpoints")[-1]).state["step"] == 4
 
 
-def test_debug_shows_the_traceback(tmp_path):
-    done = in_process_of_its_own("train", "--precision", "bf61", cwd=tmp_path, HALFSTEP_DEBUG="1")
-    assert "Traceback" in done.stderr
+def test_debug_shows_the_traceback(halfstep):
+    with pytest.raises(HalfstepError, match="bf61"):
+        halfstep("train", "--precision", "bf61", HALFSTEP_DEBUG="1")
 
 
 def wait_for_step(path: Path, step: int, process: subprocess.Popen) -> None:
@@ -199,24 +202,26 @@ def wait_for_step(path: Path, step: int, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_leaves_with_4(corpus, tmp_path, number, halfstep):
+def test_a_signal_finishes_the_step_saves_and_leaves_with_4(
+    corpus, tmp_path, number, halfstep, in_forward
+):
     path = tmp_path / "r"
-    command = [sys.executable, "-m", "halfstep", "train", *SMALL, "--data", str(corpus),
-               "--max-steps", "1000000", "--eval-every", "0", "--save-every", "0",
-               "--output-dir", str(path)]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_step(path, 5, process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 4, err
-    assert f"stopped by {number.name}" in out
-    saved = load_checkpoint(list_checkpoints(path / "checkpoints")[-1]).state["step"]
-    assert saved == len((path / "metrics.jsonl").read_text().splitlines())
-    more = halfstep("train", "--resume", "--output-dir", path, "--max-steps", saved + 3)
+
+    def interrupt(total):
+        os.kill(os.getpid(), number)
+        return total
+
+    in_forward(5, interrupt)
+    done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 1_000_000, "--eval-every", 0,
+                    "--save-every", 0, "--output-dir", path)  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert f"stopped by {number.name}" in done.stdout
+    assert load_checkpoint(list_checkpoints(path / "checkpoints")[-1]).state["step"] == 5
+    more = halfstep("train", "--resume", "--output-dir", path, "--max-steps", 8)
     assert more.returncode == 0, more.stderr
     steps = [json.loads(x)["step"] for x in (path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, saved + 4))
-    assert f"max_steps = {saved + 3}" in (path / "config.toml").read_text()
+    assert steps == list(range(1, 9))
+    assert "max_steps = 8" in (path / "config.toml").read_text()
 
 
 def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(
@@ -271,43 +276,49 @@ def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path, halfstep):
 
 
 def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, tmp_path, halfstep):
-    path = tmp_path / "r"
-    program = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "from halfstep.cli.main import main\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    command = [*SMALL, "--data", str(corpus), "--output-dir", str(path), "--max-steps", "9",
-               "--model.n_embd=64"]  # fmt: skip
+    words = ["train", *SMALL, "--data", corpus, "--model.n_embd=64", "--output-dir"]
     # The corpus is prepared beforehand, so that only the run itself meets the limit.
-    assert halfstep("train", *command[:-5], "--output-dir", tmp_path / "a",
-                    "--max-steps", 2).returncode == 0  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", program, "train", *command], capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    assert halfstep(*words, tmp_path / "a", "--max-steps", 2).returncode == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        done = halfstep(*words, tmp_path / "r", "--max-steps", 9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.returncode == 2, done.stderr
     assert "cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list((path / "checkpoints").iterdir())
+    assert not list((tmp_path / "r" / "checkpoints").iterdir())
 
 
-def test_demo_prints_a_sample_and_a_table(tmp_path, corpus):
+class Here:
+    """A process of the demo that is this one."""
+
+    def __init__(self, command):
+        assert command[:3] == [sys.executable, "-m", "halfstep"]
+        self.words = command[3:]
+
+    def wait(self):
+        return main(self.words)
+
+
+def test_demo_prints_a_sample_and_a_table(tmp_path, corpus, halfstep, monkeypatch):
     config = tmp_path / "c.toml"
     config.write_text(
         f"[model]\nn_layer = 1\nn_head = 2\nn_embd = 32\nblock_size = 32\n"
         f'[data]\ntrain = ["{corpus}"]\ntokenizer = "bytes"\n[run]\nbatch_size = 4\n'
         f'device = "cpu"\neval_batches = 2\n'
     )
-    done = in_process_of_its_own("demo", "--config", config, "--max-steps", 3, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=Here))
+    done = halfstep("demo", "--config", config, "--max-steps", 3)
     assert done.returncode == 0, done.stderr
     header, fp32, bf16 = done.stdout.split("precision", 1)[1].splitlines()[:3]
     assert header.split() == ["val", "loss", "tokens/s", "peak", "memory", "loss", "scale",
                               "applied", "skipped", "seconds"]  # fmt: skip
     assert fp32.startswith("fp32")
+    assert fp32.split()[-3:-1] == bf16.split()[-3:-1] == ["3", "0"]
     assert bf16.startswith("bf16-mixed")
+    assert len(fp32) == len(bf16) == len("precision" + header)
     assert "times the tokens per second" in done.stdout
 
 

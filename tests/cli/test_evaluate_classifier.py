@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cli.ranks import assert_one_line
+from tests.cli.ranks import assert_one_line, assert_refused
 from tests.trainer.classifiers import (
     classify_config,
     rows,
@@ -21,16 +21,12 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from halfstep.trainer.tasks.predict import Predictor
+from halfstep.trainer.tasks.classify import Predictor
 
 
-@pytest.fixture(scope="module", params=["scratch", "bert"])
-def finished(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    bert = request.param == "bert"
-    source = str(write_bert(folder / "encoder")) if bert else "scratch:tiny"
+def trained(folder, source):
     config = classify_config(
-        write_files(folder / "data"), model__source=source, optimizer__learning_rate=3e-3
+        write_files(folder / "data"), model__source=str(source), optimizer__learning_rate=3e-3
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
@@ -39,17 +35,31 @@ def finished(request, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"), "scratch:tiny")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return trained(folder, write_bert(folder / "encoder"))
+
+
 @pytest.fixture
 def evaluate(halfstep):
     return partial(halfstep, "evaluate")
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 100])
-def test_the_validation_texts_give_the_report_of_the_run(finished, evaluate, batch_size):
-    code, out, _ = evaluate("--run", finished, "--json", "--batch-size", batch_size)
+@pytest.mark.parametrize(
+    ("which", "batch_size"), [("finished", 1), ("finished", 100), ("pretrained", 7)]
+)
+def test_the_validation_texts_give_the_report_of_the_run(request, evaluate, which, batch_size):
+    run = request.getfixturevalue(which)
+    code, out, _ = evaluate("--run", run, "--json", "--batch-size", batch_size)
     assert code == 0
     found = json.loads(out)
-    report = json.loads((finished / "report.json").read_text())
+    report = json.loads((run / "report.json").read_text())
     assert found["confusion"] == report["confusion"]
     assert found["accuracy"] == report["accuracy"]
     assert found["macro_f1"] == report["macro_f1"]
@@ -57,10 +67,12 @@ def test_the_validation_texts_give_the_report_of_the_run(finished, evaluate, bat
     assert found["precision"] == report["precision"]
 
 
-def test_other_texts_are_counted_as_by_hand(finished, tmp_path, evaluate):
+@pytest.mark.parametrize("which", ["finished", "pretrained"])
+def test_other_texts_are_counted_as_by_hand(request, tmp_path, evaluate, which):
+    run = request.getfixturevalue(which)
     texts = rows(45, seed=11)
     write_csv(tmp_path / "test.csv", texts)
-    predictor = Predictor(finished / "model", "fp32", torch.device("cpu"))
+    predictor = Predictor(run / "model", "fp32", torch.device("cpu"))
     table = predictor.probabilities([text for text, _ in texts], 5)
     confusion = [[0] * 3 for _ in range(3)]
     loss = 0.0
@@ -68,7 +80,7 @@ def test_other_texts_are_counted_as_by_hand(finished, tmp_path, evaluate):
         true = predictor.labels.index(label)
         confusion[true][int(row.argmax())] += 1
         loss -= math.log(row[true]) / len(texts)
-    code, out, _ = evaluate("--run", finished, "--data", tmp_path / "test.csv", "--json")
+    code, out, _ = evaluate("--run", run, "--data", tmp_path / "test.csv", "--json")
     assert code == 0
     found = json.loads(out)
     assert found["confusion"] == confusion
@@ -100,15 +112,16 @@ def test_some_batches_only(finished, tmp_path, evaluate):
 
 def test_labels_that_the_classifier_does_not_know(finished, tmp_path, evaluate):
     write_csv(tmp_path / "test.csv", [*rows(5, seed=11), ("glad sun", "boredom")])
-    code, out, err = evaluate("--run", finished, "--data", tmp_path / "test.csv")
-    assert (code, out) == (2, "")
-    assert_one_line(err, "test.csv", "unknown label 'boredom'", "the classifier has no such class")
+    assert_refused(
+        evaluate("--run", finished, "--data", tmp_path / "test.csv"),
+        "test.csv",
+        "unknown label 'boredom'",
+        "the classifier has no such class",
+    )
 
 
 def test_data_that_is_not_there(finished, tmp_path, evaluate):
-    code, out, err = evaluate("--run", finished, "--data", tmp_path / "no.csv")
-    assert (code, out) == (2, "")
-    assert_one_line(err, "no.csv")
+    assert_refused(evaluate("--run", finished, "--data", tmp_path / "no.csv"), "no.csv")
 
 
 def test_outputs_beyond_the_format_are_no_score(finished, tmp_path, evaluate):
@@ -127,9 +140,7 @@ def test_outputs_beyond_the_format_are_no_score(finished, tmp_path, evaluate):
 def test_a_run_that_has_not_ended(finished, tmp_path, evaluate):
     shutil.copytree(finished, tmp_path / "r")
     shutil.rmtree(tmp_path / "r" / "model")
-    code, _, err = evaluate("--run", tmp_path / "r")
-    assert code == 2
-    assert_one_line(err, "has no model yet", "--resume")
+    assert_refused(evaluate("--run", tmp_path / "r"), "has no model yet", "--resume")
 
 
 def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, evaluate):
@@ -137,9 +148,7 @@ def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, evaluate):
     pairs = rows(9, seed=11)
     write_csv(test, [*pairs, (" ", pairs[0][1])])
     words = ["--run", finished, "--data", test]
-    code, _, err = evaluate(*words)
-    assert code == 2
-    assert_one_line(err, "test.csv:11", "--drop-empty")
+    assert_refused(evaluate(*words), "test.csv:11", "--drop-empty")
     code, out, err = evaluate(*words, "--drop-empty", "--json")
     assert code == 0
     assert json.loads(out)["examples"] == 9
@@ -189,11 +198,7 @@ def test_validation_texts_that_were_split_off_must_be_the_same(quick, tmp_path, 
     assert found["confusion"] == report["confusion"]
     with files[0].open("a", encoding="utf-8") as file:
         file.write("glad sun,joy\n")
-    code, out, err = evaluate("--run", run)
-    assert (code, out) == (2, "")
-    assert_one_line(err, "train.csv has changed since the run", "--data")
+    assert_refused(evaluate("--run", run), "train.csv has changed since the run", "--data")
     assert evaluate("--run", run, "--data", files[0])[0] == 0
     (run / "report.json").unlink()
-    code, _, err = evaluate("--run", run)
-    assert code == 2
-    assert_one_line(err, "report.json is missing or damaged")
+    assert_refused(evaluate("--run", run), "report.json is missing or damaged")

@@ -1,4 +1,4 @@
-"""Layouts, refusals and faults of real runs on several ranks; minutes long."""
+"""Refusals and faults of real runs on several ranks; minutes long."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.cli.ranks import (
     Run,
     alive,
     alone,
-    assert_near_state,
     assert_one_line,
+    assert_refused,
     assert_same_state,
     await_that,
     cut_to,
@@ -52,90 +52,11 @@ def references(corpus, tmp_path_factory):
         if key not in made:
             path = folder / str(len(made))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
                 alone([*tiny(corpus, path, **shape), *more], patch)
             made[key] = path
         return made[key]
 
     return reference
-
-
-UNCLIPPED = ("--optimizer.max_norm", "0")
-EXACT = [
-    ("fp32", "data=2", UNCLIPPED),
-    ("bf16-mixed", "data=2", ()),
-    ("bf16-mixed", "data=2", UNCLIPPED),
-    ("fp32", "shard=2", UNCLIPPED),
-    ("bf16-mixed", "shard=2", UNCLIPPED),
-]
-NEAR = ["shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2"]
-
-
-@pytest.mark.parametrize(("precision", "parallel", "more"), EXACT)
-def test_ranks_are_micro_batches_bit_for_bit(
-    corpus, tmp_path, references, precision, parallel, more
-):
-    path = tmp_path / "r"
-    words = [*tiny(corpus, path, precision=precision), "--parallel", parallel, *more, "--quiet"]
-    code, _, err = ranks(["--nproc", 2, *words])
-    assert (code, err) == (0, "")
-    one = references("--grad-accum", "2", *more, precision=precision)
-    assert losses(path) == losses(one)
-    assert_same_state(path, one)
-
-
-@pytest.mark.parametrize("parallel", NEAR)
-def test_ranks_are_one_process(corpus, tmp_path, references, parallel):
-    path = tmp_path / "r"
-    count = 4 if "," in parallel else 2
-    words = [*tiny(corpus, path), "--parallel", parallel, "--quiet"]
-    code, out, err = ranks(["--nproc", count, *words])
-    assert (code, err) == (0, "")
-    assert ("each rank sent" in out) == (parallel != "tensor=2")  # whose ranks sum activations only
-    assert losses(path) == pytest.approx(losses(references()), rel=1e-5)
-    assert_near_state(path, references())
-
-
-def test_a_batch_that_ranks_cannot_share_equally(corpus, tmp_path, references):
-    path = tmp_path / "r"
-    code, _, err = ranks(["--nproc", 2, *tiny(corpus, path), "--batch-size", 5, "--quiet"])
-    assert (code, err) == (0, "")
-    one = references("--batch-size", "5")
-    assert losses(path) == pytest.approx(losses(one), rel=1e-5)
-    assert_near_state(path, one)
-
-
-def test_a_run_goes_through_all_layouts(corpus, tmp_path, references, monkeypatch):
-    path = tmp_path / "r"
-    words = tiny(corpus, path, steps=16)
-    assert ranks(["--nproc", 2, *words, "--quiet"])[0] == 0
-    for step, layout in ((4, "shard=2"), (8, "tensor=2"), (12, "")):
-        before, path = path, tmp_path / f"{layout}-{step}"
-        cut_to(before, path, step)
-        again = ["--resume", "--output-dir", path, "--parallel", layout]
-        if layout:
-            code, _, err = ranks(["--nproc", 2, *again, "--quiet"])
-            assert (code, err) == (0, "")
-        else:
-            alone(again, monkeypatch)
-        assert losses(path) == pytest.approx(losses(references(steps=16)), rel=1e-5)
-        assert_near_state(path, references(steps=16))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "precision"),
-    [("data=2", "bf16-mixed"), ("shard=2", "fp32"), ("tensor=2", "fp32")],
-)
-def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path, parallel, precision):
-    whole, again = tmp_path / "whole", tmp_path / "cut"
-    words = tiny(corpus, whole, precision=precision, steps=8)
-    more = ["--parallel", parallel, "--model.dropout", "0.1", "--quiet"]
-    assert ranks(["--nproc", 2, *words, *more])[0] == 0
-    cut_to(whole, again, 4)
-    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", again, "--quiet"])
-    assert (code, err) == (0, "")
-    assert numbers(again) == numbers(whole)
-    assert_same_state(again, whole)
 
 
 # Name -> ranks, more words, what the one line says; what one process refuses too: test_cli.py.
@@ -153,9 +74,9 @@ def test_what_cannot_be_run_is_refused_in_one_line(corpus, tmp_path, name):
     count, more, message = REFUSED[name]
     path = tmp_path / "r"
     start = time.monotonic()
-    code, out, err = ranks(["--nproc", count, *tiny(corpus, path), *more, "--", "--max-restarts=3"])
-    assert (code, out) == (2, "")
-    assert_one_line(err, message)
+    assert_refused(
+        ranks(["--nproc", count, *tiny(corpus, path), *more, "--", "--max-restarts=3"]), message
+    )
     assert not path.exists()
     assert time.monotonic() - start < 60
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from tests.cli.ranks import assert_one_line
+from tests.cli.ranks import assert_one_line, assert_refused
 from tests.trainer.classifiers import (
     TELLING,
     checkpoint_of,
@@ -27,8 +26,6 @@ from tests.trainer.models.pretrained_folders import edit_json
 from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.config.config import load_config
-
-FINETUNE = [sys.executable, "-m", "halfstep", "finetune", "classify"]
 
 
 @pytest.fixture(scope="module")
@@ -260,43 +257,33 @@ def test_changed_files_do_not_resume(tmp_path, halfstep):
     assert classify(halfstep, *words_of(files, path, "--quiet", steps=2))[0] == 0
     with files[0].open("a", encoding="utf-8") as file:
         file.write("glad sun,joy\n")
-    code, _, err = classify(halfstep, "--resume", "--output-dir", path, "--max-steps", 4, "--quiet")
-    assert code == 2
-    assert_one_line(err, "made with another data")
+    assert_refused(
+        classify(halfstep, "--resume", "--output-dir", path, "--max-steps", 4, "--quiet"),
+        "made with another data",
+    )
 
 
-def test_tasks_do_not_mix(finished, corpus, tmp_path, halfstep):
-    code, out, err = halfstep("train", "--resume", "--output-dir", finished)
-    assert (code, out) == (2, "")
-    assert_one_line(err, "is a run of the task classify", "halfstep finetune classify --resume")
-    code, _, err = halfstep("finetune", "lm", "--resume", "--output-dir", finished)
-    assert code == 2
-    assert_one_line(err, "is a run of the task classify", "halfstep finetune classify --resume")
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "config.toml").write_text(
+def test_tasks_do_not_mix(finished, tmp_path, halfstep):
+    other = tmp_path / "p"
+    other.mkdir()
+    (other / "config.toml").write_text(
         "[model]\nn_layer = 1\nn_head = 2\nn_embd = 32\nblock_size = 32\n"
     )
-    code, _, err = classify(halfstep, "--resume", "--output-dir", tmp_path / "p")
-    assert code == 2
-    assert_one_line(err, "is a run of the task pretrain", "halfstep train --resume")
-    code, _, err = halfstep("generate", "--run", finished, "--prompt", "x")
-    assert code == 2
-    assert_one_line(err, "a run of finetune classify, for which there is no generate")
-
-
-def test_configurations_of_other_tasks_are_refused(tmp_path, halfstep):
-    for name, command in (("gpt-tiny", "halfstep train"), ("lm-lora", "halfstep finetune lm")):
-        code, _, err = classify(
-            halfstep, "--config", name, "--output-dir", tmp_path / "r", "--device", "cpu"
-        )
-        assert code == 2
-        assert_one_line(err, f"configuration {name} is of the task", f"use {command}")
-    code, _, err = halfstep("train", "--config", "classify-scratch")
-    assert code == 2
-    assert_one_line(err, "is of the task classify: use halfstep finetune classify")
-    code, _, err = halfstep("finetune", "lm", "--config", "classify-scratch")
-    assert code == 2
-    assert_one_line(err, "is of the task classify: use halfstep finetune classify")
+    resume, config = ("--resume", "--output-dir"), ("--output-dir", tmp_path / "r", "--config")
+    for words, *expected in (
+        (("train", *resume, finished), "task classify", "halfstep finetune classify --resume"),
+        (("finetune lm", *resume, finished), "task classify", "finetune classify --resume"),
+        (("finetune classify", *resume, other), "task pretrain", "halfstep train --resume"),
+        (("generate", "--run", finished, "--prompt", "x"),
+         "a run of finetune classify, for which there is no generate"),
+        (("finetune classify", *config, "gpt-tiny"),
+         "configuration gpt-tiny is of the task pretrain: use halfstep train"),
+        (("finetune classify", *config, "lm-lora"),
+         "configuration lm-lora is of the task lm: use halfstep finetune lm"),
+        (("train", *config, "classify-scratch"), "task classify: use halfstep finetune classify"),
+        (("finetune lm", *config, "classify-scratch"), "classify: use halfstep finetune classify"),
+    ):  # fmt: skip
+        assert_refused(halfstep(*words[0].split(), *words[1:]), *expected)
     assert not (tmp_path / "r").exists()
 
 
@@ -305,6 +292,7 @@ def test_configurations_of_other_tasks_are_refused(tmp_path, halfstep):
 
 def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.csv").write_text("body,kind\nglad,joy\nrain,sad\n")
     (tmp_path / "labels.txt").write_text("joy\nsad\n", "utf-8")
     (tmp_path / "more.txt").write_text("joy\nsad\n怒\nfear\n", "utf-8")
     empty = shutil.copytree(bert, tmp_path / "no-weights")
@@ -328,6 +316,7 @@ def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
         (["--labels-file", "nowhere.txt"], "nowhere.txt"),
         (["--labels", "joy", "sad"], "unknown label '怒'"),
         (["--labels", "joy", "sad", "怒", "--labels-file", "labels.txt"], "both given"),
+        (["--train", "odd.csv"], "odd.csv", "body", "kind"),
         (["--text-column", "body"], "body", files[0]),
         (["--label-column", "class"], "class", files[0]),
         (["--batch-size", 4, "--grad-accum", 3], "run.batch_size=4 cannot be split"),
@@ -365,9 +354,7 @@ def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
         code, _, err = classify(halfstep, *words_of(files, tmp_path / "r", "--quiet"), *more)
         assert code == 2
         assert_one_line(err)
-    code, _, err = halfstep("finetune")
-    assert code == 2
-    assert_one_line(err, "finetune what? One of: classify, lm")
+    assert_refused(halfstep("finetune"), "finetune what? One of: classify, lm")
 
 
 def test_a_classifier_from_scratch_is_trained_on(files, finished, tmp_path, halfstep):
@@ -398,18 +385,8 @@ def test_bad_data_is_one_line(tmp_path, halfstep, train_pairs, dev_pairs, expect
         write_csv(tmp_path / "train.csv", train_pairs),
         write_csv(tmp_path / "dev.csv", dev_pairs),
     )
-    code, out, err = classify(halfstep, *words_of(files, tmp_path / "r", "--quiet"))
-    assert (code, out) == (2, "")
-    assert_one_line(err, *expected)
+    assert_refused(classify(halfstep, *words_of(files, tmp_path / "r", "--quiet")), *expected)
     assert not (tmp_path / "r").exists()
-
-
-def test_a_file_without_the_columns(files, tmp_path, halfstep):
-    odd = tmp_path / "odd.csv"
-    odd.write_text("body,kind\nglad,joy\nrain,sad\n")
-    code, _, err = classify(halfstep, *words_of((odd, files[1]), tmp_path / "r", "--quiet"))
-    assert code == 2
-    assert_one_line(err, odd, "body", "kind")
 
 
 def test_empty_texts_can_be_left_out(files, tmp_path, halfstep):
@@ -434,12 +411,11 @@ def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep, monkeypatc
     assert (tmp_path / "r" / "confusion.png").stat().st_size > 1000
 
 
-def test_predictions_are_utf8_under_any_locale(finished, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "halfstep", "predict", "--run", str(finished), "--input", "-",
-         "--device", "cpu"],
-        input="气 火\n".encode(), capture_output=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.decode("utf-8"))["text"] == "气 火"
+def test_predictions_are_utf8_under_any_locale(finished, monkeypatch):
+    streams = [io.TextIOWrapper(io.BytesIO(given), "ascii") for given in ("气 火\n".encode(), b"")]
+    for name, stream in zip(("stdin", "stdout"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+    words = ["predict", "--run", str(finished), "--input", "-", "--device", "cpu"]
+    assert main(words) == 0
+    written = streams[1].buffer.getvalue()
+    assert json.loads(written.decode("utf-8"))["text"] == "气 火"

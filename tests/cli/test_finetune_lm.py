@@ -10,12 +10,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.cli.ranks import assert_one_line, assert_same_state, losses, ranks as run_ranks
+from tests.cli.ranks import (
+    assert_one_line,
+    assert_refused,
+    assert_same_state,
+    losses,
+    ranks as run_ranks,
+)
 from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.run.folder import run_config
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
@@ -287,9 +293,9 @@ def test_refusals_are_one_line(changes, complaint, tuned, place, halfstep, tmp_p
 
 
 def test_raw_is_for_tuned_models(halfstep, tmp_path):
-    code, _, err = halfstep("generate", "--model", tmp_path, "--raw")
-    assert code == 2
-    assert_one_line(err, "--raw is for runs of finetune lm")
+    assert_refused(
+        halfstep("generate", "--model", tmp_path, "--raw"), "--raw is for runs of finetune lm"
+    )
 
 
 @pytest.mark.distributed

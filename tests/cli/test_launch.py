@@ -1,6 +1,7 @@
 """``halfstep train --nproc``: its grammar, its exit codes, its lines, and what happens to ranks.
 
-The ranks are tests/distributed/worker_script.py, which uses World as the trainer does.
+The ranks are tests/distributed/worker_script.py, which uses World as the trainer does; signals and
+kills of real runs: test_train_ranks.py and test_faults.py.
 """
 
 from __future__ import annotations
@@ -8,20 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from tests.cli.ranks import RANK_VARIABLES, alive
+from tests.cli.ranks import RANK_VARIABLES, TORCHRUN, Run, alive, await_that
 
-from halfstep.cli import launch, outcome
+from halfstep.cli import agent, launch, outcome
 from halfstep.cli.grammar import read_words
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError, PeerError
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "worker_script.py"
+COMMAND = [sys.executable, str(SCRIPT), "train"]
 
 
 def test_options_of_torchrun_stand_behind_two_dashes():
@@ -132,81 +133,65 @@ def test_a_lost_rank_is_no_error_of_this_one(text, monkeypatch):
     assert outcome.describe(RuntimeError(text))[0].startswith("unexpected RuntimeError")
 
 
+def ended(rank, code, message, *, follows=False, after=0.0):
+    return outcome.Outcome(rank, code, message, follows, 100.0 + after)
+
+
+LOST = "lost contact with another rank (x); its own message tells why"
+GO_ON = "; go on from the last checkpoint with --resume, or let -- --max-restarts N do"
+
+
+@pytest.mark.parametrize(
+    ("causes", "attempt", "code", "lines"),
+    [
+        ([ended(0, 2, "no GPU"), ended(1, 2, "no GPU")], (1, 1), 2, ["no GPU"]),
+        ([ended(0, 1, LOST, follows=True), ended(1, 3, "a", after=1)], (1, 4), 3, ["rank 1: a"]),
+        (
+            [ended(1, 1, "this"), ended(0, 1, "that", after=1)], (1, 1), 1,
+            [f"rank 1: this{GO_ON}", f"rank 0: that{GO_ON}"],
+        ),
+        (
+            [ended(1, 1, " was killed by SIGKILL"), ended(0, 1, LOST, follows=True)], (1, 4), 1,
+            ["rank 1 was killed by SIGKILL (attempt 1 of 4); starting again"],
+        ),
+        ([ended(1, 1, " was killed by SIGKILL")], (4, 4), 1,
+         ["rank 1 was killed by SIGKILL (attempt 4 of 4)"]),
+        (
+            [ended(0, 1, LOST, follows=True), ended(1, 1, " was killed by SIGKILL", after=30)],
+            (0, 0), 1, ["rank 1 did not answer, and was killed"],
+        ),
+        ([ended(0, 1, LOST, follows=True), ended(1, 1, LOST, follows=True)], (0, 0), 1, [LOST]),
+        ([ended(0, 4, ""), ended(1, 1, "disk", after=1)], (1, 1), 1, [f"rank 1: disk{GO_ON}"]),
+        ([ended(0, 4, "")], (1, 1), 4, []),
+    ],
+)  # fmt: skip
+def test_each_cause_is_told_once_and_the_first_decides_the_exit_code(
+    causes, attempt, code, lines, capsys
+):
+    assert agent.report(causes, 2, *attempt) == code
+    assert capsys.readouterr().err.splitlines() == [f"halfstep: error: {line}" for line in lines]
+
+
 # What follows starts launchers.
 
 
-class Launched:
-    """A launcher, its ranks' folder, and what it printed."""
+class Launched(Run):
+    """A launcher of worker scripts, and their folder."""
 
-    def __init__(self, folder, words, *, job="", steps=15, timeout=30):
+    def __init__(self, folder, words, *, job="", steps=15, command=COMMAND):
         self.folder = folder
-        keep = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-        mine = {"HALFSTEP_TEST_FOLDER": str(folder), "HALFSTEP_TEST_JOB": job,
-                "HALFSTEP_TEST_STEPS": str(steps), "HALFSTEP_TEST_TIMEOUT": str(timeout),
-                "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "train", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=keep | mine,
+        super().__init__(
+            words, command=command, HALFSTEP_TEST_FOLDER=str(folder), HALFSTEP_TEST_JOB=job,
+            HALFSTEP_TEST_STEPS=str(steps), TMPDIR=str(folder),
         )  # fmt: skip
 
     def await_step(self, step):
         """Wait until rank 0 has taken so many steps."""
         file = self.folder / "steps0"
-        end = time.monotonic() + 60
-        while not file.exists() or len(file.read_text().splitlines()) < step:
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < end, "the ranks do not begin"
-            time.sleep(0.02)
+        await_that(lambda: file.exists() and file.read_text().count("\n") >= step, self.process)
 
     def pid(self, rank):
         return int((self.folder / f"pid{rank}").read_text())
-
-    def end(self):
-        """Exit code, stdout and stderr."""
-        try:
-            out, err = self.process.communicate(timeout=120)
-        finally:
-            self.process.kill()
-        return self.process.returncode, out, err
-
-
-@pytest.mark.distributed
-def test_two_ranks_end_well_and_quietly(tmp_path):
-    code, out, err = Launched(tmp_path, ["--nproc", "2"]).end()
-    assert (code, err) == (0, "")
-    assert out == "DONE steps=15 first=0 attempt=0 run=run-of-attempt-0\n"
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_what_all_ranks_refuse_is_said_once_and_not_tried_again(tmp_path):
-    run = Launched(tmp_path, ["--nproc", "2", "--", "--max-restarts", "5"], job="refuse")
-    assert run.end() == (2, "", "halfstep: error: run.max_steps=-1; allowed: integers >= 1\n")
-
-
-@pytest.mark.distributed
-def test_sigterm_to_the_launcher_saves(tmp_path):
-    run = Launched(tmp_path, ["--nproc", "2"], steps=2000)
-    run.await_step(3)
-    run.process.send_signal(signal.SIGTERM)
-    code, out, err = run.end()
-    assert (code, err) == (4, "")
-    assert out.startswith("SAVED step=")
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_run_goes_on_after_kill_9(tmp_path):
-    run = Launched(tmp_path, ["--nproc", "2", "--", "--max-restarts", "3"], steps=60)
-    run.await_step(5)
-    os.kill(run.pid(1), signal.SIGKILL)
-    code, out, err = run.end()
-    assert code == 0, err
-    assert "DONE steps=60" in out
-    assert "run=run-of-attempt-0" in out
-    assert "first=0 " not in out
-    assert "rank 1 was killed by SIGKILL" in err
-    assert "(attempt 1 of 4); starting again" in err
 
 
 # Job -> exit code, the one line.
@@ -227,7 +212,7 @@ FAILURES = {
 def test_the_first_cause_decides_the_exit_code(tmp_path, job):
     code, line = FAILURES[job]
     if code == 1:  # the others are final
-        line += "; go on from the last checkpoint with --resume, or let -- --max-restarts N do"
+        line += GO_ON
     end = Launched(tmp_path, ["--nproc", "2"], job=job).end()
     assert end == (code, "", f"halfstep: error: {line}\n")
 
@@ -287,13 +272,7 @@ def test_a_refusal_on_one_machine_ends_the_other(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_under_plain_torchrun_each_rank_says_its_own(tmp_path):
-    environment = {"HALFSTEP_TEST_FOLDER": str(tmp_path), "HALFSTEP_TEST_JOB": "refuse rank 1",
-                   "TMPDIR": str(tmp_path)}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "--local-addr", "127.0.0.1", str(SCRIPT), "train"],
-        capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "halfstep: error: rank 1: no GPU on this rank\n" in done.stderr
+    command = [*TORCHRUN[:-3], str(SCRIPT), "train"]
+    code, _, err = Launched(tmp_path, [], job="refuse rank 1", command=command).end()
+    assert code == 1
+    assert "halfstep: error: rank 1: no GPU on this rank\n" in err

@@ -23,10 +23,12 @@ def replay(optimizer, *, own, samples=10**7):
     read = optimizer.read_master if own else torch.clone
     with torch.no_grad():
         before = read(parameter).double()
-        step = before_step(optimizer, 1, Chooser(samples, 0), {}, (optimizer,), {}, own=own)
+        step = before_step(
+            optimizer, 1, Chooser(samples, 0), {}, lambda place: None, (optimizer,), {}
+        )
         index = step.groups[0].places[0][1]
         optimizer.step()
-        after_step(optimizer, step, own=own)
+        after_step(optimizer, step)
         real = (read(parameter).double() - before).take(index)
     group = step.groups[0]
     options = {key: plain(value) for key, value in group.options.items()}

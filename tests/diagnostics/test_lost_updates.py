@@ -42,6 +42,7 @@ def measured(optimizer, gradients, **options):
     return meter.report()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", WAYS, ids=["fused", "foreach", "loop"])
 @pytest.mark.parametrize(("lr", "share"), [(1e-3, 0.0), (1e-4, 0.12), (3e-5, 0.70), (1e-6, 0.98)])
 def test_first_step_of_bf16_adamw(lr, share, way):

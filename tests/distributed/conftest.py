@@ -26,6 +26,12 @@ def pool4() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(params=[2, 4])
+def pool(request: pytest.FixtureRequest) -> Pool:
+    """Each of them in turn."""
+    return request.getfixturevalue(f"pool{request.param}")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """What is compared with the workers, bit for bit, runs on one thread as they do."""

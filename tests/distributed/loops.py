@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.parity import fingerprint, whole
+from distributed.parity import fingerprint, told, whole
 from halfstep.precision.after_step import EMA
 from halfstep.precision.agreement import MARK
 from halfstep.precision.masters.local_part import local_part
@@ -196,12 +196,7 @@ def train(
     named = dict(inner.named_parameters())
     masters = {n: whole(named[n], v) for n, v in precision.masters.items()}
     averages = {n: whole(named[n], v) for n, v in average.averages.items()} if ema else {}
-    return {
-        "losses": [r.loss for r in results],
-        "norms": [r.grad_norm for r in results],
-        "applied": [r.applied for r in results],
-        "scales": [r.next_loss_scale for r in results],
-        "names": [r.nonfinite_parameters for r in results],
+    return told(results) | {
         "unchanged": unchanged,
         "weights": masters,
         "averages": averages,

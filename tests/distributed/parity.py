@@ -12,8 +12,9 @@ from halfstep.distributed.select import choose_strategy
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
+from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
-from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.optimizer import make_optimizer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 51}
 SEQUENCES = 8
@@ -61,7 +62,7 @@ def backward_all(strategy, model, precision, step, micro=1, factor=1.0):
 
 
 def run(
-    rank, layout, policy, *, steps=4, micro=1, max_norm=None, poison=(), value=float("inf"),
+    rank, layout, policy, *, steps=3, micro=1, max_norm=None, poison=(), value=float("inf"),
     bad_loss=(), **options,
 ):  # fmt: skip
     """Train; returns losses, norms, whether applied, scales and the whole final weights.
@@ -84,6 +85,15 @@ def run(
         before = fingerprint(model, precision)
         results.append(precision.step(max_norm=max_norm))
         unchanged.append(fingerprint(model, precision) == before)
+    return told(results) | {
+        "unchanged": unchanged,
+        "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
+        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
+    }
+
+
+def told(results):
+    """What the steps of a run say, by what it is."""
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
@@ -92,10 +102,15 @@ def run(
         "names": [r.nonfinite_parameters for r in results],
         "reasons": [r.reason for r in results],
         "rolled_back": [r.rolled_back for r in results],
-        "unchanged": unchanged,
-        "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
-        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
     }
+
+
+def same_bits(one, other):
+    """Tensors by name are equal in every bit, and of one dtype."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name
 
 
 def fingerprint(model, precision):

@@ -1,9 +1,13 @@
-"""Worker processes with one gloo group for their whole life: starting them takes seconds, once."""
+"""Worker processes with one gloo group for their whole life.
+
+They are copies of one process, which imports what takes seconds before it makes them.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,6 +20,12 @@ import torch.multiprocessing as mp
 
 SECONDS = 120  # a job that takes longer hangs
 COLLECTIVE_SECONDS = 40  # so does a collective
+IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.fsdp",
+            "torch.distributed.tensor.parallel", "halfstep.distributed.shard",
+            "halfstep.distributed.tensor.tensor_parallel", "halfstep.trainer.session")  # fmt: skip
+"""What takes long to import, and most workers need."""
+WHERE_ASKED_FOR = ("accelerate", "transformers.trainer")
+"""The same, for workers of tests that have imported it."""
 
 
 class Pool:
@@ -26,7 +36,9 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        asked_for = [name for name in WHERE_ASKED_FOR if name in sys.modules]
+        context.set_forkserver_preload([*IMPORTED, *asked_for])
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._folder.name, "rendezvous")
         self._pipes = []

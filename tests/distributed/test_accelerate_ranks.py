@@ -21,7 +21,7 @@ from halfstep.errors import NonFiniteError
 from halfstep.integrations.accelerate import attach
 from halfstep.integrations.hf_trainer import attach as attach_trainer
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 BROKEN = {1: (0,), 3: (0, 1)}  # by step: ranks whose batch is not finite
 

@@ -20,7 +20,7 @@ from distributed import loops, parity
 from halfstep.errors import PrecisionError
 from halfstep.precision.step import Precision
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 
 class Product(nn.Module):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.cli.ranks import Run, ranks
 from tests.reference.adam import EPS, assert_near
 from tests.trainer import classifiers
 from tests.trainer.classifiers import (
@@ -26,6 +23,7 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
+from distributed.commands import on_ranks
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
@@ -36,13 +34,7 @@ from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks import classify as classify_task
 
-pytestmark = pytest.mark.distributed
-
-LAUNCH = [sys.executable, "-m", "halfstep", "finetune", "classify"]
-TORCHRUN = [
-    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-    *("--nproc-per-node", "2", "-m", "halfstep", "finetune", "classify"),
-]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +197,11 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
         assert torch.equal(tensor, common[name]), name
 
 
-def test_four_ranks_in_two_groups(pool4, files, tmp_path):
-    overrides = {"run__max_steps": 4, "model__dropout": 0.0, "optimizer__eps": EPS}
+def test_four_ranks_in_two_groups_with_uneven_ends(pool4, files, tmp_path):
+    overrides = {
+        "run__max_steps": 4, "run__batch_size": 7, "model__class_weights": "balanced",
+        "model__dropout": 0.0, "optimizer__eps": EPS,
+    }  # fmt: skip
     found = pool4.run(
         run_here, files=files, path=tmp_path / "four",
         overrides={**overrides, "run.parallel": "data=2,shard=2"},
@@ -275,16 +270,11 @@ def words_of(files, path, *more):
             "--run.rank_timeout", 60, "--output-dir", path, *more]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two(files, tmp_path_factory):
-    """A finished run of two ranks, and what it printed."""
-    path = tmp_path_factory.mktemp("two") / "r"
-    return path, ranks(["--nproc", 2, *words_of(files, path)], command=LAUNCH)
-
-
-def test_two_ranks_print_and_write_once(two, files, tmp_path):
-    path, (code, out, err) = two
+def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
+    path = tmp_path / "r"
+    (code, out, err), silent = on_ranks(pool2, "finetune", "classify", *words_of(files, path))
     assert code == 0, err
+    assert silent == (0, "", "")
     summary, left = out.splitlines()
     assert summary.startswith(f"{path}: step 6; validation loss ")
     assert "each rank sent " in summary
@@ -298,75 +288,12 @@ def test_two_ranks_print_and_write_once(two, files, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.slow  # tests/cli/test_train_ranks.py has the same of a GPT
-def test_torchrun_is_the_same(two, files, tmp_path):
-    path, _ = two
-    code, out, err = ranks([*words_of(files, tmp_path / "r"), "--quiet"], command=TORCHRUN)
-    assert code == 0, err
-    assert len(out.splitlines()) == 2
-    assert "halfstep" not in err
-    assert metrics(tmp_path / "r") == metrics(path)
-    assert_equal(tmp_path / "r", path)
-
-
-@pytest.mark.slow
-def test_three_ranks_with_uneven_ends(files, tmp_path):
-    path = tmp_path / "three"
-    more = ["--batch-size", 7, "--class-weights", "balanced", "--optimizer.eps", EPS]
-    more += ["--model.dropout", 0.0]
-    words = words_of(files, path, *more, "--quiet")
-    code, _, err = ranks(["--nproc", 3, *words], command=LAUNCH)
-    assert (code, err) == (0, "")
-    alone(
-        files, tmp_path / "one", run__batch_size=7, run__max_steps=6, run__eval_every=3,
-        model__class_weights="balanced", model__dropout=0.0, schedule__warmup_steps=0,
-        optimizer__eps=EPS,
-    )  # fmt: skip
-    assert_near_runs(path, tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_patience_stops_all_ranks(files, tmp_path):
+def test_patience_stops_all_ranks(pool2, files, tmp_path):
     path = tmp_path / "r"
     more = ["--learning-rate", "1e-12", "--eval-every", 1, "--patience", 2, "--max-steps", 50]
-    code, out, err = ranks(["--nproc", 2, *words_of(files, path, *more, "--quiet")], command=LAUNCH)
-    assert (code, err) == (0, "")
+    words = words_of(files, path, *more, "--quiet")
+    (code, out, err), other = on_ranks(pool2, "finetune", "classify", *words)
+    assert (code, err, other) == (0, "", (0, "", ""))
     assert f"{path}: step 3; " in out
     assert "; stopped by patience" in out
     assert checkpoint_steps(path) == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_sigterm_saves_on_all_ranks_and_one_process_goes_on(files, tmp_path):
-    path = tmp_path / "r"
-    more = ["--max-steps", 100_000, "--run.warmup_ratio", 0, "--quiet"]
-    run = Run(["--nproc", 2, *words_of(files, path, *more)], command=LAUNCH)
-    run.await_step(path, 4)
-    for pid in (*run.ranks().values(), run.process.pid):
-        os.kill(pid, signal.SIGTERM)
-    code, out, err = run.end()
-    assert (code, err) == (4, "")
-    assert "stopped by SIGTERM" in out
-    done = metrics(path)[-1]["step"]
-    assert checkpoint_steps(path)[-1] == done
-    assert not (path / "model").exists()
-    words = ["--resume", "--output-dir", path, "--max-steps", done + 2]
-    code, out, err = ranks(words, command=LAUNCH)
-    assert code == 0, err
-    assert f"step {done + 2}; " in out
-    assert (path / "model").is_dir()
-
-
-@pytest.mark.slow
-def test_a_refusal_of_ranks_is_one_line_and_leaves_nothing(files, tmp_path):
-    for more, words in (
-        (["--batch-size", 6, "--grad-accum", 6], "is too small for 2 ranks"),
-        (["--train", "nowhere.csv"], "nowhere.csv"),
-    ):
-        path = tmp_path / "r"
-        code, out, err = ranks(["--nproc", 2, *words_of(files, path, *more)], command=LAUNCH)
-        assert (code, out) == (2, "")
-        assert len(err.splitlines()) == 1
-        assert err.startswith("halfstep: error: ")
-        assert words in err
-        assert not path.exists()

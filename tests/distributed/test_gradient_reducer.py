@@ -28,7 +28,7 @@ from distributed.reduction import (
 from halfstep.distributed.data.reducer import GradientReducer, broadcast_
 from halfstep.errors import PrecisionError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 POLICIES = ("fp32", "bf16-mixed", "bf16-master", "fp16-master", "bf16-split", "bf16-sr",
             "bf16-kahan", "bf16-pure")  # fmt: skip
@@ -68,12 +68,40 @@ def same_on_all(found):
             assert numbers.tobytes() == found[0][name][1].tobytes(), name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_two_ranks_get_the_sum_of_their_shares(pool2, policy, micro_batches):
-    reduce = "bf16" if policy == "bf16-pure" else "fp32"
-    found = pool2.run(reduced, policy=policy, reduce=reduce, micro_batches=micro_batches, steps=2)
-    shares = [share(policy, rank, micro_batches=micro_batches) for rank in range(2)]
+SUMS = [
+    (2, "fp32", {"steps": 2}),
+    (2, "fp32", {"steps": 2, "micro_batches": 3}),
+    (2, "bf16", {"micro_batches": 2}),
+    (4, "bf16", {"steps": 2, "bucket_bytes": 700}),
+    (4, "fp16", {"steps": 2, "bucket_bytes": 700}),
+    (2, "bf16", {"steps": 2, "spare": (True, False)}),
+    (2, "fp32", {"steps": 2, "spare": (True, False)}),
+    (2, "fp32", {"steps": 2, "spare": (False, False)}),
+    (2, "bf16", {"steps": 2, "spare": (False, False), "bucket_bytes": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranks", "reduce", "options"),
+    [
+        (policy, *how)
+        for policy in POLICIES
+        for how in SUMS
+        if not (policy.startswith("fp16") and how[1] == "fp16")  # whose wire is scaled
+    ],
+    ids=str,
+)
+def test_ranks_get_the_sum_of_their_shares(request, policy, ranks, reduce, options):
+    """A parameter that one rank has not used counts as zeros; none of all has no gradient."""
+    found = request.getfixturevalue(f"pool{ranks}").run(
+        reduced, policy=policy, reduce=reduce, **options
+    )
+    same_on_all(found)
+    used, micro = options.get("spare", (True,) * ranks), options.get("micro_batches", 1)
+    shares = [share(policy, r, micro_batches=micro, spare=used[r]) for r in range(ranks)]
+    assert all(("spare.weight" in s) == u for s, u in zip(shares, used, strict=True))
+    for name, g in shares[0].items():
+        shares[-1].setdefault(name, torch.zeros_like(g))
     assert_sums(found, shares, policy, reduce)
 
 
@@ -100,20 +128,6 @@ def test_four_ranks_get_the_sum_to_rounding(pool4, policy):
         assert bool(((got.double() - parts.sum(0)).abs() <= bound).all()), name
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-pure"])
-@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
-def test_16_bit_sums_are_rounded_once_per_rank_and_once(pool4, policy, reduce):
-    found = pool4.run(reduced, policy=policy, reduce=reduce, bucket_bytes=700, steps=2)
-    same_on_all(found)
-    assert_sums(found, [share(policy, rank) for rank in range(4)], policy, reduce)
-
-
-@pytest.mark.parametrize("policy", ["fp16-master", "bf16-sr"])
-def test_16_bit_sums_with_micro_batches(pool2, policy):
-    found = pool2.run(reduced, policy=policy, reduce="bf16", micro_batches=2)
-    assert_sums(found, [share(policy, r, micro_batches=2) for r in range(2)], policy, "bf16")
-
-
 @pytest.mark.parametrize("policy", ["bf16-pure", "fp16-pure"])
 def test_fp32_sums_of_16_bit_gradients_are_rounded_once(pool2, policy):
     found = pool2.run(reduced, policy=policy, reduce="fp32")
@@ -123,29 +137,6 @@ def test_fp32_sums_of_16_bit_gradients_are_rounded_once(pool2, policy):
         expected = (shares[0][name].float() + shares[1][name].float()).to(kept)
         assert dtype == str(kept)
         assert torch.equal(torch.from_numpy(numbers), expected.float())
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
-@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
-def test_a_parameter_unused_on_one_rank_counts_as_zeros(pool2, policy, reduce):
-    found = pool2.run(reduced, policy=policy, reduce=reduce, spare=(True, False), steps=2)
-    shares = [share(policy, rank, spare=rank == 0) for rank in range(2)]
-    assert "spare.weight" not in shares[1]
-    for name, g in shares[0].items():
-        shares[1].setdefault(name, torch.zeros_like(g))
-    same_on_all(found)
-    assert_sums(found, shares, policy, reduce)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
-@pytest.mark.parametrize("bucket_bytes", [1, BIG])
-def test_a_parameter_unused_on_all_ranks_has_no_gradient(pool2, policy, bucket_bytes):
-    reduce = "bf16" if policy == "bf16-pure" else "fp32"
-    found = pool2.run(reduced, policy=policy, reduce=reduce, spare=(False, False), steps=2,
-                      bucket_bytes=bucket_bytes)  # fmt: skip
-    shares = [share(policy, rank, spare=False) for rank in range(2)]
-    assert not any("spare" in name for name in found[0])
-    assert_sums(found, shares, policy, reduce)
 
 
 def test_only_earlier_micro_batches_reach_a_parameter(pool2):
@@ -182,17 +173,13 @@ def test_bucket_sizes_do_not_change_a_bit(pool2, pool4, policy):
 def test_ranks_may_finish_gradients_in_any_order(pool4, reduce):
     orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2], [2, 3, 1, 5, 0, 4]]
     answers = pool4.run(branches, orders=orders, reduce=reduce)
-    assert len({tuple(finished) for finished, _, _ in answers}) == 4
-    assert len({tuple(collectives) for _, collectives, _ in answers}) == 1
-    found = [grads for _, _, grads in answers]
+    assert len({tuple(finished) for finished, *_ in answers}) == 4
+    assert len({tuple(collectives) for _, collectives, *_ in answers}) == 1
+    found = [grads for *_, grads in answers]
     same_on_all(found)
-    shares = []
-    for rank, order in enumerate(orders):
-        model = Branches()
-        model(branch_input(rank), order).backward()
-        shares.append(dict(model.named_parameters()))
+    shares = branch_shares(orders)
     for name, got in unpacked(found[0]).items():
-        parts = torch.stack([s[name].grad for s in shares])
+        parts = torch.stack([s[name] for s in shares])
         if reduce == "bf16":
             assert torch.equal(got, definition(list(parts), "bf16"))
         else:
@@ -204,18 +191,32 @@ def branch_input(rank):
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
 
-def branches(rank, orders, reduce):
+def branch_shares(orders):
+    """Each rank's own gradients."""
+    shares = []
+    for rank, order in enumerate(orders):
+        model = Branches()
+        model(branch_input(rank), order).backward()
+        shares.append({name: p.grad for name, p in model.named_parameters()})
+    return shares
+
+
+def branches(rank, orders, reduce, **options):
+    """In what order gradients were finished, the collectives, those within backward, the sums."""
     model = Branches()
     precision = make("fp32", model)
-    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce], bucket_bytes=1)
+    reducer = GradientReducer(
+        precision, dist.group.WORLD, DTYPES[reduce], bucket_bytes=1, **options
+    )
     finished = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: finished.append(name))
     with Watch() as watch:
         with reducer.last():
             precision.backward(model(branch_input(rank), orders[rank]))
+        during = len(watch.calls)
         reducer.finish()
-    return finished, watch.calls, packed(gradients(precision))
+    return finished, watch.calls, during, packed(gradients(precision))
 
 
 SPECIAL = [
@@ -227,7 +228,7 @@ SPECIAL = [
 @pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
 def test_inf_and_nan_stay_what_they_are(pool2, reduce):
     inf, nan = float("inf"), float("nan")
-    for numbers in pool2.run(given, values=SPECIAL, reduce=reduce):
+    for numbers, *_ in pool2.run(given, values=SPECIAL, reduce=reduce):
         got = torch.tensor(numbers)
         expected = torch.tensor([3.0, 70001.0, 80000.0, inf, nan, nan, -inf, 2.0**-29])
         if reduce == "bf16":
@@ -238,16 +239,18 @@ def test_inf_and_nan_stay_what_they_are(pool2, reduce):
         assert torch.equal(got.isnan(), expected.isnan())
 
 
-def given(rank, values, reduce):
-    """A parameter whose gradient is ``values[rank]``."""
+def given(rank, values, reduce, **options):
+    """The sum of gradients that are ``values``, what was sent for it, and what was counted."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(len(values[rank])))])
     precision = make("fp32", model)
-    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce])
-    weights = torch.tensor(values[rank])
-    with reducer.last():
-        (model[0] * weights).sum().backward()
-    reducer.finish()
-    return model[0].grad.tolist()
+    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce], **options)
+    with Watch() as watch, reducer.last():
+        (model[0] * torch.tensor(values[rank])).sum().backward()
+        reducer.finish()
+    sent = {}
+    for name, size in watch.calls:
+        sent.setdefault(name, []).append(size)
+    return model[0].grad.tolist(), sent, reducer.bytes_per_step
 
 
 @pytest.mark.parametrize("reduce", ["bf16", "fp16"])
@@ -263,7 +266,7 @@ def test_random_numbers_of_all_sizes_are_added_by_rank(pool4, reduce):
     expected = definition(list(values), reduce)
     for first in (1, 2, 3):
         assert not torch.equal(definition(list(values.roll(-first, 0)), reduce), expected)
-    for numbers in pool4.run(given, values=values.tolist(), reduce=reduce):
+    for numbers, *_ in pool4.run(given, values=values.tolist(), reduce=reduce):
         assert torch.equal(torch.tensor(numbers), expected)
 
 

@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.parity import fingerprint, whole
+from distributed.parity import fingerprint, same_bits, whole
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.trainer.optimizer import OptimizerConfig, make_optimizer
+from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.optimizer import make_optimizer
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 ROWS, LENGTH, WORDS, CLASSES = 8, 12, 53, 3
 
@@ -95,9 +96,7 @@ def same(many, one):
     for losses, applied, weights in many:
         assert losses == one[0]
         assert applied == one[1]
-        assert weights.keys() == one[2].keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, one[2][name]), name
+        same_bits(weights, one[2])
 
 
 @pytest.mark.parametrize("name", MODELS)

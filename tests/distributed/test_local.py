@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from distributed import loops
+from distributed.parity import same_bits
 from halfstep.precision.masters.local_part import (
     is_sharded,
     local_gradient,
@@ -21,6 +22,7 @@ from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
+pytestmark = pytest.mark.covering
 distributed = pytest.mark.distributed
 
 
@@ -137,12 +139,6 @@ def test_groups_and_states_come_along(pool2):
 
 
 # Loops of somebody's own.
-
-
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def near(many, one, policy="fp32"):

@@ -14,7 +14,7 @@ from distributed import grid
 from halfstep.integrations.loop_scaler import LoopScaler
 from halfstep.precision.masters.local_part import local_part
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 BROKEN = {1: (0,), 2: (1,), 4: (0, 1)}  # by step: ranks whose gradient is not finite
 
@@ -34,7 +34,7 @@ def loop(rank, kind, clip, sharded):
     model = made(rank, sharded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=kind == "fused")
     scaler = LoopScaler("cpu", init_scale=256.0)
-    scaler.bind(lambda: [optimizer], model.named_parameters, None)
+    scaler.bind(lambda: [optimizer], model.named_parameters)
     seen = []
     for step in range(6):
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()

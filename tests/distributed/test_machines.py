@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from distributed.reduction import (
     BIG,
-    DTYPES,
-    Branches,
-    Watch,
-    gradients,
-    make,
-    packed,
     reduced,
     share,
     unpacked,
 )
-from distributed.test_gradient_reducer import branch_input, definition, kept_as, same_on_all
-from halfstep.distributed.data.reducer import GradientReducer, neighbours
+from distributed.test_gradient_reducer import (
+    branch_shares,
+    branches,
+    definition,
+    given,
+    kept_as,
+    same_on_all,
+)
+from halfstep.distributed.data.reducer import neighbours
 from halfstep.errors import PrecisionError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 
 def in_two_levels(parts, reduce, kept=torch.float32):
@@ -82,25 +81,14 @@ def test_numbers_of_all_sizes_are_added_by_rank_and_by_machine(pool4, reduce):
     expected = in_two_levels(list(values), reduce)
     assert not torch.equal(definition(list(values), reduce), expected)
     assert not torch.equal(in_two_levels(list(values[[0, 2, 1, 3]]), reduce), expected)
-    for numbers, sent, counted in pool4.run(given, values=values.tolist(), reduce=reduce):
+    for numbers, sent, counted in pool4.run(
+        given, values=values.tolist(), reduce=reduce, ranks_per_machine=2
+    ):
         assert torch.equal(torch.tensor(numbers), expected)
         size = sent["all_to_all_single"][0]
         # within the machine the whole, between machines this rank's half, and back
         assert list(sent.values()) == [[size, size // 2], [size // 2, size]]
         assert counted == 2 * (size // 2 + size // 2 // 2) == 2 * 3 * size // 4
-
-
-def given(rank, values, reduce):
-    model = nn.ParameterList([nn.Parameter(torch.zeros(len(values[rank])))])
-    precision = make("fp32", model)
-    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce], ranks_per_machine=2)
-    with Watch() as watch, reducer.last():
-        (model[0] * torch.tensor(values[rank])).sum().backward()
-        reducer.finish()
-    sent = {}
-    for name, size in watch.calls:
-        sent.setdefault(name, []).append(size)
-    return model[0].grad.tolist(), sent, reducer.bytes_per_step
 
 
 def test_the_launchers_environment_is_read_and_must_agree(pool4):
@@ -133,32 +121,14 @@ def refused(rank):
 
 def test_phases_are_launched_in_one_order_within_backward(pool4):
     orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2], [5, 4, 3, 2, 0, 1]]
-    answers = pool4.run(branches, orders=orders)
-    assert len({tuple(calls) for calls, _, _ in answers}) == 1
-    found = [grads for _, _, grads in answers]
+    answers = pool4.run(branches, orders=orders, reduce="bf16", ranks_per_machine=2)
+    assert len({tuple(calls) for _, calls, _, _ in answers}) == 1
+    found = [grads for *_, grads in answers]
     same_on_all(found)
-    calls, during = answers[0][:2]
+    _, calls, during, _ = answers[0]
     # 12 parameters, a bucket each; those of the first 9 are launched as later ones start
     assert len(calls) == 12 * 4
     assert during == 9 * 4 + 3 + 2 + 1
-    shares = []
-    for rank, order in enumerate(orders):
-        model = Branches()
-        model(branch_input(rank), order).backward()
-        shares.append({n: p.grad for n, p in model.named_parameters()})
+    shares = branch_shares(orders)
     for name, got in unpacked(found[0]).items():
         assert torch.equal(got, in_two_levels([s[name] for s in shares], "bf16")), name
-
-
-def branches(rank, orders):
-    model = Branches()
-    precision = make("fp32", model)
-    reducer = GradientReducer(
-        precision, dist.group.WORLD, torch.bfloat16, bucket_bytes=1, ranks_per_machine=2
-    )
-    with Watch() as watch:
-        with reducer.last():
-            precision.backward(model(branch_input(rank), orders[rank]))
-        during = len(watch.calls)
-        reducer.finish()
-    return watch.calls, during, packed(gradients(precision))

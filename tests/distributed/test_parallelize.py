@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distributed.pool import Pool
 from halfstep.distributed.tensor.regions import sum_over_ranks
 from halfstep.distributed.tensor.styles import ParallelForward
 from halfstep.distributed.tensor.tensor_parallel import parallelize_
@@ -22,18 +21,13 @@ from halfstep.precision.casting.cast import add_regions_, around_model, cast_par
 from halfstep.precision.casting.simulate import simulated_fp16
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.models.gpt.generate import generate
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.language_model import generate
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 19}
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-
-
-@pytest.fixture(params=[2, 4])
-def pool(request) -> Pool:
-    return request.getfixturevalue(f"pool{request.param}")
 
 
 @functools.cache

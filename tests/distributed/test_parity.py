@@ -14,6 +14,7 @@ import torch
 from tests.reference.adam import U32, assert_near
 
 from distributed import parity
+from distributed.parity import same_bits
 from halfstep.precision.policy.spelling import parse_policy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering]
@@ -25,7 +26,7 @@ POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "b
 EXACT_SHARDED = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-pure")
 # Unit roundoffs of bf16 and fp16: half the gap between 1 and the next number.
 UBF16, U16 = 2.0**-8, 2.0**-11
-STEPS, RATE = 4, 1e-2  # those of parity.run
+STEPS, RATE = 3, 1e-2  # those of parity.run
 # An Adam update is at most the learning rate where (1 - beta1) <= sqrt(1 - beta2), as here
 # (0.1 < 0.22): Kingma and Ba 2015, section 2.1. Two runs whose smallest gradients have opposite
 # signs part by twice that a step; weight decay of 0.1 takes 1e-3 of a weight (below 1.1) a step.
@@ -53,13 +54,6 @@ def one_device(policy, micro=1, **options):
 @functools.cache
 def exact_gradients():
     return parity.truth()
-
-
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype, name
-        assert torch.equal(value, other[name]), name
 
 
 def same_run(many, one, *, norms=True):
@@ -163,18 +157,18 @@ def test_casts_by_module_are_further_from_fp32_than_casts_by_operation(pool2):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_ranks_err_from_fp64_as_little_as_one_device(pool2, sequence_parallel):
+@pytest.mark.parametrize(
+    "policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure"]
+)
+def test_tensor_ranks_err_from_fp64_as_little_as_one_device(pool2, policy, sequence_parallel):
     """The mathematics is that of one device: what is left is rounding, in every format."""
     exact = exact_gradients()
-    for policy in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure"):
-        one = parity.error(parity.first_gradients(0, "data=1", policy), exact)
-        for found in pool2.run(
-            parity.first_gradients, layout="tensor=2", policy=policy,
-            sequence_parallel=sequence_parallel,
-        ):  # fmt: skip
-            # each partial sum is rounded to the format before they are added: of every layer's
-            # three or four roundings one becomes three; measured up to 1.15 times
-            assert parity.error(found, exact) < 1.5 * one, policy
+    one = parity.error(parity.first_gradients(0, "data=1", policy), exact)
+    options = {"policy": policy, "sequence_parallel": sequence_parallel}
+    for found in pool2.run(parity.first_gradients, layout="tensor=2", **options):
+        # each partial sum is rounded to the format before they are added: of every layer's
+        # three or four roundings one becomes three; measured up to 1.15 times
+        assert parity.error(found, exact) < 1.5 * one
 
 
 @pytest.mark.parametrize(
@@ -206,7 +200,7 @@ def test_tensor_ranks_train_as_one_device(pool2, policy, sequence_parallel):
     cases(
         [(t, p) for t in ("data=2,tensor=2", "data=2,shard=2", "data=4", "shard=4")
          for p in ("fp32", "bf16-mixed")],
-        lambda layout, policy: layout in ("data=2,tensor=2", "data=2,shard=2") or policy == "fp32",
+        lambda layout, policy: layout in ("data=2,tensor=2", "data=2,shard=2"),
     ),
 )  # fmt: skip
 def test_four_ranks_train_as_one_device(pool4, layout, policy):
@@ -342,15 +336,16 @@ INF, NAN = float("inf"), float("nan")
     ("layout", "size", "value", "policy"),
     cases(
         [(*where, v, p) for where in LAYOUTS for v in (INF, NAN) for p in (SCALED, UNSCALED)],
-        lambda _, size, value, policy: (
-            (value, policy) == (INF, SCALED) or (size, value, policy) == (2, NAN, UNSCALED)
+        lambda layout, size, value, policy: (
+            ((value, policy) == (INF, SCALED) and layout != "data=2,shard=2")
+            or (size, value, policy) == (2, NAN, UNSCALED)
         ),
     ),
 )
 def test_what_breaks_on_one_rank_is_skipped_on_all(request, layout, size, value, policy):
     """The last rank's part of a gradient, after everything has been summed."""
     many = pool_of(request, size).run(
-        parity.run, layout=layout, policy=policy, poison=[(1, size - 1)], value=value, steps=3,
+        parity.run, layout=layout, policy=policy, poison=[(1, size - 1)], value=value,
         on_nonfinite="skip:1",
     )  # fmt: skip
     ranks_agree(many)
@@ -375,7 +370,7 @@ def test_a_skip_is_as_if_the_step_had_not_been(pool2, layout):
     many = pool2.run(
         parity.run, layout=layout, policy="bf16-mixed", poison=[(1, 1)], on_nonfinite="skip:1"
     )
-    assert one["applied"] == many[0]["applied"] == [True, False, True, True]
+    assert one["applied"] == many[0]["applied"] == [True, False, True]
     if "tensor" not in layout:
         for rank in many:
             assert rank["losses"] == one["losses"]
@@ -386,12 +381,14 @@ def test_a_skip_is_as_if_the_step_had_not_been(pool2, layout):
     ("layout", "size", "policy"),
     cases(
         [(*where, policy) for where in LAYOUTS for policy in (SCALED, UNSCALED)],
-        lambda _, size, policy: (size, policy) in ((2, SCALED), (4, UNSCALED)),
+        lambda layout, size, policy: (
+            (size, policy) == (2, SCALED) or (layout, policy) == ("data=2,shard=2", UNSCALED)
+        ),
     ),
 )
 def test_a_loss_that_is_nan_on_one_rank_takes_all_the_same_way(request, layout, size, policy):
     many = pool_of(request, size).run(
-        parity.run, layout=layout, policy=policy, bad_loss=[(1, size - 1)], steps=3,
+        parity.run, layout=layout, policy=policy, bad_loss=[(1, size - 1)],
         on_nonfinite="skip:1",
     )  # fmt: skip
     for rank in many:
@@ -444,7 +441,7 @@ def test_all_ranks_roll_back_to_the_same_weights(pool2, layout, policy):
     """A copy after steps 1 and 2; the step after is broken on rank 1: back to step 1's."""
     good = pool2.run(parity.run, layout=layout, policy=policy, steps=1)
     many = pool2.run(
-        parity.run, layout=layout, policy=policy, steps=3, poison=[(2, 1)],
+        parity.run, layout=layout, policy=policy, poison=[(2, 1)],
         on_nonfinite="rollback:1",
     )  # fmt: skip
     ranks_agree(many)

@@ -23,7 +23,7 @@ from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 
 def drawn(seed, *shape, size=1.0):

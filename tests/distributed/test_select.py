@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed import parity
-from halfstep.distributed.data.data_parallel import DataParallel
+from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import TABLE_LAYOUTS, choose_strategy, decide
@@ -52,6 +52,7 @@ CELLS = [
 SHORT = {(p, t) for p, t in CELLS if p in MORE and Layout.parse(t).size == 2}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("policy", "layout"),
     [pytest.param(*c, marks=() if c in SHORT else pytest.mark.slow) for c in CELLS],

@@ -19,84 +19,57 @@ from halfstep.integrations.accelerate import attach
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 
-from integrations.test_accelerate import OPTIMIZERS, bits, loss_of, net, rows, same, schedule
+from integrations.test_accelerate import (  # noqa: F401 - the fixture resets Accelerate
+    OPTIMIZERS,
+    accelerator,
+    bits,
+    fresh,
+    loss_of,
+    net,
+    prepared,
+    rows,
+    same,
+    schedule,
+    train,
+)
 
 INF, NAN = math.inf, math.nan
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def accelerator(precision="bf16", **options):
-    AcceleratorState._reset_state(True)
-    return Accelerator(cpu=True, mixed_precision=precision, **options)
-
-
-def train(kind, steps, *, ours=True, clip=None, micro=1, broken=(), own=False, **options):
-    """A loop; ``broken`` gives step to value, in the last gradient; ``own``: autocast by hand."""
+def train_bf16(kind, steps, *, ours=True, own=False, micro=1, clip=None, broken=(), **options):
+    """A loop in bf16, by Accelerate's autocast or by hand."""
     acc = accelerator("no" if own else "bf16", gradient_accumulation_steps=micro)
-    if own and ours:
-        options = {"scaler": False, **options}
+    if own:
+        options["scaler"] = False
     scaler = attach(acc, **options) if ours else None
-    model = net()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    model, optimizer, rates = acc.prepare(model, optimizer, schedule(optimizer))
-    told = []
-    for step in range(steps):
-        for part in range(micro):
-            with acc.accumulate(model):
-                with torch.autocast("cpu", torch.bfloat16, enabled=own):
-                    loss = loss_of(model, step * micro + part, broken)
-                acc.backward(loss)
-                if clip and acc.sync_gradients:
-                    acc.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
-                rates.step()
-                optimizer.zero_grad()
-        told.append(acc.optimizer_step_was_skipped)
-    return acc.unwrap_model(model), rates.get_last_lr(), told, scaler
+    loop = {"clip": clip, "broken": broken, "micro": micro, "autocast": own}
+    return train(acc, kind, steps, scaler=scaler, **loop)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("own", [False, True])
 def test_where_nothing_is_broken_the_bits_are_accelerates(kind, clip, micro, own):
-    theirs = train(kind, 4, ours=False, clip=clip, micro=micro, own=own)
-    model, rate, told, scaler = train(kind, 4, clip=clip, micro=micro, own=own)
+    theirs = train_bf16(kind, 4, ours=False, clip=clip, micro=micro, own=own)
+    model, rate, skipped, scaler = train_bf16(kind, 4, clip=clip, micro=micro, own=own)
     assert same(bits(model), bits(theirs[0]))
-    assert rate == theirs[1]
-    assert told == [False] * 4
+    assert (rate, skipped) == (theirs[1], [])
     result = scaler.last_step
     assert (result.applied, result.loss_scale, result.next_loss_scale) == (True, 1.0, 1.0)
     assert scaler.skipped_total == 0
 
 
-def test_it_is_bf16():
-    seen = []
-    acc = accelerator()
-    attach(acc)
-    model = acc.prepare(net())
-    acc.unwrap_model(model)[0].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
-    model(torch.ones(1, 4))
-    assert seen == [torch.bfloat16]
-
-
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 1e9])
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_broken_gradients_stop_the_run_with_their_names(kind, clip, value):
     """Of a finite loss: through a hook."""
-    acc = accelerator()
-    scaler = attach(acc)
-    model = net()
-    model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
+    acc, scaler, model, optimizer = prepared(kind, "bf16")
     acc.unwrap_model(model)[2].weight.register_hook(lambda g: g * value)
     before = bits(model)
     acc.backward(loss_of(model, 0))
@@ -123,13 +96,14 @@ class Finite(torch.autograd.Function):
         return gradient, None
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["sgd", "fused", "halfstep"])
 @pytest.mark.parametrize("value", [INF, NAN])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_broken_loss_of_any_micro_batch_stops_the_run_even_with_finite_gradients(
     kind, value, bad
 ):
-    acc = accelerator(gradient_accumulation_steps=2)
+    acc = accelerator("bf16", gradient_accumulation_steps=2)
     attach(acc)
     model = net()
     model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
@@ -146,21 +120,22 @@ def test_a_broken_loss_of_any_micro_batch_stops_the_run_even_with_finite_gradien
     assert same(bits(model), before)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 1e9])
 def test_skip_leaves_the_step_out_and_holds_the_schedule(kind, clip):
     broken = {1: INF, 2: NAN, 4: INF}
     with pytest.warns(UserWarning, match=r"the step is left out, as on_nonfinite=skip:2 allows"):
-        model, rate, told, scaler = train(
+        model, rate, skipped, scaler = train_bf16(
             kind, 6, clip=clip, broken=broken.items(), on_nonfinite="skip:2"
         )
-    assert told == [step in broken for step in range(6)]
+    assert skipped == [*broken]
     assert rate == [pytest.approx(0.1 / (1 + 3))]
     assert scaler.skipped_total == 3
     assert scaler.get_scale() == 1.0
     expected = net()
     optimizer = OPTIMIZERS[kind](expected.parameters())
-    acc = accelerator()
+    acc = accelerator("bf16")
     expected, optimizer, rates = acc.prepare(expected, optimizer, schedule(optimizer))
     for step in (0, 3, 5):
         acc.backward(loss_of(expected, step))
@@ -177,17 +152,15 @@ def test_more_skips_in_a_row_than_allowed_stop():
         pytest.warns(UserWarning, match="left out"),
         pytest.raises(NonFiniteError, match="the loss is nan") as caught,
     ):
-        train("sgd", 6, broken={1: NAN, 2: NAN}.items(), on_nonfinite="skip:1")
+        train_bf16("sgd", 6, broken={1: NAN, 2: NAN}.items(), on_nonfinite="skip:1")
     assert caught.value.cause == "forward"
 
 
 def test_a_step_without_gradients_is_as_without_attach():
-    acc = accelerator()
-    scaler = attach(acc)
-    model = net()
-    model, optimizer, rates = acc.prepare(
-        model, (made := OPTIMIZERS["sgd"](model.parameters())), schedule(made)
-    )
+    acc = accelerator("bf16")
+    scaler, model = attach(acc), net()
+    made = OPTIMIZERS["sgd"](model.parameters())
+    model, optimizer, rates = acc.prepare(model, made, schedule(made))
     before = bits(model)
     optimizer.step()
     rates.step()
@@ -200,7 +173,7 @@ def test_a_step_without_gradients_is_as_without_attach():
 
 
 def test_two_optimizers_of_one_loss():
-    acc = accelerator()
+    acc = accelerator("bf16")
     attach(acc)
     first, second = net(1), net(2)
     one, two = (OPTIMIZERS["fused"](m.parameters()) for m in (first, second))
@@ -225,15 +198,12 @@ def test_the_meter_counts_what_is_lost():
         optimizer.step()
         (report,) = scaler.meter.report()
         assert report.lost == lost
-    acc = accelerator()
-    scaler = attach(acc, lost_updates_every=0)
-    acc.prepare(OPTIMIZERS["sgd"]([nn.Parameter(torch.ones(1))]))
-    assert scaler.meter is None
+    assert prepared(precision="bf16", lost_updates_every=0)[1].meter is None
 
 
 def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
     def run(steps, *, ours=True, load=None, save=None):
-        acc = accelerator()
+        acc = accelerator("bf16")
         scaler = attach(acc, on_nonfinite="skip:1") if ours else None
         model = net()
         optimizer = OPTIMIZERS["foreach"](model.parameters())
@@ -267,27 +237,25 @@ def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
 
 
 def test_options_of_a_scale_are_refused_where_there_is_none():
-    with pytest.raises(ConfigError, match=r"got init_scale, strict, but there is no loss scale"):
-        attach(accelerator(), init_scale=8.0, strict=True)
-    with pytest.raises(ConfigError, match="got hysteresis, but there is no loss scale"):
-        attach(accelerator("no"), scaler=False, hysteresis=2)
-    with pytest.raises(PrecisionError, match=r"scaler=True with mixed_precision='bf16'"):
-        attach(accelerator(), scaler=True)
-    with pytest.raises(ConfigError, match="is for loops without a loss scale"):
-        attach(accelerator("no"), on_nonfinite="skip:1")
-    with pytest.raises(PrecisionError, match="allowed here: stop, skip:K"):
-        attach(accelerator(), on_nonfinite="rollback:3")
-    with pytest.raises(PrecisionError, match="on_nonfinite='never'"):
-        attach(accelerator(), on_nonfinite="never")
-    acc = accelerator()
+    for error, text, precision, options in (
+        (ConfigError, "got init_scale, strict, but there is no loss scale", "bf16",
+         {"init_scale": 8.0, "strict": True}),
+        (ConfigError, "got hysteresis, but there is no", "no", {"scaler": False, "hysteresis": 2}),
+        (PrecisionError, "scaler=True with mixed_precision='bf16'", "bf16", {"scaler": True}),
+        (ConfigError, "is for loops without a loss scale", "no", {"on_nonfinite": "skip:1"}),
+        (PrecisionError, "allowed here: stop, skip:K", "bf16", {"on_nonfinite": "rollback:3"}),
+        (PrecisionError, "on_nonfinite='never'", "bf16", {"on_nonfinite": "never"}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            attach(accelerator(precision), **options)
+    acc = accelerator("bf16")
     attach(acc, names=net().named_parameters(), ranks=halfstep.OneRank(), allow_pure=True)
     with pytest.raises(ConfigError, match="already"):
         attach(acc)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_nothing_is_kept_alive_between_two_trainings(precision):
-    acc = accelerator(precision)
+def test_nothing_is_kept_alive_between_two_trainings():
+    acc = accelerator("bf16")
     scaler = attach(acc)
     for _ in range(2):
         model = net()
@@ -306,16 +274,17 @@ def test_nothing_is_kept_alive_between_two_trainings(precision):
 # Accidental pure 16-bit weights
 
 
-@pytest.mark.parametrize("precision", ["bf16", "no"])
-@pytest.mark.parametrize("kind", ["sgd", "foreach", "fused"])
-@pytest.mark.parametrize("together", [False, True])
-def test_accidental_pure_bf16_is_refused_at_prepare(precision, kind, together):
+@pytest.mark.parametrize(
+    ("precision", "form", "together"),
+    [("bf16", "bf16", False), ("no", "bf16", True), ("no", "fp16", False), ("no", "fp16", True)],
+)
+def test_accidental_16_bit_weights_are_refused_at_prepare(precision, form, together):
     acc = accelerator(precision)
     attach(acc)
-    model = net().bfloat16()
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    model = net().bfloat16() if form == "bf16" else net().half()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
     # 32 + 8 + 8 + 1 weights, 2 bytes more each
-    text = r"4 of 4 tensors of \w+ are trained in bf16.*: 0\.weight.*\(98 bytes more"
+    text = rf"4 of 4 tensors of \w+ are trained in {form}.*: 0\.weight.*98 bytes more"
     if not together:
         acc.prepare(model)
     with pytest.raises(PrecisionError, match=text):
@@ -325,20 +294,9 @@ def test_accidental_pure_bf16_is_refused_at_prepare(precision, kind, together):
     acc.prepare(optimizer)
 
 
-def test_fp16_weights_are_refused_at_prepare_too():
-    acc = accelerator("no")
-    attach(acc)
-    model = net().half()
-    with pytest.raises(PrecisionError, match=r"trained in fp16: 0\.weight"):
-        acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_weights_that_become_16_bit_later_are_refused_at_the_step(strict):
-    acc = accelerator("no")
-    attach(acc, strict=strict)
-    model = net()
-    model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
+    acc, _, model, optimizer = prepared(strict=strict)
     model.bfloat16()
     acc.backward(model(rows(0).bfloat16()).float().square().mean())
     with pytest.raises(PrecisionError, match=r"are trained in bf16.*0\.weight"):
@@ -361,20 +319,13 @@ def test_pure_bf16_trains_where_asked_for_or_kept(precision):
 # Copies
 
 
-def test_a_deep_copy_of_an_accelerator_is_the_accelerator():
-    """Accelerate's own rule."""
-    acc = accelerator()
-    attach(acc)
-    assert copy.deepcopy(acc) is acc
-
-
 @pytest.mark.parametrize("precision", ["bf16", "no"])
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, prepared):
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, ready):
     """Its scaler, its optimizers, its methods."""
     acc = accelerator(precision)
     scaler = attach(acc, names=dict(net().named_parameters()))
-    if prepared:
+    if ready:
         model = net()
         model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
         acc.backward(loss_of(model, 0))
@@ -385,7 +336,10 @@ def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, prepared):
     assert other.unscale_gradients.__self__.scaler is other.scaler
     assert acc.scaler is scaler
     assert scaler._bound() == [o.optimizer for o in acc._optimizers]
-    if prepared:
+    alone = pickle.loads(pickle.dumps(scaler))  # which does not take the loop along
+    assert (list(alone._bound()), alone.meter) == ([], None)
+    assert copy.deepcopy(acc) is acc  # Accelerate's own rule
+    if ready:
         (twin,) = other._models
         (again,) = other._optimizers
         assert other.scaler._bound() == [again.optimizer]
@@ -402,16 +356,6 @@ def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, prepared):
         optimizer.step()
         assert other.scaler.last_step.applied
         assert acc._optimizers == []
-
-
-def test_a_pickled_scaler_does_not_take_the_loop_along():
-    acc = accelerator("no")
-    scaler = attach(acc)
-    model = net()
-    acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-    other = pickle.loads(pickle.dumps(scaler))
-    assert list(other._bound()) == []
-    assert other.meter is None
 
 
 # On a GPU, where Accelerate's fp16 is fp16
@@ -444,10 +388,7 @@ def test_on_a_gpu_steps_and_skips_are_told(kind, precision):
 
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_a_batch_that_the_loop_has_dropped_does_not_stop_the_next_step(value):
-    acc = accelerator()
-    scaler = attach(acc)
-    model = net()
-    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    acc, scaler, model, optimizer = prepared(precision="bf16")
     acc.backward(loss_of(model, 0) * value)
     optimizer.zero_grad()
     loss = loss_of(model, 1)

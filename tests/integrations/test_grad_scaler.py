@@ -11,10 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import GradScaler
-from halfstep.integrations.grad_scaler import (
-    record as step_record,
-    recording as recording_scaler,
-)
+from halfstep.integrations.grad_scaler import recording
 from integrations.scaler_side import Plain, TakesScaler
 
 INF, NAN = math.inf, math.nan
@@ -44,8 +41,7 @@ class Two(nn.Module):
 def machine(request, monkeypatch):
     """The second one keeps every number as a tensor, as if reading it made the host wait."""
     if request.param != "cpu":
-        for module in (step_record, recording_scaler):
-            monkeypatch.setattr(module, "on_host", lambda tensor: False)
+        monkeypatch.setattr(recording, "on_host", lambda tensor: False)
     return request.param
 
 
@@ -201,8 +197,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "third party"])
 @pytest.mark.parametrize("gradient", [1.0, INF])
 def test_nothing_is_read_that_torch_does_not_read(kind, gradient, monkeypatch):
-    for module in (step_record, recording_scaler):
-        monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    monkeypatch.setattr(recording, "on_host", lambda tensor: False)
     reads = []
     for scaler_class in (torch.amp.GradScaler, GradScaler):
         model = Two()

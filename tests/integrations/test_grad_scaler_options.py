@@ -2,7 +2,6 @@
 
 import copy
 import doctest
-import math
 import random
 import re
 from pathlib import Path
@@ -48,23 +47,6 @@ def test_the_scale_never_falls_where_gradients_are_destroyed(options):
     assert scaler.last_step.applied
 
 
-def test_torch_fails_there_in_silence():
-    """The reason for the options, held fast: should torch mend it, this test tells."""
-    model, optimizer, scaler = made(init_scale=2.0**-130)
-    step(model, optimizer, scaler)
-    assert not model.first.isfinite().all()
-    assert scaler.last_step.applied
-    model, optimizer, scaler = made(backoff_factor=2.0**-100)
-    for _ in range(3):
-        step(model, optimizer, scaler, first=(INF, 1.0))
-    assert scaler.get_scale() == 0.0
-
-
-def test_the_ceiling_holds_and_is_given_back():
-    model, optimizer, scaler = made(growth_interval=1, max_scale=16.0)
-    assert [step(model, optimizer, scaler).next_loss_scale for _ in range(3)] == [16.0] * 3
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,8 +85,7 @@ def test_a_new_scale_out_of_bounds_is_refused(new_scale):
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("hysteresis", "seed"), [(1, 0), (2, 1), (3, 2), (2, 3)])
 def test_hysteresis_floor_and_ceiling_give_the_reference_sequence(hysteresis, seed):
     rng = random.Random(seed)
     overflows = [rng.random() < 0.35 for _ in range(60)]
@@ -251,12 +232,9 @@ def test_a_fixed_scale_stays_fixed_whatever_state_is_loaded():
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (torch.float64, {"foreach": False}),
         (torch.float64, {"foreach": True}),
         (torch.float64, {"fused": True}),  # torch's fused kernels take no complex parameters
         (torch.complex64, {"foreach": False}),
-        (torch.complex64, {"foreach": True}),
-        (torch.complex128, {"foreach": False}),
         (torch.complex128, {"foreach": True}),
     ],
 )
@@ -266,27 +244,22 @@ def test_double_and_complex_parameters_are_scaled_too(dtype, options, bad):
 
     def run(scaled):
         torch.manual_seed(1)
-        weights = [
-            torch.nn.Parameter(torch.randn(3, dtype=dtype)),
-            torch.nn.Parameter(torch.ones(2)),
-        ]
+        weights = [nn.Parameter(torch.randn(3, dtype=dtype)), nn.Parameter(torch.ones(2))]
         optimizer = torch.optim.AdamW(weights, lr=0.1, **options)
-        scaler = GradScaler("cpu", init_scale=8.0, names={"double": weights[0]})
+        scaler = GradScaler("cpu", init_scale=8.0, names={"double": weights[0]}, enabled=scaled)
         for number in range(3):
+            broken = bad is not None and number == 1
             loss = (weights[0] * weights[0].conj()).real.sum() + weights[1].square().sum()
-            if scaled:
-                scaler.scale(loss).backward()
-                if bad is not None and number == 1:
-                    grad = weights[0].grad
-                    (torch.view_as_real(grad) if dtype.is_complex else grad).view(-1)[1] = bad
+            scaler.scale(loss).backward()
+            if broken:
+                grad = weights[0].grad
+                (torch.view_as_real(grad) if dtype.is_complex else grad).view(-1)[1] = bad
+            if scaled or not broken:
                 scaler.step(optimizer)
                 scaler.update()
-                assert scaler.last_step.applied is (bad is None or number != 1)
-                if not scaler.last_step.applied:
-                    assert scaler.last_step.nonfinite_parameters == ("double",)
-            elif bad is None or number != 1:
-                loss.backward()
-                optimizer.step()
+            if scaled:
+                assert scaler.last_step.applied is not broken
+                assert scaler.last_step.nonfinite_parameters == (("double",) if broken else ())
             optimizer.zero_grad()
         return weights
 
@@ -335,23 +308,3 @@ def test_doctests_and_the_how_to():
     assert blocks
     for block in blocks:
         exec(compile(block, str(DOCS), "exec"), {})
-
-
-def test_a_real_fp16_model_learns():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    scaler = GradScaler("cpu", "auto", strict=True, names=model.named_parameters())
-    x = torch.randn(32, 4)
-    losses = []
-    for _ in range(30):
-        with torch.autocast("cpu", torch.float16):
-            loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(scaler.last_step.loss)
-    assert scaler.last_step.skipped_total <= 3  # the batch's largest scale, or a little below
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(map(math.isfinite, losses))

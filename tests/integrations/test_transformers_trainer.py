@@ -102,48 +102,6 @@ def made(tmp_path, *, model=None, callbacks=(), trainer=Trainer, extra=None, **a
     )
 
 
-def bits(trainer):
-    return [p.detach().clone() for p in trainer.model.parameters()]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def logged(trainer, key):
-    return [entry[key] for entry in trainer.state.log_history if key in entry and "loss" in entry]
-
-
-# The traps, without us
-
-
-def test_the_trainer_hides_a_skip_of_its_default_optimizer_and_moves_the_schedule_on(tmp_path):
-    broken = Break({2})
-    trainer = made(tmp_path, callbacks=[broken])
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    rebound = trainer.accelerator.scaler.unscale_
-    trainer.accelerator.unscale_gradients = lambda optimizer=None: rebound(
-        trainer.optimizer.optimizer
-    )
-    assert trainer.args.optim == "adamw_torch_fused"
-    trainer.train()
-    assert broken.skips == [False] * STEPS
-    assert len(set(broken.rates)) == STEPS  # it moved on the skipped step too
-
-
-def test_the_trainer_shows_zero_for_a_nan_loss(tmp_path):
-    trainer = made(tmp_path, model=AlwaysNaN(), max_steps=2)
-    trainer.train()
-    assert logged(trainer, "loss") == [0.0, 0.0]
-
-
-def test_fp16_on_a_cpu_is_fp32_in_silence_and_refused_with_us(tmp_path):
-    trainer = made(tmp_path, fp16=True)
-    assert (trainer.accelerator.mixed_precision, trainer.accelerator.scaler) == ("fp16", None)
-    with pytest.raises(PrecisionError, match="trains in fp32 there"):
-        attach(trainer)
-
-
 class AlwaysNaN(nn.Module):
     def __init__(self, broken=lambda call: True):
         super().__init__()
@@ -159,19 +117,26 @@ class AlwaysNaN(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+def bits(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry and "loss" in entry]
+
+
 # The same training
-
-
-CLIPPED = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize(
     ("optim", "arguments"),
     [
-        ("adamw_torch_fused", {}),
-        ("adamw_torch_fused", CLIPPED),
-        ("sgd", CLIPPED),
-        ("adamw_torch", {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0}),
+        ("adamw_torch_fused", {"max_grad_norm": 0.1, "gradient_accumulation_steps": 3}),
+        ("sgd", {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0}),
     ],
 )
 def test_where_nothing_overflows_the_bits_are_the_same(tmp_path, optim, arguments):
@@ -196,8 +161,10 @@ def test_where_nothing_overflows_the_bits_are_the_same(tmp_path, optim, argument
 # Skips
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
-@pytest.mark.parametrize(("value", "reason"), [(INF, "overflow"), (NAN, "nan_gradients")])
+@pytest.mark.parametrize(
+    ("optim", "value", "reason"),
+    [("adamw_torch_fused", INF, "overflow"), ("adamw_torch", NAN, "nan_gradients")],
+)
 def test_a_skip_is_told_holds_the_schedule_and_leaves_the_weights(tmp_path, optim, value, reason):
     held = []
 
@@ -307,9 +274,8 @@ def test_broken_weights_are_named(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(("value", "norm"), [(INF, INF), (NAN, NAN)])
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_without_a_scaler_broken_gradients_stop_the_run(tmp_path, value, norm, clip):
+@pytest.mark.parametrize(("value", "clip"), [(INF, 1.0), (NAN, 0.0)])
+def test_without_a_scaler_broken_gradients_stop_the_run(tmp_path, value, clip):
     held = []
     trainer = made(tmp_path, callbacks=[Break({2}, value), keep(held)], max_grad_norm=clip)
     attach(trainer)
@@ -317,8 +283,7 @@ def test_without_a_scaler_broken_gradients_stop_the_run(tmp_path, value, norm, c
         trainer.train()
     assert caught.value.cause == "gradients"
     assert caught.value.parameters == ("classifier.weight",)  # not all that clipping has spread to
-    last = logged(trainer, "grad_norm")[-1]
-    assert last == norm or (math.isnan(last) and math.isnan(norm))
+    assert logged(trainer, "grad_norm")[-1] == pytest.approx(value, nan_ok=True)
     assert same(bits(trainer), held[-1])
 
 
@@ -331,14 +296,6 @@ def test_a_nan_is_shown_and_goes_on_where_asked(tmp_path, caplog):
     losses = logged(trainer, "loss")
     assert [math.isnan(loss) for loss in losses] == [False, True] + [False] * 4
     assert logged(trainer, "skipped_steps")[-1] == 1
-
-
-def test_a_scale_at_its_floor_stops_with_the_parameter(tmp_path):
-    trainer = made(tmp_path, callbacks=[Break({1, 2, 3})])
-    attach(trainer, scaler=True, init_scale=4.0)
-    with pytest.raises(NonFiniteError, match=r"classifier\.weight at the smallest") as caught:
-        trainer.train()
-    assert caught.value.cause == "loss_scale_floor"
 
 
 # Checkpoints
@@ -372,11 +329,12 @@ def test_lost_updates_are_logged_and_halfsteps_optimizer_loses_none(tmp_path):
     lost = {}
     ours = (halfstep.optim.AdamW, {"lr": 1e-5, "update": "split"})
     for name, extra in (("theirs", {}), ("ours", {"optimizer_cls_and_kwargs": ours})):
-        trainer = made(tmp_path, model=bert().bfloat16(), extra=extra, learning_rate=1e-5)
+        model = bert().bfloat16()
+        trainer = made(tmp_path, model=model, extra=extra, learning_rate=1e-5, max_steps=3)
         attach(trainer, lost_updates_every=1, allow_pure=name == "theirs")
         trainer.train()
         lost[name] = logged(trainer, "lost_updates")
-    assert len(lost["theirs"]) == len(lost["ours"]) == STEPS
+    assert len(lost["theirs"]) == len(lost["ours"]) == 3
     # weights of 0.02 have gaps of 2^-13 = 1.2e-4 in bf16: most updates of 1e-5 round to nothing
     assert min(lost["theirs"]) > 0.5
     assert max(lost["ours"]) < 0.01
@@ -418,20 +376,10 @@ def test_accidental_pure_bf16_of_an_own_optimizer_is_refused_before_the_first_st
     with pytest.raises(PrecisionError, match="tensors of SGD are trained in bf16"):
         trainer.train()
     assert same(start, bits(trainer))
-    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
+    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer, max_steps=1)
     trainer.make = lambda parameters: halfstep.optim.AdamW(parameters, update="split")
     attach(trainer)
     trainer.train()
-
-
-def test_decay_groups_are_the_trainers(tmp_path):
-    ours = (halfstep.optim.AdamW, {"lr": 1e-3})
-    trainer = made(tmp_path, weight_decay=0.1, extra={"optimizer_cls_and_kwargs": ours})
-    attach(trainer)
-    trainer.train()
-    groups = trainer.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all(p.ndim == 1 for p in groups[1]["params"])
 
 
 # Mistakes
@@ -450,7 +398,7 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 
     trainer = made(tmp_path)
     with pytest.raises(ConfigError, match="got init_scale, but this Trainer has no loss scaler"):
-        attach(trainer, init_scale=8.0)
+        attach(trainer, init_scale=8.0, ranks=halfstep.OneRank())
     with pytest.raises(PrecisionError, match="hysteresis is 0"):
         attach(trainer, scaler=True, hysteresis=0)
     assert trainer.args.logging_nan_inf_filter
@@ -458,6 +406,8 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 
     with pytest.raises(PrecisionError, match="has the range of fp32"):
         attach(made(tmp_path, bf16=True), scaler=True)
+    with pytest.raises(PrecisionError, match="trains in fp32 there"):
+        attach(made(tmp_path, fp16=True))
 
     with pytest.raises(ConfigError, match=r"got a SimpleNamespace without accelerator"):
         attach(SimpleNamespace())
@@ -491,15 +441,6 @@ def test_names_and_ranks_need_no_scaler(tmp_path):
     trainer = made(tmp_path, max_steps=1)
     attach(trainer, names=trainer.model.named_parameters(), ranks=halfstep.OneRank())
     trainer.train()
-    with pytest.raises(
-        ConfigError, match=r"attach\(\) got init_scale, but this Trainer has no loss"
-    ):
-        attach(made(tmp_path), init_scale=2.0, ranks=halfstep.OneRank())
-
-
-def test_bf16_with_a_scaler_is_refused(tmp_path):
-    with pytest.raises(PrecisionError, match="bf16 has the range of fp32"):
-        attach(made(tmp_path, bf16=True), scaler=True)
 
 
 def test_the_accelerator_of_a_trainer_can_be_pickled(tmp_path):
@@ -523,7 +464,7 @@ def test_bf16_trains_and_logs_without_a_scaler(tmp_path):
 
 def test_the_example_shows_lost_updates_and_a_cause(capsys):
     main = runpy.run_path(str(EXAMPLE))["main"]
-    main.__globals__["STEPS"] = 20
+    main.__globals__.update(STEPS=20, PACKAGES=("http", "xml"))
     histories = main()
     assert histories["torch"][0]["lost_updates"] > 0.05
     assert histories["halfstep"][0]["lost_updates"] < 0.01

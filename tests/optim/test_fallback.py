@@ -1,7 +1,6 @@
 """8-bit moments whose spread is too large for 8 bits go over to bf16 by themselves, and say so."""
 
 import copy
-import io
 import math
 import warnings
 
@@ -14,13 +13,14 @@ from halfstep.optim.kernels import dispatch
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.storage import fallback
 from halfstep.optim.storage.moments import decode, encode
-from halfstep.optim.storage.state import FELL_BACK, Task, stored_moment
+from halfstep.optim.storage.state import FELL_BACK, StepTask, stored_moment
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.session import (
     convert_optimizer_tensors,
     optimizer_tensors,
     set_optimizer_state,
 )
+from reference.training import through_a_file
 
 N = 512
 TINY = np.arange(N) % 8 == 0  # in every block of 128 one element in eight has tiny gradients
@@ -39,13 +39,6 @@ def train(moments: str, spread: float, steps: int, **options):
         p.grad = gradient(step, spread)
         optimizer.step()
     return p, optimizer
-
-
-def through_a_file(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 # --- what it is for -----------------------------------------------------------------------------
@@ -133,7 +126,7 @@ def test_the_share_from_which_on_a_tensor_falls_back(below, elements, falls):
     assert fallback.must_fall_back(below, elements) is falls
 
 
-def task(count: int, seed: int, broken: bool = False) -> Task:
+def task(count: int, seed: int, broken: bool = False) -> StepTask:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-45, 3, (count,), generator=generator)
     values = torch.ldexp(torch.rand(count, generator=generator) + 0.5, exponents)
@@ -144,7 +137,7 @@ def task(count: int, seed: int, broken: bool = False) -> Task:
     g = torch.randn(count, generator=generator)
     g[::3] = 0.0
     codes, tops = zip(*encoded, strict=True)
-    return Task(torch.zeros(count), None, codes, tops, g.to(torch.bfloat16), 0)
+    return StepTask(torch.zeros(count), None, codes, tops, g.to(torch.bfloat16), 0)
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -76,16 +76,6 @@ def test_every_code_under_every_top_is_its_number(signed):
         assert np.array_equal(np.signbit(row), np.signbit(wanted))
 
 
-def test_windows_span_what_the_text_says():
-    for top in (32, 127, 254):
-        wide, narrow = window(top, signed=False)[1:], window(top, signed=True)[1:]
-        # 255 codes of 8 a binade: 31.75 binades; 127: 15.75. The last is 2^(top + 1).
-        assert wide[-1] == narrow[-1] == 2.0 ** (top + 1 - 127)
-        assert 2.0**31 <= wide[-1] / wide[0] <= 2.0**32
-        assert 2.0**15 <= narrow[-1] / narrow[0] <= 2.0**16
-    assert window(32, signed=False)[1] >= 2.0**-126  # the windows end above the subnormal numbers
-
-
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_storing_what_was_stored_changes_no_code(signed, seed):
@@ -202,17 +192,12 @@ SMALLEST = float(window(127, signed=True)[1])
 RESOLUTION = Fraction(SMALLEST) / NOISES
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 2.0**-20, 1e-4, 0.1, 0.5, 0.75, 0.899])
+@pytest.mark.parametrize(
+    "fraction", [1e-9, 2.0**-20, 1e-4, 0.1, 0.5, 0.75, 0.899, 0.905, 0.95, 0.999]
+)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_first_moment_below_its_window_keeps_its_mean(fraction, sign):
     x = np.float32(sign * fraction * SMALLEST)
-    mean = over_all_noises(x, np.float32(1.5), signed=True)
-    assert abs(mean - Fraction(float(x))) <= RESOLUTION
-
-
-@pytest.mark.parametrize("fraction", [0.905, 0.91, 0.95, 0.999])
-def test_a_first_moment_just_below_its_window_keeps_its_mean(fraction):
-    x = np.float32(fraction * SMALLEST)
     mean = over_all_noises(x, np.float32(1.5), signed=True)
     assert abs(mean - Fraction(float(x))) <= RESOLUTION
 

@@ -1,13 +1,12 @@
 """The compiled kernel gives the bits of the torch operations; and what happens without one."""
 
-import os
+import copy
 import pwd
 import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
@@ -54,7 +53,7 @@ def fresh_build(tmp_path, monkeypatch):
 def tasks_for(
     algorithm: Algorithm, dtype: torch.dtype, update: str, moments: str, gradient: torch.dtype,
     sizes: list[int], seed: int,
-) -> list[Task]:  # fmt: skip
+) -> list[StepTask]:  # fmt: skip
     """Tasks as the optimizer makes them at the start, with numbers of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -66,7 +65,7 @@ def tasks_for(
         kept = ROUNDING[update].remainder_dtype if dtype == torch.bfloat16 else None
         pairs = [zeros(weight, moments) for _ in algorithm.moments]
         made.append(
-            Task(
+            StepTask(
                 weight=weight,
                 remainder=None if kept is None else torch.zeros(size, dtype=kept),
                 moments=tuple(values for values, _ in pairs),
@@ -78,7 +77,7 @@ def tasks_for(
     return made
 
 
-def fill_gradients(tasks: list[Task], seed: int, special: bool = False) -> None:
+def fill_gradients(tasks: list[StepTask], seed: int, special: bool = False) -> None:
     generator = torch.Generator().manual_seed(seed)
     for task in tasks:
         size = len(task.gradient)
@@ -93,21 +92,11 @@ def fill_gradients(tasks: list[Task], seed: int, special: bool = False) -> None:
         task.gradient.copy_(values)
 
 
-def copies(tasks: list[Task]) -> list[Task]:
-    return [
-        replace(
-            task,
-            weight=task.weight.clone(),
-            remainder=None if task.remainder is None else task.remainder.clone(),
-            moments=tuple(m.clone() for m in task.moments),
-            tops=tuple(t.clone() for t in task.tops),
-            gradient=task.gradient,
-        )
-        for task in tasks
-    ]
+def copies(tasks: list[StepTask]) -> list[StepTask]:
+    return [replace(copy.deepcopy(task), gradient=task.gradient) for task in tasks]
 
 
-def parts(task: Task) -> dict[str, torch.Tensor]:
+def parts(task: StepTask) -> dict[str, torch.Tensor]:
     named = {"weight": task.weight}
     if task.remainder is not None:
         named["remainder"] = task.remainder
@@ -117,7 +106,7 @@ def parts(task: Task) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(
-    left: list[Task], right: list[Task], where: str, special: bool = False
+    left: list[StepTask], right: list[StepTask], where: str, special: bool = False
 ) -> None:
     """All bits are the same, but that a NaN may be any NaN.
 
@@ -162,6 +151,12 @@ def compare(kernel, rule, gradient, moments, dtype, update, sizes, steps, specia
     return tasks
 
 
+def pairs(rule: str, moments: str) -> list[tuple[torch.dtype, tuple[torch.dtype, str]]]:
+    """Each way with one kind of gradient, another one for the next rule and the next moments."""
+    shift = [*RULES].index(rule) + MOMENTS.index(moments)
+    return [(GRADIENTS[(i + shift) % 3], way) for i, way in enumerate(WAYS)]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_same_bits_at_every_size(kernel, rule, threads):
@@ -182,18 +177,16 @@ def test_the_same_bits_at_every_size(kernel, rule, threads):
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_same_bits_in_every_combination(kernel, rule, moments):
-    for gradient, (dtype, update) in product(GRADIENTS, WAYS):
+def test_the_same_bits_in_every_pair(kernel, rule, moments):
+    for gradient, (dtype, update) in pairs(rule, moments):
         compare(kernel, rule, gradient, moments, dtype, update, [1, 129, 1000], 3)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_that_are_not_finite(kernel, rule, moments):
-    for gradient, (dtype, update) in product(GRADIENTS, WAYS):
-        tasks = compare(
-            kernel, rule, gradient, moments, dtype, update, [300], 3, special=True
-        )  # fmt: skip
+    for gradient, (dtype, update) in pairs(rule, moments):
+        tasks = compare(kernel, rule, gradient, moments, dtype, update, [300], 3, special=True)
         weight = tasks[0].weight
         if rule == "lion":  # sign(NaN) is 0 in torch: the weight only decays
             assert weight.isfinite().all()
@@ -222,7 +215,7 @@ def test_every_half_precision_gradient_is_read_as_its_number(kernel):
     for dtype in (torch.float16, torch.bfloat16):
         gradient = patterns.view(dtype)
         weight = torch.zeros(2**16)
-        task = Task(
+        task = StepTask(
             weight,
             None,
             (torch.zeros(2**16),),
@@ -253,7 +246,7 @@ def test_a_kernel_call_reads_and_writes_nothing_else(kernel):
         (task,) = tasks_for(ADAMW, dtype, update, "8bit", torch.bfloat16, [200], seed=1)
         held = [inside(x) for x in (task.weight, *task.moments, *task.tops, task.gradient)]
         left = None if task.remainder is None else inside(task.remainder)
-        moved = Task(
+        moved = StepTask(
             held[0][1],
             None if left is None else left[1],
             (held[1][1], held[2][1]),
@@ -315,15 +308,14 @@ def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(
         ("exit 3", "3"),
         ("[ $1 = --version ] && echo 1.0 && exit 0; echo 'cannot compile' >&2; exit 1", "compile"),
         ("exit 0", ""),  # says that all is well, and writes nothing
-        pytest.param(
-            "echo >&2; exit 3",
-            "",
-            id="one empty line is all it says",
-        ),
+        pytest.param("echo >&2; exit 3", "", id="one empty line is all it says"),
+        (None, "No such file"),
     ],
 )
 def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
-    broken = script(fresh_build / "broken-cxx", text)
+    broken = fresh_build / "broken-cxx"
+    if text is not None:
+        script(broken, text)
     monkeypatch.setenv("CXX", str(broken))
     reason = native_kernel()
     assert isinstance(reason, str)
@@ -334,14 +326,6 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     step_once()
     folder = fresh_build / "cache" / "halfstep" / "kernels"
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
-
-
-def test_a_compiler_that_is_not_there(fresh_build, monkeypatch):
-    monkeypatch.setenv("CXX", str(fresh_build / "missing-cxx"))
-    reason = native_kernel()
-    assert isinstance(reason, str)
-    assert "missing-cxx" in reason
-    step_once()
 
 
 def test_flags_that_a_compiler_does_not_know_are_left_out(kernel, fresh_build, monkeypatch):
@@ -395,38 +379,29 @@ def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
     assert not isinstance(native.native_kernel(), NativeKernel)
 
 
-def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build):
-    """The compiler writes half a file and waits; the second process starts meanwhile."""
+def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monkeypatch):
+    """The compiler writes half a file and waits; this process builds meanwhile as well."""
     slow = script(
         fresh_build / "slow-cxx",
         'for word in "$@"; do [ "$before" = -o ] && out="$word"; before="$word"; done\n'
-        '[ -n "$out" ] && echo half > "$out" && sleep 2\n'
+        '[ -n "$out" ] && echo half > "$out" && sleep 1\n'
         'exec g++ "$@"',
     )
     code = (
         "from halfstep.optim.kernels.cpu import native_kernel, NativeKernel; import sys; "
         "k = native_kernel(); print(k); sys.exit(not isinstance(k, NativeKernel))"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CXX": str(slow)}
+    monkeypatch.setenv("CXX", str(slow))
     folder = fresh_build / "cache" / "halfstep" / "kernels"
-
-    def start() -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    running = [start()]
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.monotonic() + 60
     while not list(folder.rglob("*.so")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    running.append(start())
-    for process in running:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    assert isinstance(native_kernel(), NativeKernel)
+    output, _ = other.communicate(timeout=120)
+    assert other.returncode == 0, output
     (library,) = folder.iterdir()
     assert library.suffix == ".so"
     NativeKernel(library)

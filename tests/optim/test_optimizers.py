@@ -1,9 +1,7 @@
 """AdamW, SGD and Lion against fp64 oracles and torch.optim, and as torch optimizers in use."""
 
 import copy
-import io
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -13,10 +11,11 @@ from torch import nn
 from halfstep.errors import PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.storage.moments import decode
-from halfstep.optim.storage.state import stored_moment
+from halfstep.optim.storage.state import in_dtype, stored_moment
 from halfstep.precision.masters.rounding import ROUNDING
 from optim import oracles
 from reference import floats
+from reference.training import through_a_file
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
 MOMENTS = ["fp32", "bf16", "8bit"]
@@ -26,14 +25,6 @@ MOMENT_NAMES = {
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(shape, seed: int) -> torch.Tensor:
@@ -77,22 +68,11 @@ CASES = [
     ("adamw", {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
     ("adamw", {"lr": 1e-2, "betas": (0.0, 0.0), "eps": 1e-8, "weight_decay": 1.0}),
     *(
-        (
-            "sgd",
-            {
-                "lr": 0.1,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": decay,
-                "nesterov": nesterov,
-            },
-        )
-        for momentum, dampening, decay, nesterov in [
-            (0.0, 0.0, 0.0, False),
-            (0.9, 0.0, 0.0, False),
-            (0.9, 0.0, 0.1, False),
-            (0.9, 0.5, 0.1, False),
-            (0.9, 0.0, 0.01, True),
+        ("sgd", {"lr": 0.1, "momentum": m, "dampening": d, "weight_decay": w, "nesterov": n})
+        for m, d, w, n in [
+            *((0.0, 0.0, 0.0, False), (0.9, 0.0, 0.0, False), (0.9, 0.0, 0.1, False)),
+            *((0.9, 0.5, 0.1, False), (0.9, 0.0, 0.01, True)),
+            (0.0, 0.5, 0.0, False),  # torch's pseudo-code has the dampening inside `if momentum`
         ]
     ),
     ("lion", {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
@@ -127,12 +107,6 @@ def follow(name: str, options: dict, steps: int = 25) -> None:
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_each_step_is_the_definition_s_in_fp64(name, options):
     follow(name, options)
-
-
-def test_dampening_without_momentum_does_nothing():
-    """torch's pseudo-code has the dampening inside `if momentum != 0`."""
-    options = {"lr": 0.1, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.0}
-    follow("sgd", {**options, "nesterov": False})
 
 
 TORCH = [
@@ -189,27 +163,6 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
         assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
 
 
-def test_split24_stays_within_its_noise_of_fp32():
-    n, steps = 20000, 100
-    half = nn.Parameter(torch.full((n,), 1.5, dtype=torch.bfloat16))
-    full = nn.Parameter(torch.full((n,), 1.5))
-    ours = AdamW([half], lr=1e-5, weight_decay=0.0, update="split24")
-    other = AdamW([full], lr=1e-5, weight_decay=0.0)
-    for step in range(steps):
-        gradient = numbers(n, step) + 1.0
-        ours.step(gradients={half: gradient})
-        full.grad = gradient
-        other.step()
-    error = (ours.read_master(half).double() - full.detach().double()).numpy()
-    gap = 2.0**-15  # of 15 stored mantissa bits, between 1 and 2
-    sigma = gap / 2 * math.sqrt(steps)  # a rounding's variance is at most gap^2 / 4
-    assert np.abs(error).max() <= 6 * sigma  # 20000 draws: beyond 6 sigma in 2e-9 of the runs each
-    assert abs(error.mean()) <= 4 * sigma / math.sqrt(n)
-    assert error.std() > 0.05 * gap  # it does round
-    moved = (full.detach() - 1.5).abs().mean().item()
-    assert moved > 10 * abs(error.mean())
-
-
 # --- low-precision moments ----------------------------------------------------------------------
 
 
@@ -245,7 +198,6 @@ def nearest8(v: np.ndarray) -> np.ndarray:
     return floats.nearest(v, floats.table(8, 3), math.inf)
 
 
-@pytest.mark.usefixtures("each_kernel")
 def test_a_second_moment_follows_gradients_that_shrink():
     """Half of each block falls from 1 to 0.1, the rest stays: windows do not move."""
     n, steps, beta2 = 2048, 2000, 0.999
@@ -616,7 +568,7 @@ def test_masters_of_other_memory_orders():
 def test_a_foreign_parameter_has_no_master_here():
     optimizer = AdamW([parameter(3)])
     for call in (optimizer.read_master, lambda p: optimizer.write_master_(p, p.detach())):
-        with pytest.raises(PrecisionError, match="not this optimizer's"):
+        with pytest.raises(PrecisionError, match="does not belong to this optimizer"):
             call(parameter(3))
 
 
@@ -634,13 +586,6 @@ def model_of(name: str, way: str, moments: str, seed: int = 0):
     groups = [{"params": parameters[:1], "lr": 1e-2}, {"params": parameters[1:]}]
     optimizer = OPTIMIZERS[name](groups, lr=1e-3, update=way, moments=moments, seed=3)
     return parameters, optimizer
-
-
-def through_a_file(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -670,23 +615,6 @@ def test_training_goes_on_to_the_bit_after_save_and_load(name, way, moments):
         assert_same(entry, kept[number])
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_copy_of_the_optimizer_goes_on_alike(how):
-    parameters, optimizer = model_of("adamw", "split24", "8bit")
-    for step in range(3):
-        feed(optimizer, step)
-        optimizer.step()
-    copies = {"pickle": lambda o: pickle.loads(pickle.dumps(o)), "deepcopy": copy.deepcopy}
-    twin = copies[how](optimizer)
-    assert twin.param_groups[0]["params"][0] is not parameters[0]
-    for step in range(3, 8):
-        feed(optimizer, step)
-        feed(twin, step)
-        optimizer.step()
-        twin.step()
-        assert_same(everything(twin), everything(optimizer))
-
-
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_the_state_of_torch_s_adamw_goes_on_here(moments):
     p, q = parameter(400), parameter(400)
@@ -708,22 +636,6 @@ def test_the_state_of_torch_s_adamw_goes_on_here(moments):
     # the update errs as much as its moments: an ulp, 2^-8, 2^-3 and 2^-4 (for the root)
     allowed = {"fp32": 1e-5, "bf16": 2.0**-6, "8bit": 0.25}[moments]
     assert (p - q).abs().max().item() <= allowed * moved + 2.0**-22 * q.abs().max().item()
-
-
-def test_the_state_of_torch_s_sgd_goes_on_here():
-    p, q = parameter(400), parameter(400)
-    theirs = torch.optim.SGD([q], lr=1e-2, momentum=0.9)
-    for step in range(5):
-        q.grad = numbers(400, step)
-        theirs.step()
-    p.data.copy_(q.detach())
-    ours = SGD([p], lr=1e-2, momentum=0.9)
-    ours.load_state_dict(through_a_file(theirs.state_dict()))
-    p.grad = q.grad = numbers(400, 5)
-    ours.step()
-    theirs.step()
-    # two roundings of the weight and some of the update, of about its size at most
-    assert (p - q).abs().max().item() <= 2.0**-22 * q.abs().max().item()
 
 
 @pytest.mark.parametrize("target", MOMENTS)
@@ -834,6 +746,11 @@ def test_a_state_saved_in_another_memory_order_goes_on(moments, last):
         saver.step()
     q.data.copy_(p.detach())
     loader.load_state_dict(through_a_file(saver.state_dict()))
+    old = in_dtype(saver.state[p], torch.float32)["exp_avg"]
+    new = in_dtype(loader.state[q], torch.float32)["exp_avg"]
+    # of 3 mantissa bits where other blocks are made, and below the window of a block's largest
+    allowed = old.abs() / 8 + old.abs().max() * 2.0**-14 if moments == "8bit" else 0.0
+    assert ((new - old).abs() <= allowed).all()
     feed(saver, 3)
     feed(loader, 3)
     saver.step()
@@ -985,19 +902,3 @@ def test_tensors_of_one_step_round_independently():
     assert not torch.equal(p, q)
     codes = [optimizer.state[x]["exp_avg_codes"] for x in (p, q)]
     assert not torch.equal(*codes)
-
-
-def test_the_public_torch_interface():
-    p = parameter(5)
-    optimizer = AdamW([("first", p)], lr=0.1)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    p.grad = torch.ones(5)
-    optimizer.step()
-    assert "moments" in repr(optimizer)
-    optimizer.zero_grad()
-    assert p.grad is None
-    hooked = []
-    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
-    optimizer.step()
-    assert hooked == [1]
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["first"]

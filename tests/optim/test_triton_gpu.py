@@ -14,7 +14,7 @@ from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
@@ -61,7 +61,7 @@ def make_tasks(rule, gradient, moments, update, sizes):
         held = [zeros(weight, moments) for _ in rule.moments]
         gradients = torch.empty(n + skip, dtype=gradient, device=DEVICE)[skip:]
         moment, tops = tuple(m for m, _ in held), tuple(t for _, t in held)
-        tasks.append(Task(weight, remainder, moment, tops, gradients, 3 * i))
+        tasks.append(StepTask(weight, remainder, moment, tops, gradients, 3 * i))
     return tasks
 
 
@@ -104,7 +104,7 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
             b.gradient.copy_(a.gradient)
         how = "nearest" if update == "fp32" else update
         plan = Plan(rule, rule.constants(GROUPS[rule.name], step), how, moments, 0.37, 7, step)
-        cuda.run(ours, plan)
+        cuda.run_cuda(ours, plan)
         run_torch(theirs, plan)
         for a, b in zip(ours, theirs, strict=True):
             for x, y in zip(tensors(a), tensors(b), strict=True):

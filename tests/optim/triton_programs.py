@@ -15,21 +15,19 @@ import warnings
 
 import numpy as np
 import torch
-import triton_capture_programs as capture
 import triton_kernel_programs as kernel
 import triton_scaler_programs as scaler
 
 PROGRAMS = {
-    **{f"bits-{rule.name}": (kernel.bits_of_every_combination, rule.name) for rule in kernel.RULES},
+    **{f"bits-{rule.name}": (kernel.bits_of_every_pair, rule.name) for rule in kernel.RULES},
     **{f"host-{rule.name}": (scaler.against_the_host, rule.name) for rule in kernel.RULES},
     "extremes": (kernel.extremes,),
-    "definition": (kernel.adamw_by_definition,),
     "constants": (scaler.device_constants,),
     "huge": (scaler.huge_and_tiny,),
     "stops": (scaler.kinds_and_stops,),
     "resume": (scaler.resume_and_changes,),
-    "refusals": (capture.refusals,),
-    "captures": (capture.captures,),
+    "refusals": (scaler.refusals,),
+    "captures": (scaler.captures,),
 }
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""DeviceScaler, for triton_programs.py: against the host's loss scale and the host's step."""
+"""DeviceScaler, for triton_programs.py: beside the host's scale and step, refusals, captures."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 
 import numpy as np
 import torch
-from triton_kernel_programs import same
+from triton_kernel_programs import OPTIONS, make_tasks, same
 
 from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.on_device.buffer import Head, Row
 from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import SGD, AdamW, Lion
+from halfstep.optim.rules import LION
 from halfstep.precision.scaling.loss_scale import LossScaleConfig, make_loss_scale
 
 
@@ -153,15 +155,15 @@ def device_constants():
 
 def huge_and_tiny():
     """Finite gradients whose squares leave fp32 are neither overflow nor 0."""
-    for size, value in itertools.product((1, 70000), (1e30, 3e38, 1e-30, 1e-44)):
-        p = torch.nn.Parameter(torch.ones(size))
-        optimizer = AdamW([p], lr=0.1, moments="fp32")
+    for size, value in ((1, 1e30), (70000, 3e38), (1, 1e-30), (70000, 1e-44)):
+        p, rest = (torch.nn.Parameter(torch.ones(n)) for n in (size, 3))
+        optimizer = AdamW([p, rest], lr=0.1, moments="fp32")
         scaler = DeviceScaler(LossScaleConfig(kind="static", init_scale=2.0), optimizer)
-        p.grad = torch.full((size,), value)
+        p.grad, rest.grad = torch.full((size,), value), torch.full((3,), value)
         scaler.step(max_norm=1.0)
         result = scaler.result()
         assert result.applied
-        norm = float(p.grad[0].double()) * math.sqrt(size) / 2
+        norm = float(p.grad[0].double()) * math.sqrt(size + 3) / 2
         assert math.isclose(result.grad_norm, norm, rel_tol=1e-12)  # fp64 sums
         assert p.isfinite().all()
         assert (p.detach() < 1).all() or value < 1e-7  # decayed at least, and moved but by 1e-44
@@ -207,6 +209,10 @@ def kinds_and_stops():
     assert results[3].applied
     state = scaler.state_dict()
     assert state["loss_scale"] == {"value": 1.0, "good_steps": 1, "hysteresis_left": -1}
+
+    results, _, _ = run(LossScaleConfig(kind="dynamic", init_scale=1.0), (True, False))
+    assert results[0] == "loss_scale_floor"  # with nothing left to tolerate, at once
+    assert results[1].applied
 
     # growth refills the hysteresis, up to the ceiling
     config = LossScaleConfig(
@@ -267,3 +273,75 @@ def resume_and_changes():
     optimizer.state_dict()
     assert [float(optimizer.state[p]["step"]) for p in ours] == [6, 5, 6, 6]
     assert scaler.result().skipped_total == 0
+
+
+def refusals():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    scaler = DeviceScaler(LossScaleConfig(), AdamW([p]))
+    assert "gradient" in refused(scaler.step)
+    assert "before the first step" in refused(scaler.result)
+    p.grad = torch.ones_like(p)
+    assert "update='split'" in refused(scaler.step)
+    looking = LossScaleConfig(kind="dynamic", calibrate=True)
+    assert "init_scale=auto" in refused(lambda: DeviceScaler(looking, AdamW([p])))
+    elsewhere = torch.nn.Parameter(torch.ones(3, device="meta"))
+    assert "one CUDA device" in refused(
+        lambda: DeviceScaler(LossScaleConfig(), AdamW([p, elsewhere]))
+    )
+
+
+def captures():
+    """The host's side of a CUDA graph capture, which is_capturing alone tells of."""
+    p = torch.nn.Parameter(torch.ones(200))
+    q = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p, q], lr=0.1, moments="fp32")
+    scaler = DeviceScaler(LossScaleConfig(), optimizer)
+    on_the_way = cuda.is_capturing
+
+    alive = []
+
+    def elsewhere():  # as in the memory of a graph: at an address that was never seen
+        alive.append(torch.ones(200))
+        return alive[-1]
+
+    p.grad = elsewhere()
+    try:
+        cuda.is_capturing = lambda device: True
+        assert refused(scaler.step)
+        tasks = make_tasks(LION, torch.float32, "fp32", "fp32", (3,), torch.Generator())
+        plan = Plan(LION, LION.constants(OPTIONS["lion"], 1), "nearest", "fp32", 1.0, 0, 1)
+        assert refused(lambda: cuda.run_cuda(tasks, plan))
+        cuda.is_capturing = on_the_way
+        scaler.step()
+        for _ in range(2):
+            tables = [pair[1] for pair in scaler._bundle._tables._held.values()]
+            cuda.is_capturing = lambda device: True
+            p.grad = elsewhere()
+            scaler.step()
+            scaler.step()
+            assert all(scaler._bundle.table is not table for table in tables)
+            kept = scaler._bundle.table
+            p.grad = elsewhere()
+            assert refused(scaler.step)  # there is one spare, as a capture takes one step
+            p.grad = None
+            cuda.is_capturing = on_the_way
+            for _ in range(9):  # more than are kept
+                p.grad = elsewhere()
+                scaler.step()
+            assert any(pair[1] is kept for pair in scaler._bundle._tables._captured)
+        optimizer.param_groups[0]["lr"] = 0.2
+        cuda.is_capturing = lambda device: True
+        assert refused(scaler.step)
+        cuda.is_capturing = on_the_way
+        scaler.write_options()
+        cuda.is_capturing = lambda device: True
+        scaler.step()
+        cuda.is_capturing = on_the_way
+        q.grad = torch.ones(3)
+        assert refused(scaler.step)  # a graph holds the launches of p alone
+        q.grad = None
+        scaler.step()
+    finally:
+        cuda.is_capturing = on_the_way
+    assert scaler.result().applied
+    assert float(optimizer.state[p]["step"]) == 1 + 2 * (2 + 9) + 2

@@ -12,7 +12,7 @@ from halfstep import NonFiniteError, Precision, PrecisionError
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.after_step import EMA
 from halfstep.precision.policy.spelling import parse_policy
-from reference.training import OPTIMIZERS, batches, mlp, mse, scaled, snapshot
+from reference.training import OPTIMIZERS, batches, differences, loss_of, mlp, mse, scaled, snapshot
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split")
 
@@ -29,8 +29,7 @@ def make(policy, seed=0, name="adamw-loop", **options):
 
 def step(model, precision, number=0, poison=None):
     x, y = batches(number + 1)[number]
-    with precision.autocast():
-        loss = mse(model(x), y)
+    loss = loss_of(model, precision, (x, y))
     if poison == "loss":
         loss = loss * math.nan
     if poison == "gradient":
@@ -70,26 +69,12 @@ def test_skip_leaves_out_k_in_a_row_and_then_stops(policy, poison):
         result = step(model, precision, 2, poison)
     assert result.skipped_in_a_row == 2
     after = snapshot(model, optimizer, precision)
-    for key in before:
-        assert_same(before[key], after[key])
+    assert differences(before, after) == []
     if not alone:
         with pytest.raises(NonFiniteError):
             step(model, precision, 3, poison)
     assert step(model, precision, 4).applied
     assert precision.skipped_in_a_row == 0
-
-
-def assert_same(a, b):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "bf16-split"])
@@ -107,7 +92,7 @@ def test_rollback_goes_back_bit_for_bit_and_helps_once(policy):
     assert (result.applied, result.rolled_back, result.reason) == (False, True, "nonfinite_loss")
     for n, v in precision.masters.items():
         assert torch.equal(copied[n], v)
-    assert_same(states, list(optimizer.state.values()))
+    assert differences(states, list(optimizer.state.values())) == []
     with pytest.raises(NonFiniteError):  # before the next copy: it has not helped
         step(model, precision, 6, "loss")
     # the weights that the model computes with went back as well
@@ -125,7 +110,7 @@ def test_rollback_of_1_goes_back_one_step_not_none():
         assert step(model, precision, number).applied
         weights.append({n: v.clone() for n, v in precision.masters.items()})
     assert step(model, precision, 3, "gradient").rolled_back
-    assert_same(dict(precision.masters.items()), weights[2])
+    assert differences(dict(precision.masters.items()), weights[2]) == []
 
 
 @pytest.mark.filterwarnings("ignore:back to a copy")
@@ -147,7 +132,7 @@ def test_rollback_puts_the_average_back_and_what_a_stranger_keeps():
     kept = copy.deepcopy((ema.averages, optimizer.param_groups[0]["k"]))
     step(model, precision, 2)
     assert step(model, precision, 3, "loss").rolled_back
-    assert_same(kept[0], ema.averages)
+    assert differences(kept[0], ema.averages) == []
     assert optimizer.param_groups[0]["k"] == kept[1]
     assert all(len(state["list"]) == 2 for state in optimizer.state.values())
 
@@ -176,22 +161,6 @@ def test_an_applied_step_gives_the_skips_back():
     for number in range(3):
         assert not step(model, precision, 2 * number, "loss").applied
         assert step(model, precision, 2 * number + 1).applied
-
-
-def test_weights_loaded_into_the_model_are_what_is_trained():
-    for policy in ("bf16-master", "bf16-split"):
-        model, _, precision = make(policy)
-        model.load_state_dict({n: torch.full_like(p, 0.5) for n, p in model.state_dict().items()})
-        assert all((v == 0.5).all() for v in precision.state_dict()["masters"].values())
-        assert step(model, precision).applied
-        weights = {n: torch.full_like(p, 0.25) for n, p in model.state_dict().items()}
-        model.load_state_dict(weights)
-        precision.take_weights_()
-        assert all((v == 0.25).all() for _, v in precision.masters.items())
-        assert step(model, precision).applied
-    model, _, precision = make("bf16-mixed")
-    model.load_state_dict(model.state_dict())
-    assert step(model, precision).applied
 
 
 def test_a_refused_step_leaves_no_gradient_behind():
@@ -228,7 +197,7 @@ def test_an_average_of_another_object_and_a_scheduler_that_wants_more_are_refuse
 def test_averages_in_the_weights_places_are_not_trained_on(policy):
     ema = EMA(mlp())
     model, _, precision = make(policy, ema=ema)
-    with ema.applied_to(model), pytest.raises(PrecisionError, match="averages for weights"):
+    with ema.applied_to(model), pytest.raises(PrecisionError, match="weights are averages"):
         step(model, precision)
     precision.discard()
     assert step(model, precision).applied
@@ -338,7 +307,7 @@ def test_the_average_is_of_the_exact_masters_and_can_be_tried():
     assert all(torch.equal(own[n], p) for n, p in model.named_parameters())
     other = EMA(mlp(seed=3), decay=0.5)
     other.load_state_dict(ema.state_dict())
-    assert_same(other.state_dict(), ema.state_dict())
+    assert differences(other.state_dict(), ema.state_dict()) == []
     with pytest.raises(PrecisionError, match="another model"):
         EMA(Gain(1.0)).load_state_dict(ema.state_dict())
 
@@ -364,7 +333,7 @@ def test_several_optimizers_step_together_or_not_at_all():
     assert all(not torch.equal(masters[n], v) for n, v in precision.masters.items())
     twin = mlp()
     twice = [torch.optim.SGD(twin.parameters()) for _ in range(2)]
-    with pytest.raises(PrecisionError, match="stands in two optimizers"):
+    with pytest.raises(PrecisionError, match="is in two optimizers"):
         Precision("fp32", twin, twice)
 
 
@@ -381,9 +350,7 @@ def test_trainable_16_bit_weights_are_upcast_on_request_and_frozen_ones_stay():
     assert all(torch.equal(values[n], p.float()) for n, p in model.named_parameters())
     x, y = batches(1)[0]
     for _ in range(20):
-        with precision.autocast():
-            loss = mse(model(x), y)
-        result = precision.step(loss)
+        result = precision.step(loss_of(model, precision, (x, y)))
     assert result.applied
 
 
@@ -411,25 +378,3 @@ def test_calibration_finds_the_largest_scale_and_skips_nothing():
     result = ours.step(loss_of(model, ours))
     assert (result.applied, result.calibrating, result.loss_scale) == (True, True, expected)
     assert not ours.step(loss_of(model, ours)).calibrating
-
-
-def test_skips_before_the_first_good_step_are_labelled_calibration():
-    """Acceptance K: 2^16 is above the largest fp16 number, so a gradient of 1 overflows."""
-    model = mlp()
-    precision = Precision("fp16-mixed", model, OPTIMIZERS["sgd"](model.parameters()))
-    x, y = batches(1)[0]
-    labels = []
-    for _ in range(40):
-        with precision.autocast():
-            loss = mse(model(x), y) * 300
-        result = precision.step(loss, max_norm=1.0)
-        labels.append((result.applied, result.calibrating))
-        if len([a for a, _ in labels if a]) == 2:
-            break
-    skipped = [c for a, c in labels if not a]
-    assert skipped
-    assert all(skipped)
-    assert labels[-1] == (True, False)
-    for name in ("fp32", "bf16-mixed"):
-        model, _, precision = make(name)
-        assert not step(model, precision).calibrating

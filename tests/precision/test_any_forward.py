@@ -7,6 +7,7 @@ nothing of halfstep but the ``with``. It is trained beside the same program in f
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -272,6 +273,7 @@ PROGRAMS = [
 ]
 
 
+@cache
 def losses_of(policy: str, kind: type[Program], sgd: bool) -> list[float]:
     torch.manual_seed(0)
     program = kind()

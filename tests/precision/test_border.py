@@ -146,6 +146,7 @@ def wrong_calls():
         "a class of ranks": lambda: train("fp32", model, optimizer, ranks=halfstep.OneRank),
         "a norm in words": lambda: step(max_norm="1"),
         "a norm below 0": lambda: step(max_norm=-1.0),
+        "a norm of 0": lambda: step(max_norm=0.0),
         "a norm of NaN": lambda: step(max_norm=float("nan")),
         "a norm of True": lambda: step(max_norm=True),
         "several norms": lambda: step(max_norm=torch.ones(2)),

@@ -1,6 +1,5 @@
 """The calibrated start: the largest finite scale against every scale tried, and no side effects."""
 
-import doctest
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import halfstep.precision.scaling.calibrate
 from halfstep import PrecisionError, simulated_fp16
 from halfstep.precision.scaling.calibrate import graph_leaves, largest_finite_scale
 
@@ -201,8 +199,3 @@ def test_bounds_without_a_power_of_two_are_refused(bounds):
         largest_finite_scale(
             torch.ones((), requires_grad=True), minimum=bounds[0], maximum=bounds[1]
         )
-
-
-def test_doctests():
-    result = doctest.testmod(halfstep.precision.scaling.calibrate)
-    assert (result.failed, result.attempted > 0) == (0, True)

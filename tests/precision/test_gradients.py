@@ -51,35 +51,18 @@ def test_norm_equals_fp64(dtype, magnitude):
         for i, s in enumerate([(100, 30), (7,), (), (3, 4, 5), (0, 4)])
     ]
     # fp32 accumulation of n = 3068 non-negative terms, and a square root: below n * 2^-24 relative
-    assert float(global_norm(gradients)) == pytest.approx(
-        fp64_norm(gradients), rel=3068 * 2**-24, abs=0
-    )
+    norm = global_norm(gradients)
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    assert float(norm) == pytest.approx(fp64_norm(gradients), rel=3068 * 2**-24, abs=0)
     # fp64: the same with 2^-53
     exact = exact_global_norm(gradients)
     assert exact.dtype == torch.float64
     assert float(exact) == pytest.approx(fp64_norm(gradients), rel=3068 * 2**-53, abs=0)
 
 
-def test_norm_is_an_fp32_scalar_whatever_the_gradients_are():
-    for gradients in ([], [normal(3)], [normal(3, dtype=torch.float16)], [normal(3), normal(4)]):
-        norm = global_norm(gradients)
-        assert norm.dtype == torch.float32
-        assert norm.shape == ()
-
-
 def test_norm_of_nothing_is_zero():
-    assert float(global_norm([])) == 0.0
+    assert (global_norm([]).dtype, float(global_norm([]))) == (torch.float32, 0.0)
     assert float(global_norm([torch.zeros(0)])) == 0.0
-
-
-def test_norm_of_16_bit_gradients_does_not_overflow_their_own_format():
-    for dtype in (torch.float16, torch.bfloat16):
-        gradients = [torch.full((64,), 60000.0, dtype=dtype) for _ in range(4)]
-        assert fp64_norm(gradients) > 65504.0
-        # 256 equal terms, fp32 accumulation
-        assert float(global_norm(gradients)) == pytest.approx(
-            fp64_norm(gradients), rel=256 * 2**-24, abs=0
-        )
 
 
 def test_norm_of_sparse_gradients_adds_up_duplicates_first():
@@ -88,11 +71,6 @@ def test_norm_of_sparse_gradients_adds_up_duplicates_first():
     # five terms in fp32
     assert float(global_norm(gradients)) == pytest.approx(expected, rel=5 * 2**-24, abs=0)
     assert float(exact_global_norm(gradients)) == pytest.approx(expected, rel=5 * 2**-53, abs=0)
-
-
-def test_duplicates_of_a_sparse_gradient_may_cancel():
-    gradient = torch.sparse_coo_tensor([[1, 1]], [3.0, -3.0], (4,))
-    assert float(global_norm([gradient])) == 0.0
 
 
 def test_norm_of_finite_gradients_whose_squares_overflow():
@@ -122,15 +100,6 @@ def test_norm_is_not_finite_if_any_one_element_is_not(bad, dtype):
             gradients = [normal(12, seed=i, dtype=dtype) for i in range(3)]
             gradients[which][place] = bad
             assert not math.isfinite(float(global_norm(gradients)))
-
-
-def test_norm_leaves_the_gradients_as_they_are():
-    gradients = [normal(5), sparse()]
-    before = [g.clone() for g in gradients]
-    global_norm(gradients)
-    exact_global_norm(gradients)
-    assert torch.equal(gradients[0], before[0])
-    assert torch.equal(gradients[1].to_dense(), before[1].to_dense())
 
 
 # --- who is not finite ----------------------------------------------------------------------------
@@ -166,29 +135,6 @@ def test_sparse_gradients_are_looked_into():
 # --- scaling and clipping -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_multiply_is_in_place_and_rounds_once(dtype):
-    gradients = [normal(40, seed=i, dtype=dtype) for i in range(3)]
-    expected = [(g.double() * 0.3).to(dtype) for g in gradients]
-    addresses = [g.data_ptr() for g in gradients]
-    multiply_(gradients, 0.3)
-    assert [g.data_ptr() for g in gradients] == addresses
-    for got, want in zip(gradients, expected, strict=True):
-        # 0.3 is rounded to fp32 first (2^-24), the product to the dtype: neighbours at most
-        assert torch.allclose(got.double(), want.double(), rtol=2 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_multiply_by_a_power_of_two_is_exact_and_by_one_is_nothing():
-    gradient = normal(1000)
-    kept = gradient.clone()
-    multiply_([gradient], 2.0**-16)
-    assert torch.equal(gradient.double(), kept.double() * 2.0**-16)
-    gradient = torch.tensor([NAN, INF, 1.0])
-    multiply_([gradient], 1.0)
-    assert gradient[1:].tolist() == [INF, 1.0]
-    multiply_([], 0.5)
-
-
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_multiply_reaches_sparse_gradients(coalesced):
     gradient = sparse().coalesce() if coalesced else sparse()
@@ -215,20 +161,3 @@ def test_multiply_reaches_sparse_gradients(coalesced):
 def test_clip_factor_by_definition(norm, max_norm, expected):
     # exact up to the rounding of one division in fp64
     assert clip_factor(norm, max_norm) == pytest.approx(expected, rel=2**-52, abs=0)
-
-
-@pytest.mark.parametrize("max_norm", [0.01, 1.0, 7.0, 1e6])
-def test_norm_and_clipping_equal_torch_s(max_norm):
-    parameters = [torch.nn.Parameter(torch.zeros(s)) for s in [(20, 5), (9,), (2, 2, 2)]]
-    for i, p in enumerate(parameters):
-        p.grad = normal(*p.shape, seed=i)
-    ours = [p.grad.clone() for p in parameters]
-    norm = global_norm(ours)
-    multiply_(ours, clip_factor(float(norm), max_norm))
-    theirs = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    assert float(norm) == pytest.approx(float(theirs), rel=117 * 2**-24, abs=0)  # 117 terms in fp32
-    for got, p in zip(ours, parameters, strict=True):
-        # the factor in fp64 here and in fp32 there, then one product: 117 terms and 4 roundings
-        assert torch.allclose(got, p.grad, rtol=121 * 2**-24, atol=0)
-    # and the definition: no longer than max_norm, direction kept
-    assert fp64_norm(ours) <= max_norm * (1 + 121 * 2**-24)

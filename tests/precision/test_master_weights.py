@@ -6,12 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision
+from halfstep import Precision, PrecisionError
+from halfstep.optim import SGD
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from reference import floats
-from reference.training import CPU_POLICIES, MASTERS, OPTIMIZERS, STORED, batches, mlp, mse, scaled
+from reference.training import (
+    CPU_POLICIES,
+    MASTERS,
+    OPTIMIZERS,
+    STORED,
+    batches,
+    loss_of,
+    mlp,
+    scaled,
+)
 
 
 class Scalar(nn.Module):
@@ -118,11 +128,8 @@ def test_after_every_step_the_weights_are_the_rounded_masters(name, optimizer):
     model = mlp()
     precision = Precision(scaled(name), model, OPTIMIZERS[optimizer](model.parameters()))
     before = [p.detach().clone() for p in model.parameters()]
-    for x, y in batches(3):
-        with precision.autocast():
-            loss = mse(model(x), y)
-        precision.backward(loss)
-        precision.step()
+    for batch in batches(3):
+        precision.step(loss_of(model, precision, batch))
         for n, p in model.named_parameters():
             assert torch.equal(p, precision.named_parameters()[n].to(STORED[name]))
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -152,19 +159,21 @@ def test_micro_batches_add_up_in_fp32(name):
         assert abs(total - 6.56) <= 256 * 0.01 * 2.0**-8 + 256 * 2.0**-22
 
 
-@pytest.mark.parametrize("name", MASTERS)
-def test_gradients_of_16_bit_weights_are_visible_and_fp32_as_soon_as_they_add_up(name):
+@pytest.mark.parametrize("scale", [1, 2**8])
+@pytest.mark.parametrize("name", [*MASTERS, "bf16-split"])
+def test_gradients_of_16_bit_weights_are_visible_and_fp32_as_soon_as_they_add_up(name, scale):
     model = mlp()
-    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    make = SGD if name == "bf16-split" else torch.optim.SGD
+    precision = Precision(scaled(name, init_scale=scale), model, make(model.parameters(), lr=0.1))
     x, y = batches(1)[0]
     # One bf16 gradient stays as autograd made it; an unscaled fp16 one needs fp32 at once.
-    first = torch.bfloat16 if name == "bf16-master" else torch.float32
+    first = torch.float32 if name == "fp16-master" else torch.bfloat16
     for dtype in (first, torch.float32, torch.float32):
-        with precision.autocast():
-            loss = mse(model(x), y)
+        loss = loss_of(model, precision, (x, y))
         precision.backward(loss)
         assert {p.grad.dtype for p in model.parameters()} == {dtype}
-        assert all(m.grad is None for m in precision.named_parameters().values())
+        masters = zip(precision.named_parameters().values(), model.parameters(), strict=True)
+        assert all(master is p or master.grad is None for master, p in masters)
 
 
 class Tied(nn.Module):
@@ -209,34 +218,9 @@ def test_frozen_weights_are_cast_and_have_no_master(name):
     precision = Precision(scaled(name), model, optimizer)
     assert list(precision.named_parameters()) == ["0.bias", "2.weight", "2.bias"]
     assert model[0].weight.dtype == STORED[name]
-    for x, y in batches(2):
-        with precision.autocast():
-            loss = mse(model(x), y)
-        precision.backward(loss)
-        assert precision.step().applied
+    for batch in batches(2):
+        assert precision.step(loss_of(model, precision, batch)).applied
     assert torch.equal(model[0].weight, before.to(STORED[name]))
-
-
-@pytest.mark.parametrize("name", MASTERS)
-def test_a_frozen_parameter_may_be_in_the_optimizer(name):
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = batches(1)[0]
-    with precision.autocast():
-        loss = mse(model(x), y)
-    precision.backward(loss)
-    assert precision.step().applied
-
-
-def test_the_null_object_holds_the_model_s_own_parameters():
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights(place(parse_policy("fp32"), model), [optimizer])
-    held = masters.named_parameters()
-    assert list(held) == ["0.bias", "2.weight", "2.bias"]
-    assert all(held[n] is p for n, p in model.named_parameters() if n in held)
 
 
 @pytest.mark.parametrize("name", MASTERS)
@@ -244,11 +228,7 @@ def test_an_unused_parameter_keeps_its_value_and_its_master(name):
     model = mlp()
     model.register_parameter("spare", nn.Parameter(torch.tensor([0.1])))
     precision = Precision(scaled(name), model, OPTIMIZERS["adamw-loop"](model.parameters()))
-    x, y = batches(1)[0]
-    with precision.autocast():
-        loss = mse(model(x), y)
-    precision.backward(loss)
-    assert precision.step().applied
+    assert precision.step(loss_of(model, precision)).applied
     assert precision.named_parameters()["spare"].item() == torch.tensor(0.1).item()
     assert model.spare.item() == torch.tensor(0.1).to(STORED[name]).item()
 
@@ -271,19 +251,6 @@ def test_sparse_gradients_reach_the_masters(name):
     assert torch.equal(precision.named_parameters()["0.weight"], expected)
 
 
-def test_close_gives_gradients_of_what_no_optimizer_holds_in_the_weights_format():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    precision = Precision("bf16-master", model, torch.optim.SGD(model[1].parameters(), lr=0.1))
-    for _ in range(2):  # the second one makes gradients fp32
-        with precision.autocast():
-            loss = model(torch.ones(2, 4)).mean()
-        precision.backward(loss)
-    seen = model[0].weight.grad
-    assert seen.dtype == torch.float32
-    precision.close()
-    assert torch.equal(model[0].weight.grad, seen.to(torch.bfloat16))
-
-
 def test_masters_that_are_made_in_inference_mode_can_be_updated():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
@@ -296,3 +263,34 @@ def test_masters_that_are_made_in_inference_mode_can_be_updated():
         loss = model(torch.ones(2, 4)).mean()
     assert precision.step(loss).applied
     assert not torch.equal(model[0].weight, before)
+
+
+def test_what_comes_after_a_parameter_without_a_gradient_is_stepped():
+    """The closure's way to an optimizer hands gradients over one by one."""
+    unused, used = nn.Linear(2, 2), nn.Linear(2, 1, bias=False)
+    model = nn.ModuleList([unused, used])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=1)
+    precision = Precision("bf16-master", model, optimizer)
+    before = used.weight.clone()
+
+    def closure():
+        with precision.autocast():
+            loss = used(torch.ones(1, 2)).square().sum()
+        precision.backward(loss)
+        return loss
+
+    assert precision.step(closure).applied
+    assert not torch.equal(used.weight, before)
+    assert unused.weight.grad is None
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_changed(last):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fits = SGD(model[0].parameters(), lr=0.1)
+    other = SGD(model[1].parameters(), lr=0.1, update="kahan")
+    pair = [fits, other] if last else [other, fits]
+    with pytest.raises(PrecisionError, match="made with update='kahan', the policy says 'split'"):
+        Precision("bf16-split", model, pair)
+    assert fits.param_groups[0]["update"] is None
+    assert next(model.parameters()).dtype == torch.float32

@@ -488,6 +488,7 @@ def test_a_program_recorded_inside_the_context_computes_as_the_model(policy):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-split"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_model_computes_the_same(policy, when, monkeypatch):

@@ -25,10 +25,13 @@ def under(policy, model, optimizer=None, **options):
     return optimizer, Precision(policy, model, optimizer, **options)
 
 
-def step(model, precision):
+def loss_of(model, precision):
     with precision.autocast():
-        loss = model(X).square().mean()
-    return precision.step(loss)
+        return model(X).square().mean()
+
+
+def step(model, precision):
+    return precision.step(loss_of(model, precision))
 
 
 def test_a_constructor_that_failed_leaves_the_parameters_to_the_next_one():
@@ -46,9 +49,7 @@ def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
     model = net()
     _, precision = under(policy, model, MAKE[policy](model[1].parameters(), lr=0.1))
     for _ in range(2):  # of a second one gradients are fp32
-        with precision.autocast():
-            loss = model(X).square().mean()
-        precision.backward(loss)
+        precision.backward(loss_of(model, precision))
     assert model[0].weight.grad.dtype == torch.float32
     expected = model[0].weight.grad.to(model[0].weight.dtype)
     precision.close()
@@ -159,8 +160,7 @@ def test_a_gradient_of_the_input_is_unscaled_and_its_loss_is_none_of_the_step(po
         torch.testing.assert_close(x.grad, expected.grad, **NEAR)
         assert not x._backward_hooks
         assert all(p.grad is None for p in model.parameters())
-    with precision.autocast():
-        loss = model(X).square().mean()
+    loss = loss_of(model, precision)
     assert precision.step(loss).loss == loss.item()
 
 
@@ -248,9 +248,7 @@ def test_a_backward_in_one_thread_refuses_nothing_in_another():
     thread = threading.Thread(target=elsewhere)
     thread.start()
     hook = model[0].weight.register_hook(lambda g: (inside.set(), thread.join(10))[1])
-    with precision.autocast():
-        loss = model(X).square().mean()
-    precision.backward(loss)
+    precision.backward(loss_of(model, precision))
     hook.remove()
     assert len(gradients) == 1
 
@@ -288,9 +286,7 @@ class Waits:
 def test_a_rank_that_cannot_take_a_parameter_in_tells_the_others():
     model, ranks = net(), Waits()
     optimizer, precision = under("fp32", model, ranks=ranks)
-    with precision.autocast():
-        loss = model(X).square().mean()
-    precision.backward(loss)
+    precision.backward(loss_of(model, precision))
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(PrecisionError, match="not a parameter of the model"):
         precision.step()
@@ -303,9 +299,7 @@ def test_a_second_optimizer_would_update_16_bit_weights_in_16_bits(policy):
     optimizer = SGD if policy == "bf16-sr" else MAKE[policy]
     _, precision = under(policy, model, optimizer(model[1].parameters(), lr=0.1))
     second = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with precision.autocast():
-        loss = model(X).square().mean()
-    precision.backward(loss)
+    precision.backward(loss_of(model, precision))
     with pytest.raises(PrecisionError, match=r"0\.weight.*all optimizers of the model"):
         second.step()
     assert precision.step().applied
@@ -318,9 +312,7 @@ def test_a_second_optimizer_is_free_where_it_trains_as_the_policy_does(policy):
     model = net()
     _, precision = under(policy, model, torch.optim.SGD(model[1].parameters(), lr=0.1))
     second = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with precision.autocast():
-        loss = model(X).square().mean()
-    precision.backward(loss)
+    precision.backward(loss_of(model, precision))
     second.step()
     assert precision.step().applied
 
@@ -330,8 +322,7 @@ def test_parts_of_one_model_may_have_a_precision_each(policy):
     model = net()
     _, first = under(policy, model, MAKE[policy](model[0].parameters(), lr=0.1))
     _, second = under(policy, model[1])
-    with first.autocast():
-        loss = model(X).square().mean()
+    loss = loss_of(model, first)
     first.backward(loss, retain_graph=True)
     second.backward(loss)
     assert first.step().applied

@@ -1,12 +1,10 @@
 """Reading policies: names with typing errors, field strings, and TOML files."""
 
-import doctest
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-import halfstep.precision.policy.spelling
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from halfstep.precision.explain import explain_policy
 from halfstep.precision.policy.policy import _spell
@@ -249,12 +247,6 @@ def test_a_missing_or_unreadable_file_is_refused_naming_the_file(tmp_path):
 def test_blanks_around_a_path_do_not_matter(tmp_path):
     path = write(tmp_path, 'base = "bf16"')
     assert parse_policy(f" {path} ") == POLICIES["bf16-mixed"]
-
-
-def test_doctests():
-    result = doctest.testmod(halfstep.precision.policy.spelling)
-    assert result.attempted >= 3
-    assert result.failed == 0
 
 
 # For each field two policies that agree in what is spelled before it and differ there.

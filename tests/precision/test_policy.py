@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
-from halfstep.precision.policy.policy import dtype_name
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale,
@@ -176,18 +175,3 @@ def test_moments_are_named_only_where_they_are_not_the_master_s():
         "params=bf16,compute=bf16,output=fp32,grad=fp32,reduce=fp32,master=fp32,update=split,"
         "scale=static"
     )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (F32, "fp32"),
-        (B16, "bf16"),
-        (F16, "fp16"),
-        (torch.float64, "fp64"),
-        (torch.int64, "int64"),
-        (torch.float8_e5m2, "float8_e5m2"),
-    ],
-)
-def test_dtype_names(dtype, name):
-    assert dtype_name(dtype) == name

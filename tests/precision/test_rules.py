@@ -25,7 +25,7 @@ from halfstep.precision.casting.cast import (
 )
 from halfstep.precision.policy.rules import place
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
-from reference.training import batches, differences, mlp, mse, scaled
+from reference.training import batches, differences, loss_of, mlp, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 LOW = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure", "fp16-pure")
@@ -458,10 +458,8 @@ def test_star_to_fp32_is_fp32_bit_for_bit(name):
         model = Net()
         precision = Precision(policy, model, optimizer_for(name, model))
         losses.append([])
-        for x, y in batches(5):
-            with precision.autocast():
-                loss = mse(model(x), y)
-            losses[-1].append(precision.step(loss, max_norm=1.0).loss)
+        for batch in batches(5):
+            losses[-1].append(precision.step(loss_of(model, precision, batch), max_norm=1.0).loss)
         weights.append(model.state_dict())
     assert losses[0] == losses[1]
     assert not differences(*weights)
@@ -672,9 +670,7 @@ def test_gradient_checkpointing_recomputes_the_same(name):
         for block in model.blocks:  # Net scales by 0.5, Checkpointed by 1: make them one
             block.forward = lambda x, scale=1.0, block=block: x + block.mlp(block.norm(x))
         precision, model = prepared(name, model, ("*.norm", "fp32"), ("blocks.1.mlp", "fp32"))
-        x, y = batches(1)[0]
-        with precision.autocast():
-            loss = mse(model(x), y)
+        loss = loss_of(model, precision)
         precision.backward(loss)
         grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
     assert not differences(*grads)
@@ -711,10 +707,8 @@ def test_an_fp32_parameter_is_its_own_master(name):
     with precision.masters.installed():
         owned = {id(p) for group in precision.optimizers[0].param_groups for p in group["params"]}
     assert owned == {id(p) for p in masters.values()}
-    for x, y in batches(3):
-        with precision.autocast():
-            loss = mse(model(x), y)
-        assert precision.step(loss).applied
+    for batch in batches(3):
+        assert precision.step(loss_of(model, precision, batch)).applied
     for n, p in model.named_parameters():
         assert torch.equal(p, masters[n].to(p.dtype)), n
     assert all(p.grad is None for p in model.parameters())
@@ -728,10 +722,8 @@ def test_updates_too_small_for_16_bits_reach_fp32_norms(name):
         model.parameters(), lr=1e-4, eps=1e-3, weight_decay=0.0
     )
     precision = Precision(with_rules(name, ("type:LayerNorm", "fp32")), model, optimizer)
-    for x, y in batches(3):
-        with precision.autocast():
-            loss = mse(model(x), y)
-        precision.step(loss)
+    for batch in batches(3):
+        precision.step(loss_of(model, precision, batch))
     assert (model[1].weight != 1).all()
 
 
@@ -749,9 +741,7 @@ def test_resume_with_rules_is_bitwise(name):
                 parts = (model, precision.optimizers[0], precision)
                 for part, state in zip(parts, saved, strict=True):
                     part.load_state_dict(state)
-            with precision.autocast():
-                loss = mse(model(x), y)
-            precision.step(loss)
+            precision.step(loss_of(model, precision, (x, y)))
         runs.append(model.state_dict())
     assert not differences(*runs)
 
@@ -788,8 +778,7 @@ def test_a_compiled_model_runs_the_same_without_a_graph_break(name, monkeypatch)
     x, y = batches(1)[0]
     found = []
     for call in (model, compiled):
-        with precision.autocast():
-            loss = mse(call(x), y)
+        loss = loss_of(call, precision, (x, y))
         precision.backward(loss)
         gradients = [p.grad.clone() for p in model.parameters()]
         found.append([loss.detach(), *gradients])

@@ -22,6 +22,7 @@ from reference.training import (
     UNSCALED,
     batches,
     differences,
+    loss_of,
     mlp,
     mse,
     scaled,
@@ -90,7 +91,8 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
         assert not math.isfinite(result.grad_norm)
         assert math.isfinite(result.loss)
     else:
-        with pytest.raises(NonFiniteError, match="weights are unchanged") as caught:
+        message = "no loss scale to lower.*weights are unchanged"
+        with pytest.raises(NonFiniteError, match=message) as caught:
             loop.step(data, (micro, [(parameter, value)]))
         assert caught.value.cause == "gradients"
         assert caught.value.parameters == (parameter,)
@@ -208,22 +210,21 @@ def test_clipping_one_inf_one_writes_no_nan(name, optimizer):
 # --- hopeless runs stop ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "times"), [(NAN, 200), (INF, 2), (-INF, 2)])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", CPU_POLICIES)
-def test_a_loss_that_is_not_finite_stops_at_once_and_leaves_the_scale_alone(name, value, times):
-    # Acceptance test C of research/users.md: 200 such steps. torch's scaler halves 200 times.
+def test_a_loss_that_is_not_finite_stops_at_once_and_leaves_the_scale_alone(name, value):
+    # test_acceptance.py takes 200 such steps: torch's scaler halves 200 times
     loop = Loop(scaled(name, init_scale=2**10))
     loop.step(STEPS[0])
     before = loop.state()
-    for attempt in range(times):
+    for _ in range(2):
         with loop.precision.autocast():
             loss = mse(loop.model(STEPS[1][0][0]), STEPS[1][0][1]) * value
         loop.precision.backward(loss)
         with pytest.raises(NonFiniteError, match=r"no loss scale can help.*weights are unch") as e:
             loop.precision.step()
         assert e.value.cause == "forward"
-        if attempt in (0, times - 1):
-            assert differences(before, loop.state()) == []
+        assert differences(before, loop.state()) == []
     assert loop.precision.loss_scale.value == (1024.0 if name in DYNAMIC else 1.0)
     assert loop.step(STEPS[1]).applied
 
@@ -275,10 +276,7 @@ class Buggy(nn.Module):
 
 def buggy_step(model, precision):
     x, y = STEPS[0][0]
-    with precision.autocast():
-        loss = mse(model(x), y)
-    precision.backward(loss)
-    return precision.step()
+    return precision.step(loss_of(model, precision, (x, y)))
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -301,30 +299,6 @@ def test_nan_gradients_under_a_finite_loss_back_off_and_stop_at_the_floor(name):
     assert precision.loss_scale.value == 2.0
     assert precision.skipped_total == precision.skipped_in_a_row == 3
     assert differences(before, snapshot(model, optimizer, precision)) == []
-
-
-@pytest.mark.parametrize("name", UNSCALED)
-def test_nan_gradients_without_a_scale_stop_at_once(name):
-    model = Buggy()
-    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
-    precision = Precision(name, model, optimizer)
-    before = snapshot(model, optimizer, precision)
-    with pytest.raises(NonFiniteError, match="no loss scale to lower") as caught:
-        buggy_step(model, precision)
-    assert caught.value.cause == "gradients"
-    assert caught.value.parameters == ("inner.weight", "inner.bias")
-    assert differences(before, snapshot(model, optimizer, precision)) == []
-
-
-def test_hysteresis_delays_the_floor():
-    model = Buggy()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    precision = Precision(scaled("fp16-mixed", init_scale=2, hysteresis=3), model, optimizer)
-    scales = [buggy_step(model, precision).next_loss_scale for _ in range(3)]
-    assert scales == [2.0, 2.0, 1.0]
-    with pytest.raises(NonFiniteError) as caught:
-        buggy_step(model, precision)
-    assert caught.value.cause == "loss_scale_floor"
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -380,18 +354,6 @@ def test_a_real_fp16_overflow_in_the_backward_is_absorbed(name):
         assert result.loss_scale == 2.0 ** (16 - result.skipped_total)
     else:
         assert result.skipped_total == 0
-
-
-@pytest.mark.parametrize("name", DYNAMIC)
-def test_an_lr_scheduler_can_follow_applied_steps_only(name):
-    loop = Loop(scaled(name), "sgd")
-    schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1 + step))
-    rates = []
-    for bad in (None, (0, [("0.bias", INF)]), None):
-        if loop.step(STEPS[0], bad).applied:
-            schedule.step()
-        rates.append(loop.optimizer.param_groups[0]["lr"])
-    assert rates == [0.05, 0.05, 0.1 / 3]
 
 
 def test_an_error_inside_the_optimizer_is_passed_on_and_leaves_no_gradients():

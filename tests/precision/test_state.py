@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import itertools
 
 import pytest
@@ -16,10 +15,11 @@ from reference.training import (
     STORED,
     batches,
     differences,
+    loss_of,
     mlp,
-    mse,
     scaled,
     snapshot,
+    through_a_file,
 )
 
 OPTIONS = {"init_scale": 2**8, "growth_interval": 2, "hysteresis": 2}
@@ -38,8 +38,7 @@ def train(parts, steps) -> list:
     results = []
     for i in steps:
         x, y = DATA[i]
-        with precision.autocast():
-            loss = mse(model(x), y)
+        loss = loss_of(model, precision, (x, y))
         if i in BAD and precision.policy.loss_scale.kind == "dynamic":
             handle = model[0].weight.register_hook(lambda g: g * float("inf"))
             precision.backward(loss)
@@ -48,13 +47,6 @@ def train(parts, steps) -> list:
             precision.backward(loss)
         results.append(precision.step(max_norm=1.0))
     return results
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # nothing of ours needs unpickling
 
 
 @functools.cache

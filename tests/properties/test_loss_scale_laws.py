@@ -49,14 +49,14 @@ def run(scale: DynamicLossScale, history) -> list[float]:
     return values
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(configurations(), flags)
 def test_the_scale_is_what_the_whole_history_says(configuration, history):
     expected = [2.0**e for e in exponents(history, **configuration)]
     assert run(make(configuration), history) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(configurations(), flags, flags)
 def test_any_state_that_a_run_reaches_can_be_resumed(configuration, before, after):
     whole, first, second = (make(configuration) for _ in range(3))
@@ -68,7 +68,7 @@ def test_any_state_that_a_run_reaches_can_be_resumed(configuration, before, afte
     assert second.at_floor == whole.at_floor
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(configurations(), flags)
 def test_at_floor_means_that_the_next_overflow_changes_nothing(configuration, history):
     scale = make(configuration)

@@ -52,7 +52,7 @@ def policies(draw):
     )
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(policies())
 def test_a_policy_reads_back_as_itself(policy):
     assert parse_policy(str(policy)) == policy

@@ -1,6 +1,7 @@
 """Small models, optimizers and bit-exact snapshots for tests of the training step."""
 
 import copy
+import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -103,6 +104,21 @@ def batches(count: int, seed: int = 1, rows: int = 6) -> list[tuple[Tensor, Tens
 def mse(output: Tensor, target: Tensor) -> Tensor:
     """Mean square error in fp32, whatever the output's dtype."""
     return (output.float() - target).square().mean()
+
+
+def loss_of(model: nn.Module, precision: Any, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """The model's loss of a batch, by default the first, inside the context of its precision."""
+    x, y = batches(1)[0] if batch is None else batch
+    with precision.autocast():
+        return mse(model(x), y)
+
+
+def through_a_file(value: Any) -> Any:
+    """What is saved and loaded again, where nothing of halfstep's needs unpickling."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, precision: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,12 @@ def usual(kit: Kit) -> Loop:
     return kit.take(model, kit.sgd(model.parameters()))
 
 
+def train(loop: Loop, numbers: Iterable[int] = range(STEPS)) -> None:
+    for number in numbers:
+        back(loop, number)
+        loop.step()
+
+
 def steps(kit: Kit, change: Callable[[Loop, int], None]) -> None:
     """The usual loop, with something between backward and step."""
     loop = usual(kit)
@@ -88,9 +94,7 @@ def plain(kit: Kit) -> None:
 def adamw(kit: Kit) -> None:
     model = mlp()
     loop = kit.take(model, kit.adamw(model.parameters()))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -269,9 +273,7 @@ def hook_that_clips(kit: Kit) -> None:
     loop = usual(kit)
     for p in loop.model.parameters():
         p.register_hook(lambda g: g.clamp(-0.02, 0.02))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -280,9 +282,7 @@ def hook_from_before_that_clips(kit: Kit) -> None:
     for p in model.parameters():
         p.register_hook(lambda g: g.clamp(-0.02, 0.02))
     loop = kit.take(model, kit.sgd(model.parameters()))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -291,9 +291,7 @@ def hook_that_watches_finished_gradients(kit: Kit) -> None:
     seen: list[float] = []
     for p in loop.model.parameters():
         p.register_post_accumulate_grad_hook(lambda q: seen.append(float(q.grad.float().norm())))
-    for number in range(3):
-        back(loop, number)
-        loop.step()
+    train(loop, range(3))
     kit.seen += sorted(seen)
 
 
@@ -313,45 +311,37 @@ def gradient_reversal(kit: Kit) -> None:
 # --- what is dropped, repeated, or added up -------------------------------------------------------
 
 
-@idiom
-def drop_a_batch_by_the_optimizer(kit: Kit) -> None:
+def drop_a_batch(kit: Kit, drop: Callable[[Loop], None]) -> None:
     loop = usual(kit)
     for number in range(STEPS):
         back(loop, 50 + number, 5.0)
-        loop.optimizers[0].zero_grad()
+        drop(loop)
         back(loop, number)
         loop.step()
+
+
+@idiom
+def drop_a_batch_by_the_optimizer(kit: Kit) -> None:
+    drop_a_batch(kit, lambda loop: loop.optimizers[0].zero_grad())
 
 
 @idiom
 def drop_a_batch_by_the_model(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, 50 + number, 5.0)
-        loop.model.zero_grad()
-        back(loop, number)
-        loop.step()
+    drop_a_batch(kit, lambda loop: loop.model.zero_grad())
 
 
 @idiom
 def drop_a_batch_by_zeros(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, 50 + number, 5.0)
-        loop.model.zero_grad(set_to_none=False)
-        back(loop, number)
-        loop.step()
+    drop_a_batch(kit, lambda loop: loop.model.zero_grad(set_to_none=False))
 
 
 @idiom
 def drop_a_batch_by_hand(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, 50 + number, 5.0)
+    def drop(loop: Loop) -> None:
         for p in loop.model.parameters():
             p.grad = None
-        back(loop, number)
-        loop.step()
+
+    drop_a_batch(kit, drop)
 
 
 @idiom
@@ -562,9 +552,7 @@ def initialise_after_wrapping(kit: Kit) -> None:
             nn.init.kaiming_uniform_(p, a=2.0, generator=generator)
         else:
             nn.init.zeros_(p)
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -644,13 +632,9 @@ def best_state_is_put_back(kit: Kit) -> None:
 @idiom
 def best_model_by_deepcopy(kit: Kit) -> None:
     loop = usual(kit)
-    for number in range(3):
-        back(loop, number)
-        loop.step()
+    train(loop, range(3))
     best = copy.deepcopy(loop.model)
-    for number in range(3, STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop, range(3, STEPS))
     kit.trained.append(best)
     kit.start.append(kit.start[0])
     with torch.no_grad():
@@ -772,9 +756,7 @@ def groups_with_options(kit: Kit) -> None:
         {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.3},
     ]
     loop = kit.take(model, kit.sgd(groups))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -802,17 +784,13 @@ def scheduler(kit: Kit) -> None:
 def several_optimizers(kit: Kit) -> None:
     model = mlp()
     loop = kit.take(model, kit.sgd(model[0].parameters(), lr=0.2), kit.adamw(model[2].parameters()))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
 def save_and_load(kit: Kit) -> None:
     loop = usual(kit)
-    for number in range(3):
-        back(loop, number)
-        loop.step()
+    train(loop, range(3))
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizers[0].state_dict(), loop.state()))
     kit.trained.clear()
     kit.start.clear()
@@ -821,9 +799,7 @@ def save_and_load(kit: Kit) -> None:
     other.load_state_dict(saved[0])
     again.optimizers[0].load_state_dict(saved[1])
     again.load(saved[2])
-    for number in range(3, STEPS):
-        back(again, number)
-        again.step()
+    train(again, range(3, STEPS))
 
 
 @idiom
@@ -920,9 +896,7 @@ def contrastive_momentum_encoder(kit: Kit) -> None:
 
 def of(kit: Kit, model: nn.Module, lr: float = 0.05) -> None:
     loop = kit.take(model, kit.sgd(model.parameters(), lr=lr))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -1157,9 +1131,7 @@ def hooks_of_the_optimizer(kit: Kit) -> None:
 
     loop.optimizers[0].register_step_pre_hook(halve)
     loop.optimizers[0].register_step_post_hook(decay)
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 @idiom
@@ -1175,9 +1147,7 @@ def optimizer_with_a_step_of_its_own(kit: Kit) -> None:
             return super().step(closure)
 
     loop = kit.take(model, Clamped(model.parameters(), lr=0.1, momentum=0.9))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
+    train(loop)
 
 
 # --- gradients of what is not the model -----------------------------------------------------------

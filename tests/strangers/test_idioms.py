@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cache
-
 import pytest
 
-from strangers.bounds import bound, reference
+from strangers.bounds import bound, reference, shares
 from strangers.idioms import IDIOMS
 from strangers.loops import POLICIES, distance, verdict
 
@@ -29,26 +26,28 @@ REFUSED = {
 }
 
 
-@cache
 def cell(name: str, policy: str) -> tuple[str, str]:
     allowed = bound(policy) * AMPLIFIES.get(name, 1.0)
     allowed = max(allowed, DEFECTS.get((name, policy), 0.0))
     return verdict(IDIOMS[name], policy, reference(name), allowed)
 
 
-@pytest.mark.parametrize("name", IDIOMS)
-def test_an_idiom_under_every_policy(name):
-    found = {policy: cell(name, policy) for policy in POLICIES}
-    wrong = {p: v for p, v in found.items() if v[0] in ("silent", "raw", "skipped")}
+@pytest.mark.parametrize(("name", "policies"), shares(IDIOMS))
+def test_an_idiom_under_every_policy(name, policies):
+    """No cell raises anything but a refusal, skips a step, or ends elsewhere than plain fp32."""
+    found = {policy: cell(name, policy) for policy in policies}
+    refused = REFUSED.get(name, ())
+    wrong = {
+        policy: seen
+        for policy, seen in found.items()
+        if seen[0] != ("refused" if policy in refused else "equal")
+    }
     assert not wrong
-    refused = {policy for policy, (kind, _) in found.items() if kind == "refused"}
-    assert refused == set(REFUSED.get(name, ()))
 
 
 def test_most_cells_are_equal():
-    count = Counter(cell(name, policy)[0] for name in IDIOMS for policy in POLICIES)
     assert len(IDIOMS) >= 40
-    assert count["equal"] >= 0.95 * sum(count.values()), count
+    assert sum(map(len, REFUSED.values())) <= 0.05 * len(IDIOMS) * len(POLICIES)
 
 
 def test_the_bounds_would_see_an_idiom_that_is_not_honoured():

@@ -13,7 +13,7 @@ from halfstep.trainer.data.instructions.chat import (
     ALPACA_WITHOUT_INPUT,
     VICUNA_SYSTEM,
 )
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 
 POSITIONS = 160
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.reference.adam import EPS, assert_near
 from tests.trainer.classifiers import (
     SPELLED,
     checkpoint_of,
@@ -30,7 +29,6 @@ from tests.trainer.classifiers import (
 from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
-from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.evaluate import Judge
@@ -38,10 +36,7 @@ from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.classify import balanced
-from halfstep.trainer.tasks.predict import Predictor
-
-ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
+from halfstep.trainer.tasks.classify import Predictor, balanced
 
 pytestmark = pytest.mark.covering
 
@@ -216,40 +211,6 @@ def test_balanced_weights_are_scikit_learns():
     assert balanced([0, 0, 2], 3) == pytest.approx([0.5, 0.0, 1.0])
 
 
-@pytest.mark.parametrize("accum", [4, 12])
-def test_micro_batches_equal_one_batch(files, tmp_path, accum):
-    for k in (1, accum):
-        config = classify_config(
-            files,
-            run__grad_accum=k,
-            model__dropout=0.0,
-            model__class_weights="balanced",
-            model__label_smoothing=0.1,
-            optimizer__eps=EPS,
-        )
-        whole_run(config, tmp_path / str(k))
-    one, many = tmp_path / "1", tmp_path / str(accum)
-    # fp32 sums in another order, some ulp (6e-8) each; weights that differ by less than 1e-5
-    assert column(many, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
-    assert column(many, "val_loss") == pytest.approx(column(one, "val_loss"), rel=1e-5)
-    assert column(many, "val_accuracy") == column(one, "val_accuracy")
-    numbers = config.optimizer
-    assert_near(
-        checkpoint_of(many).weights, checkpoint_of(one).weights, column(one, "learning_rate"),
-        max_norm=numbers.max_norm, betas=(numbers.beta1, numbers.beta2),
-    )  # fmt: skip
-
-
-def test_same_seed_same_run_other_seed_other_run(files, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        whole_run(classify_config(files, run__seed=seed), tmp_path / name)
-    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
-    assert column(tmp_path / "a", "loss") != column(tmp_path / "c", "loss")
-    assert_same_tensors(
-        checkpoint_of(tmp_path / "a").weights, checkpoint_of(tmp_path / "b").weights
-    )
-
-
 def test_epochs_and_warm_up_are_resolved_and_written(files, tmp_path):
     config = classify_config(
         files,
@@ -374,10 +335,8 @@ def run_graded(config, path, scores, monkeypatch):
     ("scores", "save_every", "keep", "best", "left"),
     [
         ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 1, 2, 4, [4, 11, 12]),
-        ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 0, 1, 4, [4, 12]),
         ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 1, 1, 12, [12]),
         ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), 0, 3, 2, [2, 8, 10, 12]),  # the first of equals
-        ((0.1, 0.2, 0.3, 0.2, 0.2, 0.2), 3, 1, 6, [6, 12]),
         ((math.nan, 0.2, math.nan, 0.1, 0.1, 0.0), 0, 1, 4, [4, 12]),
         ((math.nan,) * 6, 0, 1, 2, [2, 12]),
     ],
@@ -408,25 +367,24 @@ def test_the_best_checkpoint_survives(
     assert report["step"] == best
 
 
-@pytest.mark.parametrize("policy", ["bf16-master", "fp16-master", "bf16-split", "bf16-split24"])
+@pytest.mark.parametrize("policy", ["fp16-master", "bf16-split24"])
 def test_the_model_is_made_of_masters(files, bert, tmp_path, monkeypatch, policy):
-    for source in ("scratch:tiny", str(bert)):
-        path = tmp_path / source.replace("/", "_")
-        config = classify_config(
-            files, precision=policy, model__source=source, run__max_steps=4, run__eval_every=2
-        )
-        session, _ = run_graded(config, path, (0.1, 0.2), monkeypatch)
-        held = {
-            name.removeprefix("model."): w.detach() for name, w in session.precision.masters.items()
-        }
-        saved = model_of(path)
-        common = saved.keys() & held.keys()
-        assert len(common) > 10
-        for name in common:
-            assert saved[name].dtype == torch.float32
-            assert torch.equal(saved[name], held[name].float()), name
-        half = torch.float16 if policy == "fp16-master" else torch.bfloat16
-        assert any(not torch.equal(w, w.to(half).float()) for w in saved.values())
+    source = "scratch:tiny" if policy == "fp16-master" else str(bert)
+    config = classify_config(
+        files, precision=policy, model__source=source, run__max_steps=4, run__eval_every=2
+    )
+    session, _ = run_graded(config, tmp_path, (0.1, 0.2), monkeypatch)
+    held = {
+        name.removeprefix("model."): w.detach() for name, w in session.precision.masters.items()
+    }
+    saved = model_of(tmp_path)
+    common = saved.keys() & held.keys()
+    assert len(common) > 10
+    for name in common:
+        assert saved[name].dtype == torch.float32
+        assert torch.equal(saved[name], held[name].float()), name
+    half = torch.float16 if policy == "fp16-master" else torch.bfloat16
+    assert any(not torch.equal(w, w.to(half).float()) for w in saved.values())
 
 
 @pytest.mark.parametrize(
@@ -436,7 +394,6 @@ def test_the_model_is_made_of_masters(files, bert, tmp_path, monkeypatch, policy
         ((0.5, 0.4, 0.6, 0.5, 0.5, 0.5), 2, 10),
         ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), 1, 4),  # no better is not better
         ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 1, 12),
-        ((0.5, 0.4, 0.3, 0.3, 0.3, 0.3), 5, 12),  # the last step anyhow
         ((0.5, 0.4, 0.3, 0.3, 0.3, 0.3), 0, 12),
     ],
 )
@@ -469,13 +426,12 @@ def signalled_run(config, path, at, scores, monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "at"),
     [
-        ("fp32", 6),
         ("bf16-split", 7),
         ("fp16-mixed", 4),
         *(
             pytest.param(policy, at, marks=pytest.mark.slow)
             for policy in ("fp32", "bf16-split", "fp16-mixed")
-            for at in (2, 5, 8)
+            for at in (2, 5, 6)
         ),
     ],
 )
@@ -520,20 +476,6 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
         assert a.state["precision"]["skipped_total"] > 0
 
 
-def test_pretrained_dropout_resumes_bit_for_bit(files, bert, tmp_path, monkeypatch):
-    config = classify_config(files, model__source=str(bert), model__dropout=0.2, run__max_steps=6)
-    run_graded(config, tmp_path / "whole", (0.1, 0.2), monkeypatch)
-    signalled_run(config, tmp_path / "cut", 1, (), monkeypatch)
-    session = session_of(with_run_folder(config, tmp_path / "cut"))
-    resume(session, tmp_path / "cut" / "checkpoints")
-    graded(session, (0.1, 0.2), monkeypatch)
-    list(train(session, tmp_path / "cut"))
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    assert_same_tensors(
-        checkpoint_of(tmp_path / "cut").weights, checkpoint_of(tmp_path / "whole").weights
-    )
-
-
 def test_other_data_do_not_resume(files, tmp_path):
     config = classify_config(files, run__max_steps=2, run__eval_every=0)
     whole_run(config, tmp_path / "r")
@@ -554,9 +496,12 @@ def test_other_data_do_not_resume(files, tmp_path):
 # --- precision ---
 
 
-@pytest.mark.parametrize("policy", ON_CPU)
+@pytest.mark.parametrize(
+    "policy",  # one of each mechanism
+    ["fp32", "bf16-mixed", "fp16-master", "bf16-split24", "bf16-sr", "fp16-pure"],
+)
 @pytest.mark.parametrize("source", ["scratch:tiny", "bert"])
-def test_every_policy_trains_and_leaves_a_model(files, bert, tmp_path, policy, source):
+def test_every_mechanism_trains_and_leaves_a_model(files, bert, tmp_path, policy, source):
     options = {"optimizer__eps": 1e-4} if policy == "fp16-pure" else {}  # 1e-8 is 0 in fp16
     config = classify_config(
         files,
@@ -580,22 +525,6 @@ def test_every_policy_trains_and_leaves_a_model(files, bert, tmp_path, policy, s
     # fp32 masters that lie halfway between two bf16 numbers may be held as either by 8-bit
     # remainders, so one of the 41 texts may fall to the other side
     assert share == pytest.approx(measured, abs=1 / 40 if policy == "bf16-split24" else 1e-9)
-
-
-def test_skipped_steps_are_told(files, tmp_path):
-    precision = f"{SPELLED['fp16-mixed']},scale=dynamic,init_scale=16777216"  # 2^24
-    session, ticks = whole_run(
-        classify_config(files, precision=precision, run__max_steps=6), tmp_path / "r"
-    )
-    lines = metrics(tmp_path / "r")
-    skipped = [line for line in lines if not line["applied"]]
-    assert len(skipped) >= 2
-    assert {line["skip_reason"] for line in skipped} <= {"overflow", "nan_gradients"}
-    assert "skip_reason" not in lines[-1] or not lines[-1]["applied"]
-    assert lines[0]["loss_scale"] == 2.0**24
-    assert lines[-1]["loss_scale"] < 2.0**24
-    assert lines[-1]["skipped_total"] == len(skipped) == 6 - session.applied
-    assert ticks[-1].record.skipped_total == len(skipped)
 
 
 def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_best(files, tmp_path, monkeypatch):
@@ -644,24 +573,3 @@ def test_the_summary_counts(files):
     assert session.task.summary() == (
         f"{count:,} parameters, 200 training and 41 validation examples of 3 classes"
     )
-
-
-@pytest.mark.parametrize("source", ["scratch:tiny", "bert"])
-def test_the_folder_of_a_run_is_transformers_own(files, bert, tmp_path, source):
-    transformers = pytest.importorskip("transformers")
-    source = str(bert) if source == "bert" else source
-    config = classify_config(
-        files, model__source=source, run__max_steps=2, run__eval_every=0, precision="bf16-split"
-    )
-    whole_run(config, tmp_path / "r")
-    folder = tmp_path / "r" / "model"
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert model.config.id2label == {0: "joy", 1: "sad", 2: "怒"}
-    texts = [text for text, _ in rows(10, seed=2)]
-    given = tokenizer(texts, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        expected = model.eval()(**given).logits.softmax(dim=-1)
-    ours = Predictor(folder, "fp32", torch.device("cpu")).probabilities(texts, 4)
-    # fp32 with other padding: some ulp
-    torch.testing.assert_close(torch.from_numpy(ours).float(), expected, rtol=1e-5, atol=1e-6)

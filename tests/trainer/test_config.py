@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.trainer.config.config import TASKS, config_to_toml, load_config, shipped_configs
+from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
+from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.models.gpt.gpt import GPT
 
 FINETUNE = ["classify-pretrained", "classify-scratch", "lm-full", "lm-lora"]
@@ -16,13 +17,29 @@ def test_the_shipped_configurations():
     assert list(shipped_configs()) == sorted(FINETUNE + NAMES)
 
 
+def round_trip(config, folder):
+    """The configuration that is read from the file that it is written to."""
+    path = folder / "config.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    return load_config(str(path))
+
+
 @pytest.mark.parametrize("name", FINETUNE + NAMES)
 def test_a_shipped_configuration_is_valid_and_round_trips(name, tmp_path):
     config = load_config(name)
     assert config.name == name
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(config))
-    assert load_config(str(path)) == config
+    assert round_trip(config, tmp_path) == config
+    if name in FINETUNE:
+        assert name.partition("-")[0] == config.TASK
+        assert config.run.max_steps == 0 < config.run.epochs
+        resolved = config.resolved(11)
+        assert round_trip(resolved, tmp_path) == resolved == resolved.resolved(11)
+
+
+def test_a_pretrained_model_is_spoilt_by_the_rate_that_one_from_scratch_needs():
+    scratch, pretrained = load_config("classify-scratch"), load_config("classify-pretrained")
+    assert scratch.model.source == "scratch:small"
+    assert pretrained.optimizer.learning_rate < scratch.optimizer.learning_rate / 10
 
 
 @pytest.mark.parametrize(
@@ -60,9 +77,7 @@ def test_every_value_survives_the_file(tmp_path_factory, steps, rate, seed, path
     ]
     config = load_config("gpt-tiny", overrides)
     assert (config.run.max_steps, config.optimizer.learning_rate) == (steps, rate)
-    path = tmp_path_factory.mktemp("c") / "c.toml"
-    path.write_text(config_to_toml(config), encoding="utf-8")
-    assert load_config(str(path)) == config
+    assert round_trip(config, tmp_path_factory.mktemp("c")) == config
 
 
 def test_strings_of_the_command_line_become_the_fields_types():
@@ -86,32 +101,62 @@ def test_strings_of_the_command_line_become_the_fields_types():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("name", "key", "value", "words"),
     [
-        ("run.max_stepz", "3", ["unknown key run.max_stepz", "did you mean 'max_steps'"]),
-        ("optimiser.eps", "3", ["unknown key optimiser", "did you mean 'optimizer'"]),
-        ("run.max_steps", "many", ["run.max_steps", "'many'", "an integer"]),
-        ("run.max_steps", 3.5, ["run.max_steps", "an integer"]),
-        ("run.max_steps", True, ["run.max_steps", "an integer"]),
-        ("run.max_steps", "0", ["run.max_steps=0", ">= 1"]),
-        ("run.compile", "yes", ["run.compile", "true or false"]),
-        ("run.report_to", "wanda", ["run.report_to", "tensorboard, wandb"]),
-        ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
-        ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "> 0"]),
-        ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
-        ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
-        ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
-        ("schedule.warmup_steps", "999", ["warmup_steps=999", "max_steps=200"]),
-        ("run", "3", ["run", "a section"]),
-        ("data.tokenizer", "bpe:3", ["data.tokenizer"]),
-        ("model.n_head", "3", ["model.n_"]),
-        ("name.x", "3", ["name is a value"]),
+        *(("gpt-tiny", *case) for case in (
+            ("run.max_stepz", "3", ["unknown key run.max_stepz", "did you mean 'max_steps'"]),
+            ("optimiser.eps", "3", ["unknown key optimiser", "did you mean 'optimizer'"]),
+            ("run.max_steps", "many", ["run.max_steps", "'many'", "an integer"]),
+            ("run.max_steps", 3.5, ["run.max_steps", "an integer"]),
+            ("run.max_steps", True, ["run.max_steps", "an integer"]),
+            ("run.max_steps", "0", ["run.max_steps=0", ">= 1"]),
+            ("run.keep", "0", ["run.keep=0; allowed: integers >= 1"]),
+            ("run.patience", -1, ["run.patience=-1", ">= 0"]),
+            ("run.max_seconds", -1, ["run.max_seconds=-1.0; allowed: >= 0"]),
+            ("run.seed", str(2**63), [f"run.seed={2**63}; allowed: 0 to 2^63 - 1"]),
+            ("run.rank_timeout", 0, ["run.rank_timeout=0.0; allowed: seconds > 0"]),
+            ("run.ema_decay", 1, ["run.ema_decay=1.0; allowed: 0 <= x < 1"]),
+            ("run.compile", "yes", ["run.compile", "true or false"]),
+            ("run.report_to", "wanda", ["run.report_to", "tensorboard, wandb"]),
+            ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
+            ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "> 0"]),
+            ("optimizer.eps", "0", ["optimizer.eps=0.0; allowed: > 0"]),
+            ("optimizer.max_norm", "-1", ["optimizer.max_norm=-1.0; allowed: >= 0"]),
+            ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
+            ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
+            ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
+            ("run.block_size", "-1", ["run.block_size=-1", ">= 0"]),
+            ("schedule.warmup_steps", "999", ["warmup_steps=999", "max_steps=200"]),
+            ("schedule.warmup_steps", -1, ["schedule.warmup_steps=-1", "integers >= 0"]),
+            ("schedule.decay_steps", -2, ["schedule.decay_steps=-2", "integers >= 0"]),
+            ("schedule.min_ratio", 1.5, ["schedule.min_ratio=1.5; allowed: 0 to 1"]),
+            ("run", "3", ["run", "a section"]),
+            ("data.tokenizer", "bpe:3", ["data.tokenizer"]),
+            ("model.n_head", "3", ["model.n_"]),
+            ("name.x", "3", ["name is a value"]),
+        )),
+        *(("classify-scratch", key, value, [words]) for key, value, words in (
+            ("run.epochs", 0, "run.epochs=0.0; allowed: > 0"),
+            ("run.max_steps", -1, "run.max_steps=-1; allowed: integers >= 0"),
+            ("run.warmup_ratio", 1, "run.warmup_ratio=1.0; allowed: 0 <= x < 1"),
+            ("run.warmup_ratio", -0.1, "run.warmup_ratio=-0.1; allowed: 0 <= x < 1"),
+            ("run.best_by", "f1", "run.best_by: 'f1'; allowed: '', accuracy, macro_f1, loss"),
+            ("model.max_length", 2, "model.max_length=2; allowed: integers >= 3"),
+            ("model.vocab_size", -1, "model.vocab_size=-1"),
+            ("model.dropout", 1, "model.dropout=1.0; allowed: below 1"),
+            ("model.label_smoothing", 1, "model.label_smoothing=1.0"),
+            ("model.source", " ", "model.source is empty"),
+            ("data.dev_fraction", "1.5", "dev_fraction"),
+        )),
+        ("lm-lora", "model.lora_r", -1, ["model.lora_r=-1; allowed: integers >= 0"]),
+        ("lm-lora", "model.lora_alpha", 0, ["model.lora_alpha=0.0; allowed: > 0"]),
+        ("lm-lora", "model.lora_dropout", 1, ["model.lora_dropout=1.0; allowed: 0 <= x < 1"]),
     ],
-)
-def test_each_mistake_is_named(key, value, words):
+)  # fmt: skip
+def test_each_mistake_is_named(name, key, value, words):
     with pytest.raises(ConfigError) as error:
-        load_config("gpt-tiny", [(key, value)])
-    for word in [*words, "gpt-tiny"]:
+        load_config(name, [(key, value)])
+    for word in [*words, name]:
         assert word in str(error.value)
 
 
@@ -154,3 +199,40 @@ def test_every_annotated_name_is_a_field():
 
     for kind in TASKS.values():
         walk(kind)
+
+
+# --- epochs ---------------------------------------------------------------------------------------
+
+
+def resolved(per_epoch, **given):
+    keys = {"warmup_steps": "schedule.warmup_steps"}
+    pairs = [(keys.get(key, f"run.{key}"), value) for key, value in given.items()]
+    return load_config("classify-scratch", pairs).resolved(per_epoch)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "per_epoch", "steps"),
+    [(3, 7, 21), (0.5, 7, 4), (0.01, 7, 1), (1.5, 10, 15), (0.1, 10, 1), (1.1, 10, 11), (3, 1, 3)],
+)
+def test_epochs_become_steps(epochs, per_epoch, steps):
+    run = resolved(per_epoch, epochs=epochs).run
+    assert (run.max_steps, run.eval_every, run.epochs) == (steps, per_epoch, epochs)
+
+
+def test_max_steps_wins_over_epochs():
+    found = resolved(7, epochs=0, max_steps=5, eval_every=2)
+    assert (found.run.max_steps, found.run.eval_every) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "given", "steps", "warmup"),
+    [(0.06, 0, 100, 6), (0.06, 0, 10, 0), (0.5, 0, 9, 4), (0.06, 17, 100, 17), (0.0, 0, 100, 0)],
+)
+def test_warm_up_is_a_share_of_the_steps_unless_given(ratio, given, steps, warmup):
+    found = resolved(7, warmup_ratio=ratio, warmup_steps=given, max_steps=steps)
+    assert found.schedule.warmup_steps == warmup
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused():
+    with pytest.raises(ConfigError, match=r"warmup_steps=50 is longer than the run of .*=21"):
+        resolved(7, warmup_steps=50, epochs=3)

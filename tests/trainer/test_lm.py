@@ -15,31 +15,28 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests.trainer import lm_folders
+from tests.trainer.classifiers import checkpoint_of, metrics, start, whole_run as run
 from tests.trainer.lm_folders import alpaca, chats, save_base, save_tokenizer, write
 from tests.trainer.models.pretrained_folders import edit_json, silence
 from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError, DataError, PrecisionError
-from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.finetune import LMConfig
+from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
-from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
-from halfstep.trainer.run.folder import create_run, finish_run, reopen_run
+from halfstep.trainer.models.pretrained.lora import add_lora
+from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.tuned_lm import hold_weights_, open_tuned_lm, validation_batches
+from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_rows
 
 KINDS = ["GPT2", "Llama", "Qwen2"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
-TIMES = ("tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes")
-
 pytestmark = pytest.mark.covering
 
 
@@ -96,30 +93,11 @@ def config_of(base, data, policy="fp32", **changes):
     return config
 
 
-def start(config, path):
-    session = open_session(with_run_folder(config, path), no_progress)
-    return session, create_run(path, session)
-
-
 def finish(session, folder):
     ticks = list(train(session, folder.path))
     finish_run(session, folder.path)
     folder.close()
     return ticks
-
-
-def run(config, path):
-    session, folder = start(config, path)
-    return session, finish(session, folder)
-
-
-def metrics(path):
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
-def best(session, path):
-    return load_checkpoint(path / "checkpoints" / f"step-{session.best.step:08}")
 
 
 def plain_model(base, session):
@@ -205,7 +183,7 @@ def test_a_run_is_a_plain_loop_of_transformers(kind, lora, accum, bases, data, t
     )
     # forward and the gradient of activations; and of weights, where there are any to train
     assert session.task.flops(1.0) == (4 if lora else 6) * matrices
-    state = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1]).weights
+    state = checkpoint_of(tmp_path / "r").weights
     wanted = {f"model.{n}": p for n, p in plain.named_parameters() if p.requires_grad}
     assert state.keys() == wanted.keys()
     for name, tensor in state.items():
@@ -229,30 +207,6 @@ def test_fp16_mixed_clips_what_the_scale_is_taken_from(stored, bases, data, tmp_
     assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=2e-2)
 
 
-def test_an_fp16_base_trains_and_stays_bit_for_bit(bases, data, tmp_path):
-    base = bases("Llama", "fp16")
-    config = config_of(base, data, "fp16-mixed", run__max_steps=12, run__eval_every=6)
-    session, ticks = run(config, tmp_path / "r")
-    assert ticks[-1].record.loss < ticks[0].record.loss - 0.05
-    assert ticks[-1].evaluation.loss < ticks[5].evaluation.loss
-    stored = load_file(base / "model.safetensors")
-    frozen = {
-        n.removeprefix("model.base_model.model.").replace(".base_layer.", "."): p
-        for n, p in session.task.model.named_parameters()
-        if not p.requires_grad
-    }
-    assert set(frozen) <= set(stored)
-    for name, parameter in frozen.items():
-        assert parameter.dtype == torch.float16
-        assert torch.equal(parameter, stored[name]), name
-    trained = {n: p for n, p in session.task.model.named_parameters() if p.requires_grad}
-    assert {p.dtype for p in trained.values()} == {torch.float32}
-    saved = load_checkpoint(list_checkpoints(tmp_path / "r" / "checkpoints")[-1])
-    assert saved.weights.keys() == trained.keys()  # adapters only
-    assert {n.rpartition("/")[0] for n in saved.optimizer} == trained.keys()
-    assert all(".lora_" in name for name in trained)
-
-
 @pytest.mark.parametrize("stored", ["fp16", "bf16"])
 def test_all_weights_of_a_16_bit_model_train_in_fp32(stored, bases, data, tmp_path):
     config = config_of(bases("Llama", stored), data, "bf16-mixed", model__lora_r=0)
@@ -261,7 +215,7 @@ def test_all_weights_of_a_16_bit_model_train_in_fp32(stored, bases, data, tmp_pa
     written = load_file(tmp_path / "r" / "model" / "model.safetensors")
     assert {t.dtype for t in written.values()} == {torch.float32}
     assert json.loads((tmp_path / "r" / "model" / "config.json").read_text())["dtype"] == "float32"
-    weights = best(session, tmp_path / "r").weights
+    weights = checkpoint_of(tmp_path / "r", session.best.step).weights
     assert all(torch.equal(t, weights[f"model.{n}"]) for n, t in written.items())
 
 
@@ -286,23 +240,21 @@ def test_where_a_frozen_base_is_held(policy, stored, bases):
     assert bool(note) == (held != stored)
     if note:
         assert f"the frozen base is stored in {stored} and held in fp32, as precision" in note
-
-
-def test_a_base_held_in_fp32_is_told_and_exact(bases, data, tmp_path):
-    base = bases("GPT2", "fp16")
-    session, ticks = run(config_of(base, data, "bf16-mixed"), tmp_path / "r")
-    assert "MB more; fp16-mixed keeps it as it is" in session.task.notes[-1]
-    assert math.isfinite(ticks[-1].record.loss)
-    stored = load_file(base / "model.safetensors")
-    for name, parameter in session.task.model.core.named_parameters():
-        key = name.replace(".base_layer.", ".")
-        if not parameter.requires_grad and key in stored:
-            assert torch.equal(parameter, stored[key].float())
+    if (policy, stored) == ("bf16-mixed", "fp16"):
+        assert note.endswith("MB more; fp16-mixed keeps it as it is")
+    for name, tensor in load_file(bases("Llama", stored) / "model.safetensors").items():
+        layer = model.core.get_submodule(name.rpartition(".")[0])
+        now = getattr(layer, "base_layer", layer).weight
+        assert torch.equal(now, tensor.to(now.dtype)), name  # in fp32 exactly, else as stored
 
 
 @pytest.mark.parametrize("lora", [8, 0])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_runs_or_is_refused_by_name(policy, lora, bases, data, tmp_path):
+@pytest.mark.parametrize(
+    "policy",  # one of each mechanism, and those that are refused
+    ["fp32", "fp16-mixed", "bf16-master", "bf16-split", "bf16-sr", "fp16-pure", "tf32",
+     "bf16-module"],
+)  # fmt: skip
+def test_every_mechanism_runs_or_is_refused_by_name(policy, lora, bases, data, tmp_path):
     chosen = parse_policy(policy)
     low = chosen.param_dtype != torch.float32
     stored = next(k for k, v in DTYPES.items() if v == chosen.param_dtype) if lora else "fp32"
@@ -408,42 +360,6 @@ def test_prompts_are_not_learned(bases, data, tmp_path):
     assert whole == every > cut
 
 
-def test_what_stands_in_a_prompt_moves_no_weight(bases, data, tmp_path):
-    """The gradient of a batch is that of its answers: the prompts' own losses have no share."""
-    session, folder = start(config_of(bases(), data, model__lora_r=0), tmp_path / "r")
-    folder.close()
-    model, batch = session.task.model, session.task.batch(0, range(2))
-    loss, _ = model.loss_sum(batch)
-    loss.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    logits = model.logits(batch[0], batch[2])
-    picked = logits.log_softmax(-1).gather(2, batch[1].clamp(min=0)[..., None])[..., 0]
-    (-picked[batch[1] != -100]).sum().backward()
-    for name, parameter in model.named_parameters():
-        # sums over tokens in another order
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_rows_have_the_losses_of_padded_ones(kind, bases, data, tmp_path):
-    sums = {}
-    for packing in (True, False):
-        config = config_of(bases(kind), data, data__packing=packing)
-        session, folder = start(config, tmp_path / str(packing))
-        folder.close()
-        rows = session.task.data.train_rows
-        assert (len(rows) < 48) == packing
-        with torch.no_grad():
-            parts = [
-                session.task.model.loss_sum(session.task.batch(step, range(99)))
-                for step in range(-(-len(rows) // 6))
-            ]
-        sums[packing] = [sum(float(x) for x in column) for column in zip(*parts, strict=True)]
-    assert sums[True][1] == sums[False][1]
-    assert sums[True][0] == pytest.approx(sums[False][0], rel=1e-5)  # fp32 sums, other shapes
-
-
 def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     # steps so large that it gets worse again
     config = config_of(
@@ -458,7 +374,7 @@ def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     adapter = load_file(tmp_path / "r" / "model" / "adapter_model.safetensors")
     weights = {
         n.removeprefix("model.").replace(".default", ""): t
-        for n, t in best(session, tmp_path / "r").weights.items()
+        for n, t in checkpoint_of(tmp_path / "r", session.best.step).weights.items()
     }
     assert adapter.keys() == weights.keys()
     assert all(torch.equal(adapter[n], weights[n]) for n in adapter)
@@ -472,9 +388,8 @@ def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
 
 
 RESUMED = {
-    "LoRA, fp16 base": ("Llama", "fp16", "fp16-mixed", {"model__lora_dropout": 0.2}),
-    "LoRA, GPT-2, accumulated": ("GPT2", "fp32", "bf16-mixed",
-                                 {"run__grad_accum": 2, "model__dropout": 0.1}),
+    "LoRA, fp16 base, accumulated": ("Llama", "fp16", "fp16-mixed",
+                                     {"run__grad_accum": 2, "model__lora_dropout": 0.2}),
     "all weights": ("GPT2", "bf16", "bf16-split", {"model__lora_r": 0, "model__dropout": 0.1}),
 }  # fmt: skip
 
@@ -500,8 +415,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
     assert resume(session, folder.path / "checkpoints").name in ("step-00000004", "step-00000003")
     finish(session, folder)
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    a, b = (load_checkpoint(list_checkpoints(tmp_path / n / "checkpoints")[-1])
-            for n in ("whole", "cut"))  # fmt: skip
+    a, b = (checkpoint_of(tmp_path / name) for name in ("whole", "cut"))
     for mine, theirs in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[n], theirs[n]) for n in mine)
@@ -613,7 +527,7 @@ def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
     """The prompt's ids, the ends, and all options."""
     given = []
     monkeypatch.setattr(
-        "halfstep.trainer.tasks.tuned_lm.generate_ids",
+        "halfstep.trainer.tasks.lm.generate_ids",
         lambda model, ids, **options: given.append((ids, options)) or [],
     )
     base = bases("Llama", bos=True, chat=True)
@@ -642,12 +556,12 @@ def test_every_validation_row_counts_once_over_the_ranks(ranks, bases, data, tmp
     folder.close()
     rows = session.task.data.dev_rows
     assert len(rows) == 11
-    shares = [list(validation_batches(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
+    shares = [list(validation_rows(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1  # sharded ranks run as often
     counts = [int((t_BT != -100).sum()) for share in shares for _, t_BT, _ in share]
     assert sum(counts) == rows.learned_tokens
     assert len(counts) == ranks * math.ceil(6 / ranks)
-    assert len(list(validation_batches(rows, 2, 0, 3))) == 3
+    assert len(list(validation_rows(rows, 2, 0, 3))) == 3
 
 
 def test_architectures_that_let_documents_see_each_other_are_padded(data, tmp_path):
@@ -715,6 +629,9 @@ def test_folders_that_cannot_be_tuned(data, tmp_path):
     base = save_base(tmp_path / "base", eos=False)
     with pytest.raises(ConfigError, match="has no end-of-text token"):
         start(config_of(base, data), tmp_path / "r")
+    small = save_base(tmp_path / "small", vocab=100)
+    with pytest.raises(ConfigError, match="tokenizer and weights are of different models"):
+        start(config_of(small, data), tmp_path / "r")
     save_tokenizer(base)
     run(config_of(base, data, run__max_steps=1), tmp_path / "r")
     with pytest.raises(ConfigError, match="holds an adapter, not a model"):
@@ -726,29 +643,3 @@ def test_folders_that_cannot_be_tuned(data, tmp_path):
     trusting = config_of(base, data, model__trust_remote_code=True)
     with pytest.raises(ConfigError, match="trust_remote_code"):
         open_tuned_lm(tmp_path / "r", trusting, CPU)
-
-
-def test_control_tokens_in_the_data_are_refused(bases, data, tmp_path):
-    write(tmp_path / "x.jsonl", [*alpaca(3), {"instruction": "a", "output": "b</s>c"}])
-    config = config_of(bases(), data, data__train=[str(tmp_path / "x.jsonl")])
-    with pytest.raises(DataError, match=r"x.jsonl:4: a text holds '</s>'"):
-        start(config, tmp_path / "r")
-
-
-def test_a_tokenizer_of_another_model_is_refused(data, tmp_path):
-    base = save_base(tmp_path / "base", vocab=100)
-    with pytest.raises(ConfigError, match="tokenizer and weights are of different models"):
-        start(config_of(base, data), tmp_path / "r")
-
-
-def test_an_adapter_merges_into_the_same_function(bases, data, tmp_path):
-    run(config_of(bases("GPT2"), data), tmp_path / "r")
-    model = open_adapted_lm(tmp_path / "r" / "model").eval()
-    model.save_(tmp_path / "merged", {}, merge=True)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        # W x + s B A x against (W + s B A) x in fp32
-        torch.testing.assert_close(merged(ids).logits, model.logits(ids), rtol=1e-4, atol=1e-4)
-        moved = open_causal_lm(bases("GPT2")).eval().logits(ids) - model.logits(ids)
-    assert moved.abs().max() > 1e-2

@@ -21,8 +21,8 @@ from tests.trainer.classifiers import (
 )
 
 from halfstep.cli.main import main
-from halfstep.errors import ConfigError, PrecisionError
-from halfstep.trainer.tasks.predict import Predictor
+from halfstep.errors import ConfigError
+from halfstep.trainer.tasks.classify import Predictor
 
 NAMES = ("joy", "sad", "怒")
 TEXTS = [text for text, _ in rows(50, seed=4)]
@@ -65,8 +65,7 @@ def logits_by_hand(folder, text):
     return model.eval()(**tokenizer([text], return_tensors="pt")).logits[0]
 
 
-@pytest.mark.parametrize("kind", ["scratch", "bert"])
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
+@pytest.mark.parametrize(("kind", "batch_size"), [("scratch", 1), ("bert", 7), ("bert", 64)])
 def test_probabilities_are_a_softmax(runs, kind, batch_size):
     predictor = Predictor(runs[kind] / "model", "fp32", CPU)
     table = predictor.probabilities(TEXTS, batch_size)
@@ -111,20 +110,17 @@ def test_texts_are_read_as_they_are_needed(runs):
     assert len(read) <= 64
 
 
-@pytest.mark.parametrize("kind", ["scratch", "bert"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-split", "bf16-pure",
-                                    "fp16-master", "bf16-sr"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("scratch", "bf16-mixed"), ("bert", "fp16-mixed"), ("bert", "bf16-split"),
+     ("scratch", "fp16-master")],
+)  # fmt: skip
 def test_every_precision_predicts_nearly_the_same(runs, kind, policy):
     exact = Predictor(runs[kind] / "model", "fp32", CPU).probabilities(TEXTS, 16)
     found = Predictor(runs[kind] / "model", policy, CPU).probabilities(TEXTS, 16)
     assert not np.array_equal(found, exact)
     # logits below 10 that went through a few roundings of 2^-9 each
     assert np.abs(found - exact).max() < 0.15
-
-
-def test_a_precision_that_the_device_lacks_is_refused(runs):
-    with pytest.raises(PrecisionError, match="tf32"):
-        Predictor(runs["scratch"] / "model", "tf32", CPU)
 
 
 # --- the command ---
@@ -198,13 +194,13 @@ def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, name, w
     assert text == written
 
 
-@pytest.mark.parametrize("kind", ["scratch", "bert"])
-def test_stdin_to_stdout(runs, predict, kind):
-    code, plain, _ = predict("--run", runs[kind], "--input", "-", stdin="气 火\nglad\r\n".encode())
+def test_stdin_to_stdout(runs, predict):
+    run = runs["bert"]
+    code, plain, _ = predict("--run", run, "--input", "-", stdin="气 火\nglad\r\n".encode())
     assert code == 0
     assert [each["text"] for each in objects(plain)] == ["气 火", "glad"]
     lines = '{"text": "气 火"}\n\n{"text": "glad"}\n'.encode()
-    code, found, _ = predict("--run", runs[kind], "--input", "-", "--output", "-", stdin=lines)
+    code, found, _ = predict("--run", run, "--input", "-", "--output", "-", stdin=lines)
     assert (code, found) == (0, plain)
 
 
@@ -226,10 +222,9 @@ def test_the_runs_own_precision_is_the_default(runs, tmp_path, predict, monkeypa
     assert list(map(str, used)) == ["bf16-mixed", "bf16-pure", "fp32"]
 
 
-@pytest.mark.parametrize("kind", ["scratch", "bert"])
-def test_texts_are_cut_as_in_training_and_counted(runs, tmp_path, predict, kind):
+def test_texts_are_cut_as_in_training_and_counted(runs, tmp_path, predict):
     files = write_files(tmp_path / "d")
-    source = "scratch:tiny" if kind == "scratch" else str(runs["bert"] / "model")
+    source = str(runs["bert"] / "model")
     config = classify_config(files, model__source=source, model__max_length=6, run__max_steps=3)
     _, ticks = whole_run(config, tmp_path / "r")
     code, out, err = predict("--run", tmp_path / "r", "--input", files[1])
@@ -340,19 +335,10 @@ def test_what_holds_no_classifier_is_refused(runs, tmp_path, predict):
         Predictor(bert, "fp32", CPU)
 
 
-@pytest.mark.parametrize("kind", ["scratch", "bert"])
-@pytest.mark.parametrize("damage", ["cut", "noise", "gone", "config"])
-def test_a_damaged_folder_is_refused(runs, tmp_path, predict, kind, damage):
-    folder = shutil.copytree(runs[kind] / "model", tmp_path / "m")
+def test_a_damaged_folder_is_refused(runs, tmp_path, predict):
+    folder = shutil.copytree(runs["scratch"] / "model", tmp_path / "m")
     weights = folder / "model.safetensors"
-    if damage == "cut":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "noise":
-        weights.write_bytes(b"\xff" * 1000)
-    elif damage == "gone":
-        weights.unlink()
-    else:
-        (folder / "config.json").write_text("{")
+    weights.write_bytes(weights.read_bytes()[:-100])
     code, out, err = predict("--model", folder, "--input", "-", stdin=b"glad\n")
     assert (code, out) == (2, "")
     assert_one_line(err, folder)

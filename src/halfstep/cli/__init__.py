@@ -1,1 +1,1 @@
-"""The command line: one file a command."""
+"""The command line: the grammar, and one file per command."""

@@ -1,7 +1,7 @@
-"""torchrun's agent with a voice: each attempt's failures are told in lines, once, with the cause.
+"""torchrun's agent, extended to print each attempt's failures once, with the cause.
 
-It also knows when to stop: a run that was refused, stopped by a numerics guard or saved upon a
-signal is not started again. torch's launcher has no option for either.
+It also does not restart a run that was refused, stopped by a numerics guard or saved after a
+signal. torch's launcher has no option for either.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, Outcome, read_outcomes
 from halfstep.errors import PeerError
 
-# 2 refused, 3 numerics guard, 4 saved upon a signal, 130 Ctrl-C: starting again helps nobody
+# 2 refused, 3 numerics guard, 4 saved after a signal, 130 Ctrl-C: a restart would not help
 FINAL = {2, 3, INTERRUPTED, 130}
 # The agent gives ranks 30 s to end after SIGTERM; one that it kills later than this was hung.
 _HUNG_SECONDS = 20
 _SECONDS_TO_DIE = 5.0
 LOOPBACK = "loopback"
-"""The word by which torch's launcher finds the rendezvous below."""
+"""The name under which torch's launcher finds :class:`Loopback`."""
 
 
 class Ended(Exception):
-    """The run is over, with an exit code that is not 0; all was told."""
+    """The run is over with a non-zero exit code, and its messages have been printed."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -48,7 +48,7 @@ class Ended(Exception):
 
 
 class Loopback(StaticTCPRendezvous):
-    """Where the ranks of one machine meet: a store that only this machine reaches.
+    """The rendezvous of one machine's ranks: a store that only this machine can reach.
 
     torchrun's own for one machine listens on every network interface, without any password.
     """
@@ -67,12 +67,12 @@ class Loopback(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Its name among torch's."""
+        """Return the name under which torch registers this rendezvous, like "static" or "c10d"."""
         return LOOPBACK
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent for one machine's ranks."""
+    """torchrun's agent for one machine's ranks, which prints failures and decides on restarts."""
 
     def __init__(self, spec: WorkerSpec, **options: Any) -> None:
         super().__init__(spec, **options)
@@ -82,14 +82,14 @@ class Agent(LocalElasticAgent):
         self._size = 0
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Watch the ranks to their end; torch's launcher cannot do with None, the end elsewhere."""
+        """Watch the ranks to their end; raise on None, which means that the run ended elsewhere."""
         result: RunResult | None = super().run(role)
         if result is None:
             raise PeerError("the run ended on another machine; its message there tells why")
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for file in self._folder.glob("rank*.json"):  # of the attempt before
+        for file in self._folder.glob("rank*.json"):  # left by the attempt before
             file.unlink()
         self._size = worker_group.workers[0].world_size
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -115,14 +115,14 @@ class Agent(LocalElasticAgent):
             raise
 
     def _end_now(self, number: int) -> None:
-        """End what is left running: the same signal again, which torch would not do, then kill."""
+        """End the remaining ranks: send the signal once more, which torch does not, then kill."""
         for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(handled, signal.SIG_IGN)
         left = {worker.id for worker in self.get_worker_group().workers}
         for each in (number, signal.SIGKILL):
             for pid in left:
                 with suppress(ProcessLookupError):
-                    os.killpg(pid, each)  # each rank leads a group of its own
+                    os.killpg(pid, each)  # each rank leads its own process group
             end = time.monotonic() + _SECONDS_TO_DIE
             while left and time.monotonic() < end:
                 left = {pid for pid in left if not _ended(pid)}
@@ -130,13 +130,13 @@ class Agent(LocalElasticAgent):
 
 
 def report(causes: list[Outcome], size: int, attempt: int = 0, attempts: int = 0) -> int:
-    """Print each message once, root causes only; the exit code of the first of them.
+    """Print each root cause once, and return the exit code of the first one.
 
     Args:
         causes: Why ranks ended, one at least.
-        size: Ranks of the run; what all of them say stands without their names.
-        attempt: Which one this was, counted from 1; 0: none follows anyhow.
-        attempts: Most that there may be.
+        size: Ranks of the run; a message that all of them have is printed without their numbers.
+        attempt: Number of this attempt, from 1; 0 if no other can follow.
+        attempts: The most attempts that there may be.
     """
     first = min(cause.time for cause in causes)
     roots = [cause for cause in causes if not cause.follows] or causes
@@ -163,7 +163,7 @@ def report(causes: list[Outcome], size: int, attempt: int = 0, attempts: int = 0
 
 
 def _cause(rank: int, failure: Any, said: Outcome | None) -> Outcome:
-    """Why a rank ended; a message that begins with a blank is about the rank, not from it."""
+    """Return why a rank ended; a message with a leading space is about the rank, not from it."""
     if said is not None and said.code:
         return said
     if failure.exitcode >= 0:
@@ -172,7 +172,7 @@ def _cause(rank: int, failure: Any, said: Outcome | None) -> Outcome:
     name = f"signal {-failure.exitcode}"
     with suppress(ValueError):
         name = signal.Signals(-failure.exitcode).name
-    follows = name == "SIGTERM"  # from the agent, when another rank had failed
+    follows = name == "SIGTERM"  # the agent sends it when another rank has failed
     return Outcome(rank, 1, f" was killed by {name}", follows, failure.timestamp)
 
 

@@ -1,7 +1,7 @@
-"""What each command is asked for: a dataclass, whose fields are its options.
+"""The arguments of each command, as a dataclass whose fields are the command's options.
 
-The grammar derives option, type, default and help from the fields; of the commands that start a
-run it does so from the task's configuration. Nothing here imports torch, so that --help is quick.
+The grammar derives options, types, defaults and help from the fields; for commands that start a run
+it uses the task's configuration. Nothing here imports torch, so that --help is quick.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
 
 POSITIONAL = {"positional": True}
-"""Metadata of a field that is given by its place."""
+"""Metadata of a field that is a positional argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What every command that starts a run takes besides the keys of its configuration."""
+    """The options of every command that starts a run, besides the keys of its configuration."""
 
     config: str = ""
     """A shipped configuration (halfstep configs ls) or a TOML file; default: the task's."""
     resume: bool = False
     """Go on with the run in --output-dir, bit for bit."""
     quiet: bool = False
-    """No progress on stderr."""
+    """Show no progress on stderr."""
     nproc: int | None = None
-    """Start so many ranks on this machine; options of torchrun may follow after --, such as
+    """Start this many ranks on this machine; options of torchrun may follow after --, such as
     -- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A run that was asked for."""
+    """The parsed command line of a command that starts a run."""
 
     kind: type[BaseConfig]
-    """The class of its configuration."""
+    """The class of the run's configuration."""
     start: Start
     given: Mapping[str, Any]
-    """Keys of the configuration that the command line sets, and the words that it gives them."""
+    """Configuration keys that the command line sets, with their values as text."""
     words: list[str]
     """The command line itself, without torchrun's options."""
     launcher: list[str]
-    """Those."""
+    """torchrun's options, which follow ``--``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """What a precision policy means, costs and needs."""
+    """Explain what a precision policy means, costs and needs."""
 
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
@@ -60,31 +60,31 @@ class Explain:
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """The number formats, and what each makes of a number.
+    """Show the number formats, and what each makes of a number.
 
     Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
-    each format rounds it to, once, to the nearest, ties to even; bit by bit, and what is lost.
+    each format rounds it to, once, to the nearest, ties to even; its bits, and the rounding error.
     """
 
     value: str | None = field(default=None, metadata=POSITIONAL)
     """Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan."""
     json: bool = False
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """What this machine is and how fast each precision is here."""
+    """Report what this machine is and how fast each precision is here."""
 
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListConfigs:
-    """Names and first lines of the shipped configurations."""
+    """List the names and first lines of the shipped configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +114,19 @@ class Demo:
     precisions: tuple[str, ...] = ("fp32", "bf16-mixed")
     """Policies to train in."""
     max_steps: int = 100
-    """Optimizer steps of each."""
+    """Optimizer steps in each precision."""
     output_dir: str = ""
     """Folder of the runs; default runs/demo-TIME."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Print what makes a shell complete commands and options."""
+    """Print a script that makes a shell complete commands and options."""
 
     shell: Literal["bash", "zsh", "fish", "words"] = field(metadata=POSITIONAL)
-    """The shell; words: what may follow the words that come next, for the shells' scripts."""
+    """The shell; words: the possible next words of a command line, for the shells' scripts."""
     words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Words of a command line so far, after --."""
+    """The command line so far, after --."""
 
 
 COMMANDS: Mapping[str, type[Any]] = {
@@ -144,4 +144,4 @@ COMMANDS: Mapping[str, type[Any]] = {
     "demo": Demo,
     "completion": Completion,
 }
-"""A command's words, and what it is asked for; ``cli/NAME.py``, of the first word, runs it."""
+"""Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""

@@ -1,4 +1,4 @@
-"""``halfstep completion``: what makes a shell complete commands, options and their values."""
+"""The command ``halfstep completion``: shell completion of commands, options and their values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCRIPTS = {
 
 
 def run(arguments: Completion) -> int:
-    """Print a shell's script, or what may follow words: what the scripts ask for at each Tab."""
+    """Print a shell's script, or the possible next words, which the script asks for at each Tab."""
     shell = arguments.shell
     print(SCRIPTS[shell] if shell != "words" else "\n".join(following(arguments.words)))
     return 0
 
 
 def following(words: Sequence[str]) -> list[str]:
-    """What may stand after the words of a command line."""
+    """List the words that may follow the given words of a command line."""
     name = next((name for n in (2, 1) if (name := " ".join(words[:n])) in COMMANDS), "")
     if not name:
         rest = [n.split()[len(words) :] for n in COMMANDS if n.split()[: len(words)] == list(words)]

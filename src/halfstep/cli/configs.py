@@ -1,4 +1,4 @@
-"""``halfstep configs``."""
+"""The commands ``halfstep configs ls``, ``show`` and ``cp``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(arguments: ListConfigs | ShowConfig | CopyConfig) -> int:
 
 def _copy(name: str, target: Path) -> Path:
     text = config_to_toml(load_config(name))
-    text = shipped_configs().get(name, text)  # with its comments
+    text = shipped_configs().get(name, text)  # a shipped file is copied with its comments
     if target.is_dir():
         target = target / f"{Path(name).stem}.toml"
     try:

@@ -1,9 +1,8 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, lines elsewhere."""
+"""Shows the progress of a run: a progress bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -14,27 +13,27 @@ _LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 def duration(seconds: float) -> str:
-    """Seconds as ``1:02:03`` or ``2:03``."""
+    """Format seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def megabytes(count: float) -> str:
-    """Bytes as MB (10^6), or as kB where that would be a single digit."""
+    """Format bytes as MB (10^6), or as kB where that would be a single digit."""
     return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
 
 
 class _Console(Console):
-    """A console that falls silent, instead of ending the process, when nobody reads it any more."""
+    """A console that goes silent when its pipe is closed, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from here on; training goes on."""
+        """Print nothing more, and let training go on."""
         self.quiet = True
 
 
 class RunDisplay:
-    """Shows preparation and training on stderr; a context manager."""
+    """Shows the preparation of data and the training on stderr; a context manager."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
         self._title = title
@@ -54,12 +53,7 @@ class RunDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def say(self, text: str) -> None:
@@ -67,7 +61,7 @@ class RunDisplay:
         self._console.print(text, markup=False)
 
     def prepared(self, what: str, done: int, total: int) -> None:
-        """Show how far the preparation of the data is; bytes."""
+        """Show the progress of preparing data, in bytes."""
         text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
         self._show(what, done, total, text)
         if not self._console.is_terminal and done < total:

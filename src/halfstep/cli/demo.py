@@ -1,4 +1,4 @@
-"""``halfstep demo``: the same run in several precisions, side by side."""
+"""The command ``halfstep demo``: trains the same model in several precisions and compares them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from halfstep.cli.commands import Demo
 from halfstep.cli.console import megabytes
+from halfstep.cli.formats import table
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
@@ -23,20 +24,12 @@ from halfstep.trainer.config.use import Generating
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.tasks.trained import open_trained
 
-_COLUMNS = (
-    "precision",
-    "val loss",
-    "tokens/s",
-    "peak memory",
-    "loss scale",
-    "applied",
-    "skipped",
-    "seconds",
-)
+_COLUMNS = ("precision", "val loss", "tokens/s", "peak memory", "loss scale", "applied", "skipped",
+            "seconds")  # fmt: skip
 
 
 def run(arguments: Demo) -> int:
-    """Train in each precision in a process of its own, then print a sample and a table."""
+    """Train in each precision in a separate process, then print a sample and a table."""
     steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
@@ -47,9 +40,9 @@ def run(arguments: Demo) -> int:
         choose_strategy(Layout(), policy, device)
     policies = [str(policy) for policy in parsed]
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    rows = []
+    runs = []
     for precision in policies:
-        # A process each: peak memory is a property of a process, and so is what it has cached.
+        # A process each, because peak memory and caches belong to a process.
         begin = time.perf_counter()
         command = [sys.executable, "-m", "halfstep", "train", "--config", arguments.config]
         command += ["--precision", precision, "--max-steps", str(steps)]
@@ -59,19 +52,19 @@ def run(arguments: Demo) -> int:
         code = _wait(subprocess.Popen(command))
         if code != 0:
             return code
-        rows.append(_row(root / precision, precision, time.perf_counter() - begin))
+        runs.append(_measured(root / precision, precision, time.perf_counter() - begin))
     sample = _sample(root / policies[-1])
     print(f"\nA sample of the {policies[-1]} model after {steps} steps:\n\n{sample}\n")
-    print(_table(rows))
-    if len(rows) > 1:
-        print(_savings(rows[0], rows[-1]))
+    print(table([_COLUMNS, *map(_cells, runs)], right=set(range(1, len(_COLUMNS)))))
+    if len(runs) > 1:
+        print(_savings(runs[0], runs[-1]))
     print(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
               f" --max-steps {steps * 10}")  # fmt: skip
     return 0
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a run, also after Ctrl-C: it has the signal too, and is saving."""
+    """Wait for a run, also after Ctrl-C, which the run gets too and answers by saving."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     try:
         while True:
@@ -83,45 +76,27 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _row(folder: Path, precision: str, seconds: float) -> dict[str, Any]:
+def _measured(folder: Path, precision: str, seconds: float) -> dict[str, Any]:
+    """Return the record of a run's last step, with the median tokens per second of all steps."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     if not records:
         raise HalfstepError(f"{folder}: no step was taken")
-    last = records[-1]
-    return {
-        "precision": precision,
-        "val_loss": last["val_loss"],
-        "tokens_per_second": median(record["tokens_per_second"] for record in records),
-        "peak_memory_bytes": last["peak_memory_bytes"],
-        "loss_scale": last["loss_scale"],
-        "applied": last["step"] - last["skipped_total"],
-        "skipped": last["skipped_total"],
-        "seconds": seconds,
-    }
+    rate = median(record["tokens_per_second"] for record in records)
+    own = {"precision": precision, "tokens_per_second": rate, "seconds": seconds}
+    return {**records[-1], **own}
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    cells = [_COLUMNS] + [
-        (
-            row["precision"],
-            f"{row['val_loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f}",
-            megabytes(row["peak_memory_bytes"]),
-            f"{row['loss_scale']:g}",
-            str(row["applied"]),
-            str(row["skipped"]),
-            f"{row['seconds']:.0f}",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
+def _cells(run: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        run["precision"],
+        f"{run['val_loss']:.4f}",
+        f"{run['tokens_per_second']:,.0f}",
+        megabytes(run["peak_memory_bytes"]),
+        f"{run['loss_scale']:g}",
+        str(run["step"] - run["skipped_total"]),
+        str(run["skipped_total"]),
+        f"{run['seconds']:.0f}",
     )
 
 

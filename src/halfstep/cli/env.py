@@ -1,4 +1,4 @@
-"""``halfstep env``."""
+"""The command ``halfstep env``."""
 
 from __future__ import annotations
 

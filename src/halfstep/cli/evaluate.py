@@ -1,4 +1,4 @@
-"""``halfstep evaluate``."""
+"""The command ``halfstep evaluate``."""
 
 from __future__ import annotations
 

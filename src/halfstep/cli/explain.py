@@ -1,4 +1,4 @@
-"""``halfstep explain``."""
+"""The command ``halfstep explain``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``halfstep export``."""
+"""The command ``halfstep export``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``halfstep formats``."""
+"""The command ``halfstep formats``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def run(arguments: Formats) -> int:
 
 
 def read_value(text: str) -> float:
-    """The fp64 number nearest to a decimal or hexadecimal spelling.
+    """Return the fp64 number nearest to a decimal or hexadecimal spelling.
 
     Raises:
-        ConfigError: If it spells no number, or one that fp64 has no number near to.
+        ConfigError: If it is not a number, or overflows or underflows fp64.
     """
     hexadecimal = "0x" in text.lower()
     try:
@@ -57,7 +57,7 @@ def read_value(text: str) -> float:
 
 
 def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
-    """What one format makes of an fp64 number, as plain values under the names of the JSON."""
+    """Round an fp64 number to one format; return the result, its bits and the error for JSON."""
     number = float(form.round_to(torch.tensor(value, dtype=torch.float64)))
     fields = form.bits_of(number)
     below, above = form.neighbours(number)
@@ -83,7 +83,7 @@ def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
 
 
 def verdict(form: FloatFormat, value: float, number: float) -> str:
-    """In a word, what rounding ``value`` to ``number`` did."""
+    """Name in a word or two what rounding ``value`` to ``number`` did."""
     if math.isnan(number):
         return "exact" if math.isnan(value) else "overflows to NaN"
     if math.isinf(number):
@@ -110,7 +110,7 @@ def _describe(form: FloatFormat) -> dict[str, Any]:
 
 
 def _json(value: dict[str, Any]) -> str:
-    """As JSON, which has no inf and no NaN: those become strings."""
+    """Format as JSON; inf and NaN, which JSON does not have, become strings."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
@@ -121,11 +121,12 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _power(value: float) -> str:
-    """A power of two as ``2^-24``."""
+    """Format a power of two as ``2^-24``."""
     return f"2^{math.frexp(value)[1] - 1}"
 
 
-def _table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
+def table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
+    """Align rows in columns, those in ``right`` flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -153,7 +154,7 @@ def _ranges() -> str:
     ]
     finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only)
     return (
-        f"{_table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
+        f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
         "s/e/m: bits of sign, exponent, mantissa. digits: decimal, log10(2^(m+1)).\n"
         f"tf32 is stored in 32 bits. {finite} has no infinity: beyond the largest comes NaN.\n"
         "halfstep formats VALUE shows what each makes of a number."
@@ -179,5 +180,5 @@ def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> s
     return (
         f"{text} is read as fp64: {spelled}\n"
         "Each format rounds that once, to the nearest, ties to even.\n\n"
-        f"{_table(errors, {1, 2, 3})}\n\n{_table(bits, {3, 4})}"
+        f"{table(errors, {1, 2, 3})}\n\n{table(bits, {3, 4})}"
     )

@@ -1,4 +1,4 @@
-"""``halfstep generate``."""
+"""The command ``halfstep generate``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep.trainer.tasks.trained import open_trained
 
 
 def run(arguments: Generating) -> int:
-    """Print the prompt and what the model makes of it."""
+    """Print the model's text for the prompt."""
     if arguments.prompt == "-":
         arguments = replace(arguments, prompt=sys.stdin.read())
     print(open_trained(arguments, TrainConfig.TASK).generate(arguments))

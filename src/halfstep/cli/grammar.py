@@ -1,8 +1,8 @@
-"""The command line's grammar, derived from dataclasses: ``commands.py`` and the configurations.
+"""Derives the command line's grammar from dataclasses: ``commands.py`` and the configurations.
 
-A field is an option: its type, default and docstring say the rest. argparse splits the words and
-prints help; words become values where those of TOML files do, with the same complaints. Why this is
-not tyro or jsonargparse: docs/decisions/0003-command-line.md.
+Every field is an option, described by its type, default and docstring. argparse splits the words
+and prints help; words are converted to values by the code for TOML files, with the same errors.
+docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from halfstep.cli.commands import COMMANDS, POSITIONAL, Request, Start
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import build, did_you_mean
+from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
 
 EXIT_CODES = (
@@ -33,7 +33,7 @@ _VALUES = {int: "N", float: "X"}
 
 
 class Option(NamedTuple):
-    """A field of a dataclass, or of a section in it, as an option."""
+    """A command-line option: a field of a dataclass, or of a section in it."""
 
     key: str
     hint: Any
@@ -42,11 +42,11 @@ class Option(NamedTuple):
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
-    """The command that words name, and what it is asked for: its dataclass, or a ``Request``.
+    """Parse a command line: return the command's name, and its dataclass or a ``Request``.
 
     Raises:
-        ConfigError: For words that are none of it, saying what was meant.
-        SystemExit: With code 0, once help was printed.
+        ConfigError: For words that do not parse, with a suggestion.
+        SystemExit: With code 0, after printing help.
     """
     words, launcher = list(arguments), None
     name = command_of(words)
@@ -68,10 +68,10 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """The command that words begin with; without any, or with --help, what there is.
+    """Return the command that words begin with; with --help instead, print the commands and exit.
 
     Raises:
-        ConfigError: If there is none, saying which is meant.
+        ConfigError: If there is no such command, with a suggestion.
     """
     for size in (2, 1):
         name = " ".join(words[:size])
@@ -93,7 +93,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def overview(names: Sequence[str]) -> str:
-    """What ``halfstep --help`` prints."""
+    """Return the text that ``halfstep --help`` prints for these commands."""
     rows = [
         f"  {name:<18} {inspect.getdoc(COMMANDS[name]) or ''}".splitlines()[0] for name in names
     ]
@@ -109,7 +109,7 @@ def overview(names: Sequence[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is an error like others."""
+    """An argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -117,7 +117,7 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of one command; it leaves out what is not given, and values are words."""
+    """Make the parser of one command; its result has only options that are given, as text."""
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
     parser = _Parser(
@@ -128,7 +128,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # Not only -1 but also -1e-8, -.5, -0x1p3 and -inf are values and no options.
+    # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
     for option in leaves(Start) if runs else ():
         _add(parser, option, [option_name(option.key)])
@@ -145,7 +145,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
-    """Add one option; ``sets``: a word may follow a flag, as in ``--run.compile false``."""
+    """Add one option; with ``sets``, a flag may take a value, as in ``--run.compile false``."""
     hint = get_args(option.hint)[0] if get_origin(option.hint) is UnionType else option.hint
     several = get_origin(hint) is tuple
     more: dict[str, Any] = {"help": option.text.replace("%", "%%")}
@@ -167,24 +167,30 @@ def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -
 
 
 def choices_of(hint: Any) -> list[str]:
-    """The words that a field takes, or each word of several; empty if any will do."""
+    """Return the words allowed for a field, or for each item of a tuple; empty if any is."""
     one = get_args(hint)[0] if get_origin(hint) is tuple else hint
     return [word for word in get_args(one) if word] if get_origin(one) is Literal else []
 
 
 def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
-    """The fields of a dataclass and of its sections, in order."""
+    """Yield the fields of a dataclass and of its sections as options, in order."""
     hints, texts = get_type_hints(cls), docstrings(cls)
     for field in fields(cls):
         hint, key = hints[field.name], prefix + field.name
-        if is_dataclass(hint):
-            yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
+        if kinds := sections(hint):
+            every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
+            if len(kinds) > 1:
+                names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
+                yield Option(
+                    f"{key}.{FAMILY}", names, field, f"Which family; default {kinds[0].FAMILY}."
+                )
+            yield from every.values()
         else:
             yield Option(key, hint, field, texts.get(field.name, ""))
 
 
 def short_options(kind: type[BaseConfig]) -> dict[str, str]:
-    """Short option to key: a key's last part, of the first section that has it, and some more."""
+    """Map short options to keys: each key's last part (first section wins), and ``SHORT``."""
     short: dict[str, str] = {}
     for option in leaves(kind):
         short.setdefault(option_name(option.key.rpartition(".")[2])[2:], option.key)
@@ -192,12 +198,12 @@ def short_options(kind: type[BaseConfig]) -> dict[str, str]:
 
 
 def option_name(key: str) -> str:
-    """``run.max_steps`` as ``--run.max-steps``."""
+    """Spell a key as an option: ``run.max_steps`` as ``--run.max-steps``."""
     return f"--{key.replace('_', '-')}"
 
 
 def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Options with hyphens, whatever was typed; ConfigError for one that does not exist."""
+    """Spell options with hyphens instead of underscores; ConfigError for unknown options."""
     known = parser._option_string_actions
     done: list[str] = []
     for i, word in enumerate(words):
@@ -214,7 +220,7 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def docstrings(cls: type[Any]) -> Mapping[str, str]:
-    """Field to the text below it, which only the source has; of parents too."""
+    """Map fields, also inherited ones, to the string below them, which only the source has."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
         body = _classes(base.__module__)[base.__name__].body
@@ -230,6 +236,6 @@ def docstrings(cls: type[Any]) -> Mapping[str, str]:
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """The classes of a module as its source has them."""
+    """Parse a module's source, and return its classes by name."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

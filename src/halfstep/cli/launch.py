@@ -1,8 +1,8 @@
-"""``halfstep train --nproc N``: torchrun's launcher, in this process, with our agent.
+"""Starts ranks for ``halfstep train --nproc N``: torchrun's launcher with halfstep's agent.
 
-``halfstep train --nproc N ... -- OPTIONS`` is ``torchrun --nproc-per-node N OPTIONS -m halfstep
+``halfstep train --nproc N ... -- OPTIONS`` means ``torchrun --nproc-per-node N OPTIONS -m halfstep
 train ...``. On one machine the ranks meet at a loopback port; with options for several machines
-they meet as torchrun's do.
+they meet as under torchrun.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
 from halfstep.errors import ConfigError, PeerError
 from halfstep.torch_version import LAUNCHER, require_torch
 
-_SCRIPT = "<nothing>"  # stands for the program in torchrun's grammar
-_SAVING_SECONDS = 600  # that ranks have to save and end after a signal
+_SCRIPT = "<nothing>"  # placeholder for the program, which torchrun's parser requires
+_SAVING_SECONDS = 600  # time for ranks to save and exit after a signal
 _HINT = "torchrun --help lists the options, those of train stand before --"
 _FORBIDDEN = ("module", "no_python", "run_path", "virtual_local_rank")
 
 
 def run(request: Request) -> int:
-    """Train on ``--nproc`` ranks of this machine; returns the run's exit code."""
+    """Train on ``--nproc`` ranks of this machine, and return the run's exit code."""
     require_torch(LAUNCHER)
     nproc = request.start.nproc or 0
     if nproc < 1:
@@ -59,7 +59,7 @@ def run(request: Request) -> int:
 
 
 def _prepare(config: api.LaunchConfig, nproc: int, folder: str) -> None:
-    """Make this process the launcher: what the ranks inherit, and our agent in torch's place."""
+    """Prepare this process as launcher: set what ranks inherit, and replace torch's agent."""
     os.environ[FOLDER] = folder
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
@@ -67,14 +67,14 @@ def _prepare(config: api.LaunchConfig, nproc: int, folder: str) -> None:
         for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
-    # torch's launcher takes no agent from outside, and only an agent hears of each attempt's end
+    # patched in, as torch's launcher takes no agent, and only an agent sees each attempt's end
     setattr(api, "LocalElasticAgent", Agent)  # noqa: B010
     if os.environ.get("HALFSTEP_DEBUG") != "1":
-        logging.disable(logging.ERROR)  # torchrun's log
+        logging.disable(logging.ERROR)  # silences torchrun's log
 
 
 def _watch(config: api.LaunchConfig, arguments: list[str], folder: Path, nproc: int) -> int:
-    """Run torch's launcher to its end; the exit code."""
+    """Run torch's launcher to its end, and return the exit code."""
     try:
         api.elastic_launch(config, sys.executable)(*arguments)
     except Ended as end:
@@ -92,9 +92,9 @@ def _watch(config: api.LaunchConfig, arguments: list[str], folder: Path, nproc: 
         return 128 + int(error.sigval)
     except PeerError:
         raise
-    except ValueError as error:  # of --rdzv-backend and its endpoint
+    except ValueError as error:  # from --rdzv-backend or --rdzv-endpoint
         raise ConfigError(f"after --: {error}; {_HINT}") from error
-    except (RendezvousError, RuntimeError) as error:  # torch.distributed's own errors are both
+    except (RendezvousError, RuntimeError) as error:  # torch.distributed raises both
         reason = str(error).partition("\n")[0]
         raise PeerError(
             f"the machines did not meet at {config.rdzv_endpoint or 'a loopback port'}: {reason}; "
@@ -104,20 +104,20 @@ def _watch(config: api.LaunchConfig, arguments: list[str], folder: Path, nproc: 
 
 
 def _worker_arguments(given: list[str]) -> list[str]:
-    """What follows ``python`` in a rank's command line: these words without ``--nproc``."""
+    """Return the arguments of ``python`` for a rank: these words without ``--nproc``."""
     words: list[str] = []
     left = iter(given)
     for word in left:
         if word == "--nproc":
             next(left)
         elif not word.startswith("--nproc="):
-            words.append(word.replace("$", "$$"))  # the agent replaces $ and ${} in arguments
-    safe = [] if os.getcwd() in sys.path else ["-P"]  # the ranks find modules where we do
+            words.append(word.replace("$", "$$"))  # the agent substitutes $ and ${} in arguments
+    safe = [] if os.getcwd() in sys.path else ["-P"]  # give ranks the module path of this process
     return [*safe, "-u", "-m", "halfstep", *words]
 
 
 def _launch_config(words: list[str], nproc: int, folder: str) -> api.LaunchConfig:
-    """What stands after ``--``, by torchrun's own reading."""
+    """Parse what follows ``--`` by torchrun's own parser."""
     options = _torchrun_options(words)
     options.nproc_per_node = str(nproc)
     try:
@@ -125,7 +125,7 @@ def _launch_config(words: list[str], nproc: int, folder: str) -> api.LaunchConfi
         if options.master_port is None:
             options.master_port = 29500  # Source: torch.distributed.run
         if options.log_dir is None and (options.redirects, options.tee) == ("0", "0"):
-            options.log_dir = f"{folder}/logs"  # which torchrun would leave behind in /tmp
+            options.log_dir = f"{folder}/logs"  # by default, torchrun leaves a folder in /tmp
         if getattr(options, "shutdown_timeout", 0) is None:
             options.shutdown_timeout = _SAVING_SECONDS  # torch would kill a save after 30 s
         config, _, _ = config_from_args(options)
@@ -161,7 +161,7 @@ def _torchrun_options(words: list[str]) -> argparse.Namespace:
 
 
 def _on_this_machine_only(options: argparse.Namespace) -> bool:
-    """Whether no other machine takes part, by the rule of torch.distributed.run.run."""
+    """Whether this is the only machine, by the rule of torch.distributed.run.run."""
     _, machines = parse_min_max_nnodes(options.nnodes)
     static = options.rdzv_backend == "static"
     if options.standalone and machines > 1:  # torchrun would wait for machines that cannot come

@@ -1,4 +1,4 @@
-"""``halfstep``: parse, load the one command that was asked for, turn errors into exit codes."""
+"""The ``halfstep`` program: parses a command line, runs its command, maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from halfstep.errors import HalfstepError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; one rank of many, run as a program, exits here.
+    """Run one command and return its exit code; as a program that is one of many ranks, exit here.
 
-    Commands are loaded by name, since importing them all would import torch before ``--help``
+    Commands are imported by name, as importing all of them would import torch before ``--help``
     could answer: docs/decisions/0003-command-line.md.
     """
     code = _run(sys.argv[1:] if argv is None else argv)
@@ -41,11 +41,11 @@ def _run(argv: Sequence[str]) -> int:
             module = "train" if arguments.start.nproc is None else "launch"
         code = int(importlib.import_module(f"halfstep.cli.{module}").run(arguments))
         sys.stdout.flush()
-    except SystemExit as end:  # help was printed
+    except SystemExit as end:  # after printing help
         return int(end.code or 0)
     except KeyboardInterrupt as error:
         return _complain(error, "interrupted; what was not saved is lost", 130)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
@@ -55,7 +55,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _told(error: Exception) -> tuple[str, int]:
-    """The line for an error, and the exit code."""
+    """Return the message for an error, and the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"no space left on the disk: {error}", 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -67,8 +67,8 @@ def _told(error: Exception) -> tuple[str, int]:
 
 
 def extra_with(module: str) -> str:
-    """The extra of halfstep that brings a module's package, ``train`` first; empty if none does."""
-    # By name, since it takes as long to import as all of the grammar.
+    """Name the extra of halfstep that installs a module's package, preferably ``train``, or ""."""
+    # Imported only here, as importlib.metadata takes as long to import as all of the grammar.
     requires = importlib.import_module("importlib.metadata").requires
     package, extras = module.partition(".")[0].lower(), []
     for line in requires("halfstep") or []:
@@ -79,7 +79,7 @@ def extra_with(module: str) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """The error, or that this torch lacks what was looked for."""
+    """Return the error, or its cause if that is a torch version which lacks something."""
     if isinstance(error, ImportError | AttributeError) and "torch" in sys.modules:
         try:
             # By name, as the commands are: it imports torch.

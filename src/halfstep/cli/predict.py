@@ -1,4 +1,4 @@
-"""``halfstep predict``."""
+"""The command ``halfstep predict``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from halfstep.trainer.tasks.trained import open_trained
 
 
 def run(arguments: Predicting) -> int:
-    """Write label and probability of every text."""
+    """Write the label and probability of every text as JSON lines."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
     require_rows(arguments.batch_size, "--batch-size")
-    for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal's is
+    for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal uses
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
     source: Path | TextIO = sys.stdin if arguments.input == "-" else Path(arguments.input)
@@ -34,19 +34,19 @@ def run(arguments: Predicting) -> int:
     if arguments.output == "-":
         _write(found, sys.stdout)
     else:
-        _write_file(found, Path(os.path.realpath(arguments.output)))  # a link stays a link
+        _write_file(found, Path(os.path.realpath(arguments.output)))  # keeps a symbolic link
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
 
 
 def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> None:
-    """Write a file in one piece, or into a device or a pipe."""
+    """Write a file atomically, or write into a device or a pipe."""
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        special = path.exists() and not path.is_file()  # which must stay what it is
+        special = path.exists() and not path.is_file()  # a device or pipe must not be replaced
         with (path if special else temporary).open("w", encoding="utf-8") as file:
             _write(found, file)
         if not special:

@@ -1,4 +1,4 @@
-"""``halfstep train`` and ``halfstep finetune``: a run of any task."""
+"""The commands ``halfstep train`` and ``halfstep finetune``: start or resume a run of any task."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from halfstep.trainer.session import Session, open_session
 
 
 def run(request: Request) -> int:
-    """Train, new or resumed, on this process's rank; returns 0, or 4 if a signal ended it early."""
+    """Start or resume a run on this process's rank; return 0, or 4 if a signal ended it early."""
     config = _requested(request)
     kind = choose_device(config.run.device).type
     with open_world(kind, timeout_seconds=config.run.rank_timeout) as world:
         named = config.run.output_dir or str(default_run_folder(config))
         path = Path(world.remember("run folder", named))
         resuming = request.start.resume
-        # by rank 0's eyes: file systems may show a new folder to others later
+        # only rank 0 looks, as a shared file system may show a new folder to others later
         held = world.share(str(is_run(path)))
         foreign = world.remember("held a run before", held) == "True"
         if world.attempt > 0 and held == "True" and not resuming and not foreign:
-            config, resuming = _resumed(request, path), True  # started anew
+            config, resuming = _resumed(request, path), True  # the launcher restarted this run
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
@@ -69,7 +69,7 @@ def _train(
 
 
 def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[str]:
-    """That the warm-up is shorter than its configuration says, where it is."""
+    """Return a note if the warm-up is shorter than the configuration says."""
     if resuming or "schedule.warmup_steps" in request.given:
         return []
     schedule = read_table(_spec(request))[1].get("schedule", {})
@@ -79,9 +79,9 @@ def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[s
 
 
 def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
-    """The run's layout, or data over all ranks if it is of another number of ranks than there are.
+    """Keep the run's layout if it fits the number of ranks; otherwise use data over all ranks.
 
-    Any layout goes on from any other's checkpoint; the first line of a run shows which is used.
+    Any layout can resume any other's checkpoint; the first line of a run shows which is used.
     """
     if not config.run.parallel or config.run.parallel.size == ranks:
         return config
@@ -89,12 +89,12 @@ def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
 
 
 def _spec(request: Request) -> str:
-    """The configuration that a new run starts from."""
+    """Name the configuration that a new run starts from."""
     return request.start.config or request.kind.shipped(request.given)
 
 
 def _requested(request: Request) -> BaseConfig:
-    """The configuration of a new run or to go on by; refuses before anything is prepared."""
+    """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
         named = request.given.get("run.output_dir")
         if named is None:
@@ -111,13 +111,13 @@ def _requested(request: Request) -> BaseConfig:
 
 
 def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
-    """What trains such a configuration: a command, or a program of the user's own."""
+    """Name what trains such a configuration: a command, or the user's own program."""
     own = f"halfstep.Trainer(...){call} in your program"
     return f"halfstep {config.COMMAND}{words}" if config.COMMAND else own
 
 
 def _resumed(request: Request, path: Path) -> BaseConfig:
-    """The configuration to go on by with the run in ``path``."""
+    """Load the configuration with which to resume the run in ``path``."""
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
@@ -126,9 +126,9 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
             f"{_started_by(saved, ' --resume', '.train(resume=True)')}"
         )
     if "run.epochs" in given:
-        given.setdefault("run.max_steps", 0)  # else the run's own would count
+        given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     wanted = load_config(named or str(path / "config.toml"), list(given.items()))
-    if named:  # the same command line once more
+    if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     _require_trust(request, wanted)
     require_resumable(saved, wanted, other_precision="precision" in given)
@@ -136,7 +136,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
 
 
 def _require_trust(request: Request, config: BaseConfig) -> None:
-    """Believe no file that asks to run a model's code: only the command line."""
+    """Refuse a file's request to run a model's code; only the command line may allow that."""
     flag = "model.trust_remote_code"
     if config.runs_foreign_code and flag not in request.given:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Read-only eyes: what training did to every number, told without changing a bit of it."""
+"""Read-only diagnostics of numerics in training: they do not change a bit of the results."""

@@ -1,6 +1,6 @@
-"""The same run on many devices: layouts, strategies and the agreement of ranks.
+"""Runs on many devices that mean the same as on one: layouts, strategies, agreement of ranks.
 
-The public names stand in ``__init__.pyi``; each is loaded on first use.
+The public names are listed in ``__init__.pyi``; each is loaded on first use.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""For a training loop with torch's own DistributedDataParallel: sums in a format of your choice."""
+"""A communication hook for torch's DistributedDataParallel that sums gradients in a given dtype."""
 
-# No "from __future__ import annotations" here: DDP compares a hook's annotations with the types.
+# No "from __future__ import annotations", as DDP compares a hook's annotations with actual types.
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +14,26 @@ Hook = Callable[[dist.ProcessGroup | None, Any], torch.futures.Future[Tensor]]
 
 
 def sum_hook(reduce_dtype: str | torch.dtype, scale: Callable[[], float] | None = None) -> Hook:
-    """A DDP communication hook: gradients are summed, not averaged, in ``reduce_dtype``.
+    """Make a DDP communication hook that sums gradients, not averages them, in ``reduce_dtype``.
 
-    Use it as ``ddp_model.register_comm_hook(group, sum_hook(torch.bfloat16))``, with ``group`` that
-    of DDP, or None for the default one. Divide the loss by what the whole batch of all ranks
-    counts, not by a rank's share.
+    Use it as ``ddp_model.register_comm_hook(group, sum_hook(torch.bfloat16))``, where ``group`` is
+    DDP's group, or None for the default one. Divide the loss by the count of the whole batch of all
+    ranks, not by that of a rank's share.
 
     Args:
-        reduce_dtype: On the wire: fp32, bf16 or fp16, by name or value. 16-bit numbers are added in
-            fp32 and rounded once, as in :mod:`halfstep.distributed.data.flat_sums`; the exchange of
-            parts is then waited for within the hook, and only the gathering overlaps with backward.
-        scale: With fp16 on the wire, gives what gradients are multiplied by there, so that small
-            ones are not flushed to 0: ``lambda: precision.loss_scale.value`` with a
-            :class:`halfstep.Precision`, whose gradients are unscaled. None: they are scaled,
-            as with a ``GradScaler``.
+        reduce_dtype: Dtype on the wire: fp32, bf16 or fp16, by name or value. 16-bit elements are
+            added in fp32 and rounded once, as in :mod:`halfstep.distributed.data.flat_sums`; the
+            hook then waits for the exchange of parts, and only the gather overlaps with backward.
+        scale: With fp16 on the wire, returns the factor for gradients there, so that small ones
+            are not flushed to 0: ``lambda: precision.loss_scale.value`` with a
+            :class:`halfstep.Precision`, whose gradients are unscaled. None: they are scaled
+            already, as with a ``GradScaler``.
 
     Returns:
         The hook.
 
     Raises:
-        PrecisionError: For another format.
+        PrecisionError: For any other dtype.
     """
     wire_dtype = as_reduce_dtype(reduce_dtype)
 
@@ -64,7 +64,7 @@ def sum_hook(reduce_dtype: str | torch.dtype, scale: Callable[[], float] | None 
 
 
 def _then(work: Any, buffer: Tensor, sums: Tensor, factor: float) -> torch.futures.Future[Tensor]:
-    """When the work is done: the bucket's buffer with the sums times ``factor`` in it."""
+    """Return a future that, once the work is done, holds the buffer with the sums * ``factor``."""
 
     def write(done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises what the collective raised

@@ -1,9 +1,9 @@
-"""Do the ranks still train the same model? Compared now and then, in one collective.
+"""Checks now and then, in one collective, that all ranks still train the same model.
 
 Ranks that have once stepped differently stay different for good, and nothing else shows it: losses
-go on falling. Every rank makes a row of whole numbers: steps, loss scale, and for every parameter
-the sum of its bits, and which part of it the rank holds. Ranks that hold the same part must have
-the same sum.
+go on falling. Every rank makes a row of integers: steps, loss scale, and for every parameter the
+sum of its bits and which part of it the rank holds. Ranks that hold the same part must have the
+same sum.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_agreement(
     precision: Precision, model: nn.Module, layout: str | Layout, *, step: int, when: str = ""
 ) -> None:
-    """Stop a run whose ranks have parted ways. All ranks together.
+    """Raise if the ranks no longer train the same model; all ranks call it together.
 
     Args:
         precision: Its loss scale and counts are compared.
         model: Its parameters are compared where ranks hold copies of the same part.
-        layout: Of all ranks of the default group, or its spelling.
+        layout: The layout of all ranks of the default group, or its spelling.
         step: Steps taken.
-        when: For the message: ``"before the first step"``.
+        when: When this is, for the message: ``"before the first step"``.
 
     Raises:
-        PrecisionError: The same on every rank: which rank differs from which, and in what. Or for
-            what is no Precision or no model.
-        ConfigError: For what is no layout.
+        PrecisionError: On every rank, naming the ranks that differ, and in what; or if an argument
+            is not a Precision or a model.
+        ConfigError: If ``layout`` is not a layout.
     """
     layout = Layout.of(layout)
     require(precision, Precision, "check_agreement(precision)", "a halfstep.Precision")
     require_model(model, "check_agreement(model)")
     if layout.size == 1:
         return
-    reshard_(model)  # what is gathered is whole on every rank
+    reshard_(model)  # compare the parts, not weights that are still gathered
     weights = dict(model.named_parameters())
     names = ["the step count", "the applied steps", "the loss scale", *weights]
     scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
@@ -74,13 +74,13 @@ def check_agreement(
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as whole numbers; the wrapped 64-bit sum of all elements."""
+    """Sum a tensor's elements, with their bits read as integers, in wrapping 64-bit arithmetic."""
     words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 
 def _part_number(weight: Tensor) -> int:
-    """Which part this rank holds: its place on those axes of the mesh that split the weight."""
+    """Number the part that this rank holds, by its coordinate on the mesh axes that split it."""
     if not is_sharded(weight):
         return 0
     dtensor: Any = weight

@@ -1,4 +1,4 @@
-"""How the ranks of a run share the work, as one frozen value: ``data=2,tensor=2``."""
+"""The layout of a run, ``data=2,tensor=2``: how its ranks share the work, as a frozen value."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from halfstep.errors import ConfigError
 class Layout:
     """Sizes of the mesh axes; their product is the number of ranks.
 
-    Ranks are numbered row by row in the order of the fields: ``data=2,tensor=2`` puts ranks 0 and 1
-    into one tensor group, so that neighbours, which are on one machine, talk most.
+    Ranks are numbered in row-major order of the fields: ``data=2,tensor=2`` puts ranks 0 and 1 into
+    one tensor group, so that neighbours, usually on one machine, communicate most.
     """
 
     data: int = 1
-    """Copies of the model that share the batch."""
+    """Number of copies of the model, which share the batch."""
     shard: int = 1
-    """Ranks that share the batch and hold a part of every parameter each (FSDP2)."""
+    """Number of ranks that share the batch and each hold a part of every parameter (FSDP2)."""
     tensor: int = 1
-    """Ranks that share every matrix product (tensor parallel)."""
+    """Number of ranks that share every matrix product (tensor parallel)."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a size that is no integer above 0."""
+        """Raise ConfigError for a size that is not a positive integer."""
         for name, size in self.axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"parallel: {name}={size!r}; allowed: integers >= 1")
@@ -36,13 +36,17 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name to size, all axes, in the order of the mesh."""
+        """Name to size of all axes, in the order of the mesh."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks with different data."""
+        """Number of ranks with different data."""
         return self.data * self.shard
+
+    def batch_rank(self, rank: int) -> int:
+        """Return the index of a rank's share of the batch, among ``batch_ranks``."""
+        return rank // self.tensor
 
     def __str__(self) -> str:
         parts = [f"{name}={size}" for name, size in self.axes.items() if size > 1]
@@ -53,8 +57,8 @@ class Layout:
         """Read ``"data=2,tensor=2"``; an empty text is one device.
 
         Raises:
-            ConfigError: For an unknown or repeated axis, a size that is no integer above 0, or what
-                is no text.
+            ConfigError: For an unknown or repeated axis, a size that is not a positive integer, or
+                an argument that is not a string.
         """
         if not isinstance(text, str):
             raise ConfigError(f"the layout is {text!r}; allowed: text such as data=2")
@@ -75,7 +79,7 @@ class Layout:
 
     @classmethod
     def of(cls, layout: str | Layout) -> Layout:
-        """A layout, or what its spelling means: :meth:`parse`.
+        """Return a layout as it is, or :meth:`parse` its spelling.
 
         Raises:
             ConfigError: If it is neither.
@@ -88,11 +92,11 @@ class Layout:
 
     @classmethod
     def choose(cls, text: str | Layout, world_size: int) -> Layout:
-        """The layout of a run with ``world_size`` ranks; an empty text means ``data=world_size``.
+        """Return the layout of a run with ``world_size`` ranks; empty text: ``data=world_size``.
 
         Args:
             text: A layout, or its spelling.
-            world_size: How many ranks there are.
+            world_size: Number of ranks in the run.
 
         Raises:
             ConfigError: If the layout needs another number of ranks.

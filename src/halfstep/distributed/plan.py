@@ -1,4 +1,4 @@
-"""What distribution needs to know of a model, as data: distribution knows no model."""
+"""Describes as data how a model may be split, so that strategies need not know any model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class ParallelPlan:
     """How a model may be split."""
 
     blocks: tuple[nn.Module, ...]
-    """Modules to shard one by one, in the order they run: what is gathered at a time."""
+    """Modules to shard, each gathered as one unit, in the order in which they run."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """Module name to style of tensor parallelism
-    (``tensor_parallel.parallelize_``); empty: it cannot be split."""
+    """Module name to style of tensor parallelism (``tensor_parallel.parallelize_``); empty: the
+    model does not support it."""
     methods: tuple[str, ...] = ()
     """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for blocks that are no modules."""
+        """Raise ConfigError unless all blocks are modules."""
         several = self.blocks if isinstance(self.blocks, list | tuple) else (None,)
         if not all(isinstance(block, nn.Module) for block in several):
             raise ConfigError(
@@ -35,15 +35,15 @@ class ParallelPlan:
 
 
 def plan_of(model: nn.Module) -> ParallelPlan:
-    """The plan that a model hands out, or what can be told of a Hugging Face model.
+    """Return the plan that a model provides, or the one derived from a Hugging Face model.
 
-    A model of one's own needs ``blocks()``, a list of modules, and for tensor parallelism
-    ``tp_plan()``, a mapping from module name to style. Of a Hugging Face model the blocks are the
-    modules whose class ``_no_split_modules`` names.
+    A user's own model needs ``blocks()``, a list of modules, and for tensor parallelism
+    ``tp_plan()``, a mapping from module name to style. The blocks of a Hugging Face model are the
+    modules whose class is named in ``_no_split_modules``.
 
     Raises:
-        ConfigError: For a model that is neither.
-        PrecisionError: For what is no model.
+        ConfigError: If the model is neither of these.
+        PrecisionError: If ``model`` is not a module.
     """
     require_model(model, "plan_of(model)")
     own: Any = model

@@ -1,6 +1,6 @@
-"""Which layouts can honour which policies, and the strategy for a layout.
+"""Decides which layouts can honour which policies, and makes the strategy of a layout.
 
-This is the one place that decides; the table in ``docs/distributed.md`` is printed from it.
+Nothing else decides that; the table in ``docs/distributed.md`` is generated from here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-# The package loads a strategy when it is asked for: importing DTensor takes half as long as torch.
+# The package loads strategies on first use, as importing DTensor takes half as long as torch.
 import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
@@ -24,9 +24,9 @@ class Verdict:
     """Whether a layout honours a policy.
 
     Attributes:
-        refused: Why not; empty if it does.
-        nearest: For a refusal, what to ask for instead.
-        note: What holds where it does.
+        refused: Why the layout does not honour the policy; empty if it does.
+        nearest: For a refusal, what to use instead.
+        note: If it does, how close results are to those of one device.
     """
 
     refused: str = ""
@@ -34,15 +34,16 @@ class Verdict:
     note: str = ""
 
 
-_SCALES = (
+_SCALES = Verdict(
     "init_scale=auto tries scales on each rank by itself, and gradients of different scales would "
-    "be added"
+    "be added",
+    "init_scale=65536",
 )
 EXACT, REORDERED = "bit for bit", "another order of sums"
 
 
 def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
-    """Whether ``layout`` honours ``policy``, why not, and what to ask for instead."""
+    """Decide whether ``layout`` honours ``policy``, and if not, why and what to use instead."""
     policy, layout = parse_policy(policy), Layout.of(layout)
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
@@ -66,35 +67,24 @@ def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
                 f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
             )
         if policy.loss_scale.calibrate:
-            return Verdict(
-                _SCALES,
-                "init_scale=65536",
-            )
+            return _SCALES
         if low:
-            form = dtype_name(policy.param_dtype)
-            return Verdict(note=f"sums rounded to {form}")
+            return Verdict(note=f"sums rounded to {dtype_name(policy.param_dtype)}")
         if policy.casts == "module":
             return Verdict(note="bf16 between layers")
         return Verdict(note=_exact(policy, layout))
     if layout.tensor > 1:
         if policy.loss_scale.calibrate:
-            return Verdict(
-                _SCALES,
-                "init_scale=65536",
-            )
+            return _SCALES
         form = dtype_name(policy.compute_dtype)
-        if form == "fp32":
-            return Verdict(note=REORDERED)
-        return Verdict(note=f"{form} partial sums")
-    if layout.data > 1:
-        return Verdict(note=_exact(policy, layout))
-    return Verdict()
+        return Verdict(note=REORDERED if form == "fp32" else f"{form} partial sums")
+    return Verdict(note=_exact(policy, layout) if layout.data > 1 else "")
 
 
 def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
-    """What holds of sums over the batch's ranks.
+    """Say how exact sums over the batch's ranks are.
 
-    a + b is b + a, but of three numbers and more collectives choose the order.
+    a + b equals b + a, but for three summands and more, collectives choose the order.
     """
     if policy.reduce_dtype not in (torch.float32, policy.grad_dtype):
         return f"sums in {dtype_name(policy.reduce_dtype)}"
@@ -109,13 +99,13 @@ def choose_strategy(
     compiled: bool = False,
     sequence_parallel: bool = False,
 ) -> Strategy:
-    """The strategy of a layout; all ranks together, in a process group of ``layout.size`` ranks.
+    """Make the strategy of a layout; all ``layout.size`` ranks of the process group call it.
 
     Args:
-        layout: Or its spelling, ``"data=2,tensor=2"``; checked against the number of ranks by
-            :meth:`Layout.choose`.
-        policy: The run's, or its name.
-        device: This rank's, or its name.
+        layout: A layout, or its spelling ``"data=2,tensor=2"``; :meth:`Layout.choose` checks it
+            against the number of ranks.
+        policy: The run's policy, or its name.
+        device: This rank's device, or its name.
         compiled: Whether the model runs through ``torch.compile``.
         sequence_parallel: Whether tensor ranks split residual streams along the sequence.
 
@@ -153,8 +143,8 @@ def choose_strategy(
 TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
 
 
-def table() -> str:
-    """Every named policy under every kind of layout, as a Markdown table, and why some are not."""
+def layout_table() -> str:
+    """Format every named policy under every kind of layout as Markdown, with refusals' reasons."""
     lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
     lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")
     reasons: dict[str, None] = {}

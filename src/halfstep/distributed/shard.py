@@ -1,10 +1,10 @@
 """Fully sharded data parallel by FSDP2: every rank holds a part of every parameter.
 
 A block's weights are gathered before it runs and dropped after; gradients are summed and scattered.
-torch averages gradients; here they are sums, as on one device with the same micro-batches. With
-fp32 parameters weights are gathered in fp32 and autocast works as on one device, bit for bit;
-``casts=module`` gathers them in the compute dtype, half the bytes, and further from fp32. 16-bit
-parameters, which only their own policies have, are gathered as they are.
+FSDP2 would average gradients; here they are sums, as on one device with the same micro-batches.
+fp32 parameters are gathered in fp32, and autocast works as on one device, bit for bit;
+``casts=module`` gathers them in the compute dtype, which sends half the bytes but is less precise.
+16-bit parameters, which only some policies have, are gathered as they are.
 
 **Source:** Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP".
 """
@@ -28,16 +28,16 @@ from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
 
 
 class FullySharded(Strategy):
-    """The ``shard`` axis splits parameters and the batch; with ``data``, copies of that (HSDP)."""
+    """Splits parameters and batch over the ``shard`` axis; ``data`` adds copies of that (HSDP)."""
 
     _in_blocks = (0, 0)
-    """Numbers in the blocks; those of them that are trained."""
+    """Elements of the blocks' parameters, and of those of them that are trained."""
     _outside = (0, 0)
 
     _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Shard the plan's blocks, and what is left with the model itself."""
+        """Shard each of the plan's blocks, then the parameters outside of them as one unit."""
         assert self.mesh is not None
         policy = self.policy
         blocks = {p for block in plan.blocks for p in block.parameters()}
@@ -60,7 +60,7 @@ class FullySharded(Strategy):
             register_fsdp_forward_method(model, method)
 
     def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
-        """By formula; the model's own parameters, outside of its blocks, are gathered once."""
+        """Compute the bytes sent by formula; parameters outside of blocks are gathered once."""
         by_module = self.policy.casts == "module"
         gathered = self.policy.compute_dtype if by_module else self.policy.param_dtype
         sent = self._bytes(micro_batches, gathered.itemsize, self.policy.reduce_dtype.itemsize)
@@ -88,6 +88,6 @@ class FullySharded(Strategy):
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Numbers, and those of them that are trained."""
+    """Count the elements of parameters, and of those that are trained."""
     sizes = [(p.numel(), p.numel() if p.requires_grad else 0) for p in parameters]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

@@ -1,4 +1,4 @@
-"""How a model is laid out over the ranks of a run; this is one device, the others are its heirs.
+"""The base class of strategies, which lay a model out over the ranks of a run.
 
 A training loop reads the same with any of them::
 
@@ -39,10 +39,10 @@ from halfstep.precision.step import Precision
 
 
 class Strategy:
-    """How a model lies over the ranks of a run; this one is of one device, and splits nothing.
+    """Lays a model out over the ranks of a run; this base class is for one device.
 
-    The other layouts are its heirs; :func:`halfstep.distributed.choose_strategy` gives the right
-    one. Its methods are called by all ranks together.
+    Other layouts are subclasses; :func:`halfstep.distributed.choose_strategy` makes the right one.
+    All ranks call its methods together.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Strategy:
         policy: str | PrecisionPolicy,
         device: str | torch.device,
     ) -> None:
-        """Make the mesh; all ranks together.
+        """Make the device mesh; all ranks call it together.
 
         Args:
-            layout: Or its spelling. Of as many ranks as there are; whether it honours the policy is
-                checked by :func:`halfstep.distributed.select.choose_strategy`.
-            policy: The run's, or its name.
-            device: This rank's, or its name.
+            layout: A layout of as many ranks as there are, or its spelling. That it honours the
+                policy is checked by :func:`halfstep.distributed.select.choose_strategy`.
+            policy: The run's policy, or its name.
+            device: This rank's device, or its name.
 
         Raises:
-            ConfigError: For what is no layout.
-            PrecisionError: For what is no policy or no device.
+            ConfigError: If ``layout`` is not a layout.
+            PrecisionError: If ``policy`` is not a policy or ``device`` is not a device.
         """
         self.layout = layout = Layout.of(layout)
         self.policy = parse_policy(policy)
@@ -69,21 +69,21 @@ class Strategy:
         self.mesh = _mesh(layout, device)
         many = layout.size > 1
         rank = dist.get_rank() if many else 0
-        self.batch_rank = rank // layout.tensor
-        """Which share of the batch this rank takes, of ``layout.batch_ranks``."""
+        self.batch_rank = layout.batch_rank(rank)
+        """Index of this rank's share of the batch, among ``layout.batch_ranks``."""
         self.ranks: Ranks = ManyRanks(device, loss_share=1 / layout.tensor) if many else OneRank()
-        """Who agrees on each step; for :class:`~halfstep.precision.step.Precision`."""
+        """The ranks that agree on each step; for :class:`~halfstep.precision.step.Precision`."""
         self._exact: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def place_(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Lay the model out. All ranks have the same weights before it.
+        """Lay the model out; all ranks must have the same weights before.
 
-        Where weights are stored in 16 bits, they are cast here, before anything is sharded, and
+        If the policy stores weights in 16 bits, they are cast here, before anything is sharded, and
         what the cast loses is kept for the masters.
 
         Raises:
-            ConfigError: If the model cannot be laid out so.
+            ConfigError: If the model cannot be laid out in this way.
             PrecisionError: If 16 bits cannot hold its weights.
         """
         low = self.policy.param_dtype != torch.float32
@@ -99,10 +99,10 @@ class Strategy:
         self._exact = {n: self._part(full, named[n]) for n, full in self._exact.items()}
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Turn parameters into this rank's parts of them."""
+        """Replace parameters by this rank's parts of them; nothing to do on one device."""
 
     def _part(self, full: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, placed as a parameter is."""
+        """Return this rank's part of a whole tensor, split as the parameter is."""
         return full
 
     def attach_(self, precision: Precision) -> None:
@@ -112,21 +112,21 @@ class Strategy:
             self._exact = {}
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """The context of a micro-batch's forward and backward.
+        """Return the context of a micro-batch's forward and backward.
 
         Args:
-            last: Whether it is the step's last on this rank.
+            last: Whether it is this rank's last micro-batch of the step.
         """
         return nullcontext()
 
     def finish(self) -> None:
-        """Make the gradients the sums over all ranks with different data."""
+        """Complete the gradients as sums over all ranks with different data."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value's sum over the ranks with different data, in fp64; the same on every rank."""
+        """Sum each value over the ranks with different data in fp64; equal on every rank."""
         if self.layout.size == 1:
             return list(values)
-        # through the host where its group serves it, so that no GPU is waited for
+        # through host memory if the group has a CPU backend, so as not to wait for the GPU
         host = "cpu" in dist.get_backend_config()
         table = torch.tensor(values, dtype=torch.float64, device="cpu" if host else self.device)
         dist.all_reduce(table)
@@ -134,12 +134,12 @@ class Strategy:
         return sums
 
     def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
-        """What this rank sends for gradients and parameters in a step; and were all of it fp32."""
+        """Return what this rank sends for gradients and parameters per step, and that in fp32."""
         return Traffic(), Traffic()
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """The mesh of the axes that have several ranks; None for one rank."""
+    """Make the mesh of the axes that have several ranks; None for one rank."""
     axes = {name: size for name, size in layout.axes.items() if size > 1}
     if not axes:
         return None

@@ -1,8 +1,8 @@
 """Bytes that each rank sends over the network in one optimizer step, by strategy.
 
-Formulas count what a rank hands to its neighbour; it receives as much. They hold for ring
-algorithms, which send the least that is possible; a tree sends no less in total. A number is
-rounded up to whole bytes.
+The formulas count the bytes that a rank sends; it receives as many. They hold for ring algorithms,
+which send the least that is possible; a tree sends no less in total. Results are rounded up to
+whole bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that one rank sends in one optimizer step; sums with ``+``."""
+    """Bytes that one rank sends in one optimizer step; ``+`` adds them up."""
 
     gradients: int = 0
-    """Sums of gradients over the ranks with different data."""
+    """Bytes for sums of gradients over the ranks with different data."""
     parameters: int = 0
-    """Parts of sharded parameters, gathered for forward and backward."""
+    """Bytes for gathering sharded parameters in forward and backward."""
     activations: int = 0
-    """Partial sums of activations, and of their gradients, within tensor-parallel layers."""
+    """Bytes for partial sums of activations and their gradients in tensor-parallel layers."""
 
     @property
     def total(self) -> int:
@@ -35,16 +35,9 @@ class Traffic:
 
 
 def all_gather(payload: int, ranks: int) -> int:
-    """Bytes a rank sends so that every rank has all ``payload`` bytes, of which it has one part.
+    """Bytes that a rank sends so that every rank has all ``payload`` bytes, each holding one part.
 
-    It sends (or passes on) every part but one: (n - 1) / n of the payload.
-
-    Args:
-        payload: Bytes of the gathered whole.
-        ranks: n.
-
-    Returns:
-        Bytes.
+    It sends or passes on every part but one: (n - 1) / n of the payload for n ranks.
 
     **Source:** Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", J. Parallel Distrib. Comput. 69, 2009.
@@ -53,54 +46,32 @@ def all_gather(payload: int, ranks: int) -> int:
 
 
 def reduce_scatter(payload: int, ranks: int) -> int:
-    """Bytes a rank sends so that every rank has one part of the sum of ``payload`` bytes.
+    """Bytes that a rank sends so that every rank has one part of the sum of ``payload`` bytes.
 
-    The same as :func:`all_gather`, run backwards: (n - 1) / n of the payload. An exchange of equal
-    parts (all-to-all) sends as much.
-
-    Args:
-        payload: Bytes that each rank adds.
-        ranks: n.
-
-    Returns:
-        Bytes.
-
-    **Source:** Patarasu and Yuan 2009.
+    This is :func:`all_gather` run backwards; an exchange of equal parts (all-to-all) sends as much.
     """
     return all_gather(payload, ranks)
 
 
 def all_reduce(payload: int, ranks: int) -> int:
-    """Bytes a rank sends so that every rank has the sum of ``payload`` bytes: 2 (n - 1) / n of it.
+    """Bytes that a rank sends so that all have the sum of ``payload`` bytes: 2 (n - 1) / n of them.
 
-    A reduce-scatter and an all-gather; no algorithm sends less.
-
-    Args:
-        payload: Bytes that each rank adds.
-        ranks: n.
-
-    Returns:
-        Bytes.
-
-    **Source:** Patarasu and Yuan 2009.
+    It is a reduce-scatter and an all-gather; no algorithm sends less (Patarasu and Yuan 2009).
     """
     return -(-2 * (ranks - 1) * payload // ranks)
 
 
 def data_parallel(parameters: int, ranks: int, *, reduce_bytes: int) -> Traffic:
-    """Data parallelism with whole copies of the model: one all-reduce of the gradients per step.
+    """Traffic of data parallelism with whole model copies: one gradient all-reduce per step.
 
     Sums in two levels, within machines of k ranks and between m machines, send as much:
     all_reduce(S, k) + all_reduce(S / k, m) = all_reduce(S, k m). Only the second part leaves the
     machine.
 
     Args:
-        parameters: Trainable numbers in the model.
-        ranks: With different data.
-        reduce_bytes: Of one number on the wire: 4, or 2 where ``reduce_dtype`` is 16 bit.
-
-    Returns:
-        Bytes, all of them gradients.
+        parameters: Elements of the model's trainable parameters.
+        ranks: Number of ranks with different data.
+        reduce_bytes: Bytes of one element on the wire: 4, or 2 where ``reduce_dtype`` is 16-bit.
 
     **Source:** Rajbhandari et al., "ZeRO", SC 2020, section 7.1: about twice the model's size.
     """
@@ -114,32 +85,25 @@ def fully_sharded(
     gather_bytes: int,
     reduce_bytes: int,
     micro_batches: int = 1,
-    reductions: int | None = None,
     reshard_after_forward: bool = True,
 ) -> Traffic:
-    """FSDP2: parameters are gathered for forward and for backward, gradients reduce-scattered.
+    """Traffic of FSDP2: gathers parameters for forward and backward, reduce-scatters gradients.
 
     Args:
-        parameters: Numbers in the model; trainable all.
-        ranks: That hold a part of every parameter.
-        gather_bytes: Of one number while parameters are gathered.
-        reduce_bytes: Of one number while gradients are summed.
-        micro_batches: Per step; each gathers anew.
-        reductions: Times per step that gradients are summed: each micro-batch (None), or 1 where
-            whole gradients are kept until the last.
-        reshard_after_forward: Whether backward gathers again; without, one gather serves both.
-
-    Returns:
-        Bytes of gradients and parameters.
+        parameters: Elements of the model's parameters, all of them trainable.
+        ranks: Number of ranks that each hold a part of every parameter.
+        gather_bytes: Bytes of one element while parameters are gathered.
+        reduce_bytes: Bytes of one element while gradients are summed.
+        micro_batches: Micro-batches per step; each gathers anew, and sums its gradients.
+        reshard_after_forward: Whether backward gathers again; if not, one gather serves both.
 
     **Source:** Rajbhandari et al. 2020, section 7.2.2 (P_os+g+p): 3 times the model's size, 1.5
     times data parallelism's.
     """
     gathers = micro_batches * (2 if reshard_after_forward else 1)
-    sums = micro_batches if reductions is None else reductions
     return Traffic(
         parameters=gathers * all_gather(parameters * gather_bytes, ranks),
-        gradients=sums * reduce_scatter(parameters * reduce_bytes, ranks),
+        gradients=micro_batches * reduce_scatter(parameters * reduce_bytes, ranks),
     )
 
 
@@ -153,24 +117,21 @@ def tensor_parallel(
     micro_batches: int = 1,
     recomputed: bool = False,
 ) -> Traffic:
-    """Tensor parallelism of transformer blocks: four all-reduces per block and micro-batch.
+    """Traffic of tensor-parallel transformer blocks: four all-reduces per block and micro-batch.
 
-    In forward after attention and after the MLP, in backward before each. With sequence
-    parallelism each is a reduce-scatter and an all-gather instead: the same bytes. Embedding and
-    loss over a sharded vocabulary are not counted.
+    Two are in forward, after attention and after the MLP, and two in backward, before each. With
+    sequence parallelism, each is a reduce-scatter and an all-gather instead, of the same bytes.
+    Embedding and loss over a sharded vocabulary are not counted.
 
     Args:
-        tokens: Of one micro-batch on this tensor group.
-        width: Of the residual stream: numbers per token.
-        blocks: Transformer blocks.
-        ranks: That share every matrix product.
-        activation_bytes: Of one number: 2 in 16 bits.
-        micro_batches: Per step.
+        tokens: Tokens of one micro-batch on this tensor group.
+        width: Width of the residual stream: elements per token.
+        blocks: Number of transformer blocks.
+        ranks: Number of ranks that share every matrix product.
+        activation_bytes: Bytes of one element: 2 in 16 bits.
+        micro_batches: Micro-batches per step.
         recomputed: Whether backward runs each block's forward again (activation checkpointing),
             which adds its two all-reduces.
-
-    Returns:
-        Bytes, all of them activations.
 
     **Source:** Shoeybi et al., "Megatron-LM", 2019, section 3 and figure 4; for sequence
     parallelism Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",

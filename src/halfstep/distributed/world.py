@@ -1,4 +1,4 @@
-"""The ranks of a run: who this process is among them, and the few words that ranks exchange.
+"""The ranks of a run: this process's rank, how ranks meet, and the small messages they exchange.
 
 torchrun, ``halfstep train --nproc`` or any launcher that sets the same environment variables
 starts the processes; :func:`open_world` makes a process group of them.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +28,10 @@ from halfstep.precision.border import as_device
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 300.0
-"""A collective that takes longer has lost a rank; long enough for a slow disk at a checkpoint."""
+"""A collective that takes longer is taken to have lost a rank; this allows for slow disks."""
 
-# Preparing data, such as making a tokenizer for a large corpus, and writing a large checkpoint may
-# take longer than any collective; a rank that dies meanwhile is noticed at once all the same.
+# Preparing data, such as training a tokenizer on a large corpus, and writing a large checkpoint may
+# take longer than any collective. A rank that dies meanwhile is still noticed at once.
 _PREPARING = timedelta(days=2)
 SAVING_SECONDS = 3600.0
 """The longest that ranks wait for each other's part of a checkpoint."""
@@ -40,30 +39,30 @@ SAVING_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process among ``size``; every method is called by all ranks in the same order.
+    """One process among ``size``; all ranks must call every method in the same order.
 
-    Made by :func:`open_world`. Alone, every method does at once what it promises.
+    :func:`open_world` makes it. In a world of one rank, methods return without communicating.
     """
 
     rank: int = 0
-    """0 to size - 1."""
+    """This process's number, 0 to size - 1."""
     size: int = 1
     """Number of ranks."""
     local_rank: int = 0
     """The rank's number on its machine, and its GPU there."""
     attempt: int = 0
-    """How often the ranks were started before; the same number on all ranks."""
+    """Number of earlier starts of this run's ranks; the same on all ranks."""
     _store: Any = None
-    """Lives as long as the launcher, through all attempts."""
+    """Key-value store that lives as long as the launcher, through all attempts."""
 
     @classmethod
     def alone(cls) -> World:
-        """One process without any process group."""
+        """Make the world of a single process without any process group."""
         return cls()
 
     @classmethod
     def around_group(cls) -> World:
-        """The ranks of a default process group that somebody else made, all on one machine."""
+        """Wrap a default process group that the caller has made, all ranks on one machine."""
         rank = dist.get_rank()
         return cls(rank, dist.get_world_size(), rank)
 
@@ -75,44 +74,35 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:  # after a failure the process ends, and so do the others' calls
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:  # after a failure, this process's exit makes the others' calls fail
             self.close()
             return
         own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
-        if own and self._store is not None:  # another attempt would only be refused once more
+        if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
                 declare_over(self._store, f"rank {self.rank}: {error}")
 
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers, on every rank."""
-        return self._maximum(number)
-
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._maximum(0)
+        self.largest(0)
 
     def wait_for_save(self) -> None:
-        """Wait for ranks that may be waiting for a disk."""
-        self._maximum(0, timedelta(seconds=SAVING_SECONDS))
+        """Wait for all ranks, as long as writing a checkpoint may take them."""
+        self.largest(0, timedelta(seconds=SAVING_SECONDS))
 
     def require_same(self, what: Mapping[str, str]) -> None:
-        """Refuse ranks that were started with different things.
+        """Refuse ranks that were started with different settings.
 
         Args:
             what: Name to value; the same names on all ranks.
 
         Raises:
-            ConfigError: The same on every rank: which rank differs from rank 0, and in what.
+            ConfigError: On every rank, naming the rank that differs from rank 0, and in what.
         """
         theirs = json.loads(self.share(json.dumps(what)))
         odd = [number for number, name in enumerate(what) if what[name] != theirs.get(name)]
-        mark = self._maximum((self.rank * len(what) + odd[0] + 1) if odd else 0)
+        mark = self.largest((self.rank * len(what) + odd[0] + 1) if odd else 0)
         if mark:
             rank, number = divmod(mark - 1, len(what))
             name = [*what][number]
@@ -123,31 +113,26 @@ class World:
             )
 
     def share(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
-        if self.size == 1:
-            return text
-        data = text.encode("utf-8", "surrogateescape")  # of a path that is no UTF-8
-        length = self._maximum(len(data) if self.is_main else 0)
-        if not self.is_main or not length:
-            data = bytes(max(length, 1))
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(tensor, src=0)
-        return bytes(tensor[:length].tolist()).decode("utf-8", "surrogateescape")
+        """Return rank 0's text on every rank."""
+        box = [text]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
 
     def remember(self, key: str, text: str) -> str:
-        """The text that rank 0 gave for ``key`` in the first attempt, on all ranks and attempts.
+        """Return what rank 0 passed for ``key`` in the first attempt, on all ranks and attempts.
 
-        The memory is the launcher's: it ends with the run.
+        The launcher's store keeps it, and so it ends with the run.
         """
         if self._store is not None and self.is_main:
-            # "=": to a store, an empty value and none are the same
+            # the "=" is there because a store does not distinguish an empty value from none
             text = self._store.compare_set(f"remember/{key}", "", f"={text}").decode()[1:]
         return self.share(text)
 
     def main_only(self, work: Callable[[], T]) -> T | None:
-        """Do ``work`` on rank 0 while the others wait; its result there, None elsewhere.
+        """Do ``work`` on rank 0 while the others wait; return its result there, None elsewhere.
 
-        It may take as long as writing a checkpoint may.
+        The work may take as long as writing a checkpoint may.
 
         Raises:
             PeerError: On the other ranks, at once, if it raises on rank 0.
@@ -157,9 +142,9 @@ class World:
         return result
 
     def first_on_machine(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on the first rank of each machine, then on the others, as a cache wants it.
+        """Do ``work`` on the first rank of each machine, then on the others, who find its cache.
 
-        It may take longer than a collective may.
+        The work may take longer than a collective may.
 
         Raises:
             PeerError: At once, if it raises on any other rank.
@@ -170,27 +155,27 @@ class World:
         return early if first else late
 
     def close(self) -> None:
-        """End the process group, after all ranks have come here."""
+        """Wait for all ranks, then destroy the process group."""
         if self.size > 1 and dist.is_initialized():
-            with suppress(RuntimeError):  # a rank that died when all was done tells so itself
+            with suppress(RuntimeError):  # a rank that died this late reports its own error
                 self.barrier()
             dist.destroy_process_group()
 
     def _work_together(self, work: Callable[[], T], patience: timedelta | None) -> T:
-        """Do each rank's work; return when all have done theirs, raise when any has failed."""
+        """Do this rank's work; return when all ranks have done theirs, raise when any failed."""
         try:
             result = work()
         except BaseException:
-            with suppress(RuntimeError):  # the first failure is the one to tell
-                self._maximum(self.size - self.rank, patience)
+            with suppress(RuntimeError):  # raise this rank's own error, not a later one
+                self.largest(self.size - self.rank, patience)
             raise
-        failed = self._maximum(0, patience)
+        failed = self.largest(0, patience)
         if failed:
             raise PeerError(f"rank {self.size - failed} failed; its own message tells why")
         return result
 
-    def _maximum(self, number: int, timeout: timedelta | None = None) -> int:
-        """The largest of all ranks' numbers, through the host."""
+    def largest(self, number: int, timeout: timedelta | None = None) -> int:
+        """Return the largest of all ranks' numbers on every rank, through host memory."""
         if self.size == 1:
             return number
         tensor = torch.tensor([number])
@@ -206,19 +191,19 @@ class World:
 def open_world(
     device_kind: str | torch.device, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> World:
-    """Join the ranks that the environment describes; alone where it describes none.
+    """Join the ranks that the environment describes; without any, return a world of one rank.
 
-    Host tensors go through gloo, and those of CUDA through NCCL, in one default group.
+    Host tensors go through gloo and CUDA tensors through NCCL, in one default group.
 
     Args:
         device_kind: A device, or its name: ``"cpu"``, or ``"cuda"`` for the GPU of this rank's
             ``local_rank``.
-        timeout_seconds: Bound of every collective and of the meeting itself.
+        timeout_seconds: Time limit of every collective and of the meeting of the ranks.
 
     Raises:
         ConfigError: If the environment is incomplete or contradicts itself, or a rank has no GPU.
         PeerError: If the ranks do not meet in time.
-        PrecisionError: For what is no device.
+        PrecisionError: If ``device_kind`` is not a device.
     """
     device_kind = as_device(device_kind).type
     place = find_place(os.environ)
@@ -241,7 +226,7 @@ def open_world(
         attempt, own = meet(store, place, timeout_seconds)
         if place.size > 1:
             dist.init_process_group(
-                # "cpu:gloo" alone would leave the group without a default, of which torch warns
+                # "cpu:gloo" would leave the group without a default backend, and torch would warn
                 "gloo" if device is None else "cpu:gloo,cuda:nccl",
                 store=own,
                 rank=place.rank,
@@ -249,7 +234,7 @@ def open_world(
                 timeout=timedelta(seconds=timeout_seconds),
                 device_id=device,
             )
-    except RuntimeError as error:  # torch.distributed's own errors are RuntimeErrors all
+    except RuntimeError as error:  # the base class of torch.distributed's own errors
         reason = str(error).partition("\n")[0]
         raise PeerError(
             f"the {place.size} ranks did not meet at {place.address}:{place.port} (MASTER_ADDR, "
@@ -259,10 +244,10 @@ def open_world(
 
 
 def _nothing() -> Any:
-    """The work of a rank that has none."""
+    """Do nothing: the work of a rank that only waits for others."""
 
 
-# How ranks that were started one by one find each other, in every attempt anew.
+# How ranks that were started one by one find each other, again in every attempt.
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -272,7 +257,7 @@ _PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a launcher's environment variables say."""
+    """A rank's description of itself, from the launcher's environment variables."""
 
     rank: int
     size: int
@@ -282,14 +267,14 @@ class Place:
     restarts: int
     run: str
     agent_store: bool
-    """The launcher keeps the store; otherwise rank 0 does."""
+    """Whether the launcher hosts the store; otherwise rank 0 does."""
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """This rank's place, or None where the environment describes no ranks.
+    """Read this rank's place; None where the environment describes no ranks.
 
     Raises:
-        ConfigError: If it is incomplete or contradicts itself.
+        ConfigError: If the environment is incomplete or contradicts itself.
     """
     if not any(name in environment for name in _NEEDED[:3]):
         return None
@@ -326,7 +311,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Any:
-    """The store that outlives attempts, if the launcher keeps it."""
+    """Open the store, which outlives attempts if the launcher hosts it."""
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it without saying so
         place.address,
         place.port,
@@ -338,18 +323,18 @@ def open_store(place: Place, timeout_seconds: float) -> Any:
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """The part of a store whose keys begin so."""
+    """Return a view of the store in which every key has this prefix."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 def meet(store: Any, place: Place, timeout_seconds: float) -> tuple[int, Any]:
     """Agree with the other *living* ranks on the attempt's number and its part of the store.
 
-    Gloo would look for ranks at the addresses of dead ones, if attempts shared their keys.
+    If attempts shared their keys, gloo would look for ranks at the addresses of dead ones.
 
-    Restart counts will not do: on several machines they are counted by one agent each, and agents
-    that see another's restart restart without counting. So each rank asks under a name of its own,
-    rank 0 answers whoever asks, and an answer to the dead does no harm::
+    The launcher's restart count does not identify an attempt: each machine's agent counts its own,
+    and one that restarts because of another's restart does not count it. So each rank asks under a
+    random name, and rank 0 answers everyone who asks; an answer to a dead rank does no harm::
 
         rank r:   hello/r = own name;  until there is welcome/(own name): wait;  met/n += 1
         rank 0:   n = opened += 1;  until met/n == size - 1: answer every hello/r with n
@@ -390,11 +375,11 @@ def meet(store: Any, place: Place, timeout_seconds: float) -> tuple[int, Any]:
 
 
 def declare_over(store: Any, why: str) -> None:
-    """Let no other attempt of this run begin, on any machine."""
+    """Mark the run as over, so that no other attempt of it begins on any machine."""
     store.set(_OVER, why)
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the launcher dies, even by SIGKILL: an orphan would write on and on."""
+    """Ask for SIGTERM when the launcher dies, even by SIGKILL; an orphan would go on writing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

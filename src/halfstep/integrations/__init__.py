@@ -1,1 +1,1 @@
-"""halfstep inside other training stacks: the drop-in for ``torch.amp.GradScaler``."""
+"""halfstep inside other training stacks: ``torch.amp`` loops, Lightning, Hugging Face."""

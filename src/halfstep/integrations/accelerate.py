@@ -1,15 +1,15 @@
 """halfstep's loss scaler inside Hugging Face Accelerate; ``docs/integrations.md`` is the how-to.
 
-One line between ``Accelerator(...)`` and ``prepare``. Nothing of Accelerate is imported here and no
-class of it is changed: the scaler is put where Accelerate keeps its own, and four methods of the
-one Accelerator ask us first::
+Call :func:`attach` between ``Accelerator(...)`` and ``prepare``. This file does not import
+Accelerate or change its classes: the scaler replaces Accelerate's own, and four methods of the
+single Accelerator object are replaced::
 
-    unscale_gradients   which Accelerate leaves empty outside its fp16, asks the scaler
-    prepare_optimizer   refuses 16-bit weights of which nothing keeps the small updates
-    load_state          takes up states that were saved before there was a scaler
-    free_memory         lets the scaler forget optimizers and parameters, too
+    unscale_gradients   asks the scaler; in Accelerate it does nothing outside fp16
+    prepare_optimizer   refuses 16-bit weights whose small updates would be lost
+    load_state          accepts states that were saved before there was a scaler
+    free_memory         also makes the scaler release optimizers and parameters
 
-In bf16 there is no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` stands there.
+bf16 needs no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` is used there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
@@ -35,7 +35,7 @@ _SCALER_FILE = "scaler.pt"  # where save_state keeps the scaler's state
 
 
 class ScaleOptions(TypedDict, total=False):
-    """What :class:`halfstep.GradScaler` can be told; ``strict`` is on by default."""
+    """The options of :class:`halfstep.GradScaler`; here ``strict`` is on by default."""
 
     init_scale: float | Literal["auto"]
     growth_factor: float
@@ -47,11 +47,11 @@ class ScaleOptions(TypedDict, total=False):
     hysteresis: int
     max_consecutive_skips: int | None
     names: Names | None
-    """For messages; None: the prepared models' own."""
+    """Parameter names for messages; None: the prepared models' own."""
     ranks: Ranks | None
-    """Who must agree on a skip; None: all of ``torch.distributed``'s default group."""
+    """The ranks that must agree on a skip; None: all of ``torch.distributed``'s default group."""
     allow_pure: bool
-    """Train 16-bit weights under any optimizer, with nothing behind them."""
+    """Allow 16-bit weights under any optimizer, although small updates are lost."""
 
 
 def attach(
@@ -62,31 +62,31 @@ def attach(
     lost_updates_every: int = 50,
     **options: Unpack[ScaleOptions],
 ) -> LoopScaler:
-    """Let an Accelerator that has not prepared an optimizer yet account for its steps.
+    """Put halfstep's loss scaler into an Accelerator that has not yet prepared an optimizer.
 
     ``backward`` then scales with halfstep's scaler (by 1 in bf16), ``clip_grad_norm_`` clips
-    unscaled gradients, ``optimizer_step_was_skipped`` is right for fused optimizers too, so that
-    prepared schedulers hold on skipped steps, and ``save_state`` and ``load_state`` keep all of its
-    state.
+    unscaled gradients, ``optimizer_step_was_skipped`` is correct for fused optimizers too, so that
+    prepared schedulers hold on skipped steps, and ``save_state`` and ``load_state`` include the
+    scaler's state.
 
     Args:
-        accelerator: With ``mixed_precision="bf16"`` on any device, ``"fp16"`` on an accelerator
-            device; or ``"no"`` on any device, with an autocast of the loop's own.
-        scaler: Whether the loss is scaled. None: unless ``mixed_precision="bf16"``. False for
-            ``"no"`` with an autocast in bf16, or none.
-        on_nonfinite: Without a scale: ``"stop"``, or ``"skip:K"`` to leave up to K steps in a row
-            out whose loss or gradients are not finite.
+        accelerator: An Accelerator with ``mixed_precision="bf16"`` on any device, ``"fp16"`` on an
+            accelerator device, or ``"no"`` on any device if the loop uses its own autocast.
+        scaler: Whether the loss is scaled. None: yes, unless ``mixed_precision="bf16"``. Pass False
+            for ``"no"`` with an autocast in bf16, or without one.
+        on_nonfinite: Without a scale: ``"stop"``, or ``"skip:K"`` to skip up to K steps in a row
+            whose loss or gradients are not finite.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         options: Those of :class:`ScaleOptions`.
 
     Returns:
-        The scaler; its ``last_step`` tells what the latest step did, its ``meter`` which updates
+        The scaler; its ``last_step`` says what the latest step did, its ``meter`` which updates
         were lost.
 
     Raises:
-        ConfigError: If it is no Accelerator, has prepared an optimizer, has a scaler of halfstep's,
-            was given ``GradScalerKwargs``, or if options of a scale come without one.
-        PrecisionError: If its precision or its engine leaves no room for it, or an option cannot be
+        ConfigError: If it is not an Accelerator, has prepared an optimizer, already has a scaler of
+            halfstep's or ``GradScalerKwargs``, or if scale options are given without a scale.
+        PrecisionError: If its precision or engine does not allow a scaler, or an option cannot be
             honoured. Nothing is changed then; ``prepare`` raises it for 16-bit weights.
     """
     scaled = _check(accelerator, scaler)
@@ -121,7 +121,7 @@ def _make(accelerator: Any, scaled: bool, on_nonfinite: str, options: ScaleOptio
 
 
 class _Attachment:
-    """What an Accelerator calls in place of its own methods; copied and pickled along with it."""
+    """The methods that replace an Accelerator's own; copied and pickled along with it."""
 
     def __init__(self, accelerator: Any, scaler: LoopScaler, every: int) -> None:
         self.accelerator = accelerator
@@ -129,29 +129,33 @@ class _Attachment:
         self.every = every
 
     def install(self) -> None:
-        """Put the scaler and the methods in place."""
-        self.scaler.bind(self.optimizers, self.named_parameters, None)
+        """Replace the Accelerator's scaler and methods."""
+        self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
-        self.accelerator.unscale_gradients = self.unscale_gradients
-        self.accelerator.prepare_optimizer = self.prepare_optimizer
-        self.accelerator.load_state = self.load_state
-        self.accelerator.free_memory = self.free_memory
+        for name in ("unscale_gradients", "prepare_optimizer", "load_state", "free_memory"):
+            setattr(self.accelerator, name, getattr(self, name))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The scaler of a copy is bound to the copied loop."""
+        """Bind the scaler of a copy to the copied Accelerator."""
         self.__dict__.update(state)
-        self.scaler.bind(self.optimizers, self.named_parameters, None)
+        self.scaler.bind(self.optimizers, self.named_parameters)
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that step in the loop, unwrapped."""
+        """The loop's optimizers, without Accelerate's wrappers."""
         return [bare(optimizer) for optimizer in self.accelerator._optimizers]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters of all models that the Accelerator has prepared."""
-        return _named_parameters(self.accelerator._models)
+        """The parameters of all prepared models by the user's names, with the model's number."""
+        models = self.accelerator._models
+        for number, model in enumerate(models):
+            prefix = f"model {number}: " if len(models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                for wrapper in ("_orig_mod.", "_fsdp_wrapped_module."):
+                    name = name.replace(wrapper, "")
+                yield prefix + name.removeprefix("module."), parameter
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of the given optimizers; of all that wait for a step, if None."""
+        """Unscale the gradients of the given optimizers; if None, of all that await a step."""
         if optimizer is None:
             self.scaler.unscale_all_()
             return
@@ -159,15 +163,14 @@ class _Attachment:
             self.scaler.unscale_(bare(one))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerate's, for an optimizer whose updates are kept.
+        """Prepare an optimizer as Accelerate does, after a check for 16-bit weights.
 
         Raises:
             PrecisionError: For trainable 16-bit weights, as :meth:`halfstep.GradScaler.check`.
         """
         if _kind(self.accelerator) != "FSDP":  # which widens the weights when it shards them
-            named = dict(self.named_parameters())
             known = self.scaler._names
-            self.scaler._names = known or {p: name for name, p in named.items()}
+            self.scaler._names = known or {p: name for name, p in self.named_parameters()}
             try:
                 self.scaler.check(bare(optimizer))
             finally:
@@ -175,20 +178,19 @@ class _Attachment:
         kind: Any = type(self.accelerator)
         ready = kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
         if self.every:
-            if self.scaler.meter is not None:
-                self.scaler.meter.close()
+            self.scaler.close_meter()
             self.scaler.meter = LostUpdateMeter(self.optimizers(), self.every)
         return ready
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; the scaler lets go of what it knows, too."""
+        """Free memory as Accelerate does, and make the scaler release its references, too."""
         kind: Any = type(self.accelerator)
         freed = kind.free_memory(self.accelerator, *objects)
         self.scaler.release()
         return freed
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; a state without a scaler is taken up, and the scaler starts anew."""
+        """Load as Accelerate does; if the state has no scaler, the scaler starts afresh."""
         accelerator, kind = self.accelerator, type(self.accelerator)
         try:
             kind.load_state(accelerator, *args, **kwargs)
@@ -207,11 +209,7 @@ class _Attachment:
 
 
 def refuse_engine(accelerator: Any) -> None:
-    """Refuse engines that scale the loss themselves.
-
-    Raises:
-        PrecisionError: Naming the engine.
-    """
+    """Refuse engines that scale the loss themselves; the error names the engine."""
     engine = _OWN_SCALER.get(_kind(accelerator))
     if engine is not None:
         raise PrecisionError(
@@ -227,7 +225,7 @@ def _kind(accelerator: Any) -> str:
 
 
 def _check(accelerator: Any, scaler: bool | None) -> bool:
-    """Refuse what cannot be; whether the loss is scaled."""
+    """Refuse unsupported combinations; return whether the loss is scaled."""
     missing = [name for name in _NEEDED if not hasattr(accelerator, name)]
     if missing:
         raise ConfigError(
@@ -251,7 +249,7 @@ def _check(accelerator: Any, scaler: bool | None) -> bool:
     precision, device = accelerator.mixed_precision, accelerator.device.type
     if precision not in ("fp16", "bf16", "no"):
         raise PrecisionError(
-            f"mixed_precision={precision!r} scales by tensor in recipes of its own; allowed: "
+            f"mixed_precision={precision!r} scales each tensor by a recipe of its own; allowed: "
             "'bf16', 'fp16', or 'no' with an autocast of your own. Leave attach() out"
         )
     if precision == "fp16" and device == "cpu":
@@ -270,18 +268,8 @@ def _check(accelerator: Any, scaler: bool | None) -> bool:
 
 
 def bare(optimizer: Any) -> Optimizer:
-    """Out of Accelerate's wrappers, of which there may be several."""
+    """The optimizer inside Accelerate's wrappers, of which there may be several."""
     while hasattr(optimizer, "step_was_skipped"):
         optimizer = optimizer.optimizer
-    bare: Optimizer = optimizer
-    return bare
-
-
-def _named_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Names as the user's modules have them; with the model's number where there are several."""
-    for number, model in enumerate(models):
-        prefix = f"model {number}: " if len(models) > 1 else ""
-        for name, parameter in model.named_parameters():
-            for wrapper in ("_orig_mod.", "_fsdp_wrapped_module."):
-                name = name.replace(wrapper, "")
-            yield prefix + name.removeprefix("module."), parameter
+    unwrapped: Optimizer = optimizer
+    return unwrapped

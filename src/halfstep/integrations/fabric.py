@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.grad_scaler.scaler import GradScaler
-from halfstep.integrations.lightning_common import PolicyPlugin, check_strategy, own_scaler, settle
-from halfstep.precision.result import StepResult
+from halfstep.integrations.lightning_common import PolicyPlugin, ScaledSteps, check_strategy
 
 try:
     from lightning.fabric import Fabric
@@ -29,10 +27,10 @@ except ModuleNotFoundError as error:
 
 
 class HalfstepPrecision(PolicyPlugin, FabricPlugin):
-    """A whole halfstep policy inside of Fabric.
+    """A whole halfstep policy inside Fabric.
 
-    Call :meth:`setup` where ``fabric.setup`` stood; Fabric itself does not tell a precision plugin
-    which optimizer will step. The rest of the loop is Fabric's::
+    Call :meth:`setup` in place of ``fabric.setup``, since Fabric does not tell a precision plugin
+    which optimizer will step. The rest of the loop is as usual in Fabric::
 
         precision = HalfstepPrecision("bf16-master")
         fabric = Fabric(plugins=[precision])
@@ -46,23 +44,28 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
     "precision": precision})``.
     """
 
+    _not_set_up = (
+        "the model or the optimizer is not under the policy: call "
+        "precision.setup(fabric, model, optimizer) where fabric.setup(...) stood"
+    )
+
     def setup(
         self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer
     ) -> Any:
         """Set up like ``fabric.setup``, and put the model under the policy.
 
         Args:
-            fabric: With this plugin.
-            model: With fp32 weights; or several models that train together, as of a GAN, which
+            fabric: A Fabric made with this plugin.
+            model: A model with fp32 weights, or several that train together, such as a GAN's, which
                 share one loss scale. Names of their parameters then begin with ``"0."``, ``"1."``.
-            optimizers: One or several, each stepped by itself; or none for evaluation.
+            optimizers: One or several, each stepped separately; none for evaluation.
 
         Returns:
-            Fabric's models and optimizers, in the given order; the model alone, if it is alone.
+            Fabric's models and optimizers, in the given order; just the model if it is alone.
 
         Raises:
             ConfigError: If the Fabric has another plugin, or this is the second call.
-            PrecisionError: If policy, model, optimizer and strategy do not go together.
+            PrecisionError: If policy, model, optimizer and strategy are not compatible.
         """
         check_strategy(fabric.strategy, self.policy)
         if fabric.strategy.precision is not self:
@@ -92,15 +95,9 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         strategy.clip_gradients_value = self._clip_value
         return (*ready, *stepping)
 
-    def _not_set_up(self) -> PrecisionError:
-        return PrecisionError(
-            "the model or the optimizer is not under the policy: call "
-            "precision.setup(fabric, model, optimizer) where fabric.setup(...) stood"
-        )
-
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and back-propagate."""
-        self.backward_(tensor, args, kwargs)
+        self.backward_(tensor, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
@@ -108,7 +105,7 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         """Take the step, or skip it; see ``last_step``.
 
         Raises:
-            NonFiniteError: If going on cannot help; its ``cause`` tells.
+            NonFiniteError: If continuing cannot help; its ``cause`` says why.
             PrecisionError: Without a ``fabric.backward``, or for other arguments than a closure.
         """
         if kwargs:
@@ -130,9 +127,9 @@ class HalfstepPrecision(PolicyPlugin, FabricPlugin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip within the step; the norm is of the unscaled gradients.
+        """Return the norm of the unscaled gradients, and let the next step clip to ``max_norm``.
 
-        It raises nothing for an overflow: the step is skipped then, or stops the run by itself.
+        It does not raise for an overflow: the step itself then skips, or stops the run.
         """
         if float(norm_type) != 2.0:
             raise PrecisionError(
@@ -161,46 +158,28 @@ def _fabrics(
     return ready, [stepping] if len(optimizers) == 1 else [*stepping]
 
 
-class ScaledPrecision(MixedPrecision):
+class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Fabric's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
     Args:
-        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        scaler: A scaler with your options; None: ``GradScaler(device, strict=True)``.
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
-    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
-        scaler = own_scaler(scaler, device)
-        super().__init__("16-mixed", scaler._device, scaler)
-        self.scaler: Any
-        self._loss: Tensor | None = None
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """What the latest optimizer step did; reading it may wait for the device."""
-        result: StepResult | None = self.scaler.last_step
-        return result
-
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Scale the loss, remember it and back-propagate."""
-        value = tensor.detach().float()
-        self._loss = value if self._loss is None else self._loss + value
+        self._add_loss(tensor)
         super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As Fabric's.
+        """Step as Fabric does, through the scaler.
 
         Raises:
-            NonFiniteError: If the loss was not finite (on this rank), or the scaler's options say
-                so.
+            NonFiniteError: If the loss was not finite (on this rank), or by the scaler's options.
         """
-        if isinstance(optimizer, LBFGS):
-            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
-        value = self.scaler.step(optimizer, **kwargs)
-        loss, self._loss = self._loss, None
-        settle(self.scaler, loss)
-        return value
+        self._refuse_lbfgs(optimizer)
+        return self._scaled_step(optimizer, kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Before clipping; fused optimizers too."""
+        """Unscale the gradients before clipping, also for fused optimizers."""
         self.scaler.unscale_(optimizer)

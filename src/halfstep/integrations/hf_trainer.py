@@ -1,13 +1,13 @@
 """halfstep inside the Transformers Trainer; ``docs/integrations.md`` is the how-to.
 
-One line between ``Trainer(...)`` and ``train()``. What the Trainer's step looks like then::
+Call :func:`attach` between ``Trainer(...)`` and ``train()``. The Trainer's step then does this::
 
-    training_step     as before; the loss is kept
-    clip              the scaler unscales first; the norm is kept
-    before the step   a loss (or, without a scaler, a gradient) that is not finite: log it as it
-                      is, look for its first cause, and stop. One transfer from the device
+    training_step     as before; the loss is recorded
+    clip              the scaler unscales first; the norm is recorded
+    before the step   if a loss (or, without a scaler, a gradient) is not finite: log it as it is,
+                      search for its first cause, and stop. One transfer from the device
     optimizer.step    the scaler steps or skips; the Trainer holds its schedule on a skip
-    log               loss_scale, skipped_steps, skip_reason and lost_updates go along
+    log               adds loss_scale, skipped_steps, skip_reason and lost_updates
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def attach(
     stop_on_nonfinite: bool = True,
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
-    """Let a Trainer account for its steps, and stop at a NaN; before ``train()``.
+    """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
 
-    Sets ``args.logging_nan_inf_filter=False``, and says so: with True, the Trainer logs a mean of
-    earlier losses, or 0.0, where the loss is NaN.
+    It sets ``args.logging_nan_inf_filter=False`` and logs that: with True, the Trainer logs a mean
+    of earlier losses, or 0.0, where the loss is NaN.
 
     Args:
-        trainer: Not trained yet.
-        scaler: Whether to put halfstep's loss scaler into it. None: if it trains in fp16. True
+        trainer: A Trainer that has not trained yet.
+        scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
-        stop_on_nonfinite: Raise before a step whose loss is not finite, or whose gradients are
-            not where there is no scaler to skip it. False: they are shown, and training goes on.
-        options: The scaler's: :class:`halfstep.integrations.accelerate.ScaleOptions`; of them
-            ``allow_pure``, ``names`` and ``ranks`` without a scaler too.
+        stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
+            skip it, whose gradients are not. False: they are logged, and training continues.
+        options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
+            ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
     Returns:
         The callback that was added; ``callback.scaler`` is the scaler, or None.
 
     Raises:
-        ConfigError: If it is no Trainer, or attached or trained already; or if options of a scaler
-            come without one.
-        PrecisionError: If its precision or its engine leaves no room for a loss scaler; or if it
-            trains 16-bit weights of which nothing keeps the small updates, unless
-            ``allow_pure=True``. Where its class makes an optimizer of its own, ``train`` raises it.
+        ConfigError: If it is not a Trainer, is already attached or trained, or if scaler options
+            are given without a scaler.
+        PrecisionError: If its precision or engine does not allow a loss scaler; or if it trains
+            16-bit weights whose small updates would be lost, unless ``allow_pure=True``. If its
+            class makes its own optimizer, ``train`` raises it.
     """
     _check(trainer)
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
@@ -98,8 +98,7 @@ def attach(
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
     )
-    trainer.log = callback.with_numbers(trainer.log)
-    trainer.training_step = callback.keeping_loss(trainer.training_step)
+    trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
@@ -109,24 +108,24 @@ def attach(
 
 
 class _KeptNorm:
-    """Accelerate's ``clip_grad_norm_``, with the norm it gives kept for the step."""
+    """Accelerate's ``clip_grad_norm_``, which also records the norm for the step."""
 
     def __init__(self, clip: Callable[..., Any]) -> None:
         self._clip = clip
         self.norm: Tensor | float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Accelerate does, and keep the norm that came out."""
+        """Clip as Accelerate does, and record the norm that it returns."""
         self.norm = self._clip(*args, **kwargs)
         return self.norm
 
 
 class NumericsCallback(TrainerCallback):
-    """What :func:`attach` installs; it has no use without it.
+    """The callback that :func:`attach` installs; do not use it directly.
 
     Attributes:
         scaler: The loss scaler, or None.
-        meter: The :class:`halfstep.LostUpdateMeter` of the training that runs, or ran; or None.
+        meter: The :class:`halfstep.LostUpdateMeter` of the current or last training, or None.
     """
 
     def __init__(
@@ -142,6 +141,7 @@ class NumericsCallback(TrainerCallback):
         self.scaler = scaler
         self.meter: LostUpdateMeter | None = None
         self._trainer = trainer
+        self._log, self._training_step = trainer.log, trainer.training_step
         self._accelerator = trainer.accelerator
         self._every = every
         self._ranks = ranks
@@ -153,36 +153,23 @@ class NumericsCallback(TrainerCallback):
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
 
-    def keeping_loss(self, training_step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The Trainer's ``training_step``, with every micro-batch's loss kept for the step."""
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the Trainer's own, and record the micro-batch's loss for the step."""
+        loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
+        self._micro.append((loss.detach(), inputs))
+        return loss
 
-        def step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            loss = training_step(model, inputs, *args, **kwargs)
-            self._micro.append((loss.detach(), inputs))
-            return loss
-
-        return step
-
-    def with_numbers(self, log: Callable[..., None]) -> Callable[..., None]:
-        """The Trainer's ``log``, which now also logs :meth:`numbers` during training."""
-
-        def log_numbers(logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs or "train_loss" in logs:
-                logs.update(self.numbers())
-            log(logs, *args, **kwargs)
-            if not math.isfinite(logs.get("loss", 0.0)):
-                self._restart_mean()
-
-        return log_numbers
-
-    def _restart_mean(self) -> None:
-        """The Trainer empties its sum of losses by ``sum -= sum``, which a NaN outlives."""
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does, with :meth:`numbers` added during training."""
+        if "loss" in logs or "train_loss" in logs:
+            logs.update(self.numbers())
+        self._log(logs, *args, **kwargs)
         total = getattr(self._trainer, "_tr_loss", None)
-        if isinstance(total, Tensor):
-            total.zero_()
+        if not math.isfinite(logs.get("loss", 0.0)) and isinstance(total, Tensor):
+            total.zero_()  # the Trainer empties it by ``sum -= sum``, which a NaN outlives
 
     def numbers(self) -> dict[str, float | str]:
-        """What is new since the last call: see ``docs/integrations.md``."""
+        """The values to log that are new since the last call: see ``docs/integrations.md``."""
         found: dict[str, float | str] = {}
         if self.scaler is not None:
             found["loss_scale"] = self.scaler.get_scale()
@@ -199,11 +186,11 @@ class NumericsCallback(TrainerCallback):
         return found
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch this training's optimizer.
+        """Check this training's optimizer and attach the meter to it.
 
         Raises:
             ConfigError: If the Trainer has made another Accelerator since :func:`attach`.
-            PrecisionError: If nothing keeps the small updates of 16-bit weights.
+            PrecisionError: If small updates of 16-bit weights would be lost.
         """
         if self._trainer.accelerator is not self._accelerator:
             raise ConfigError(
@@ -221,10 +208,10 @@ class NumericsCallback(TrainerCallback):
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop here, before anything is changed, if this step cannot be right.
+        """Stop, before anything is changed, if the loss or the gradients are not finite.
 
         Raises:
-            NonFiniteError: Of cause ``"forward"`` for the loss, ``"gradients"`` for gradients.
+            NonFiniteError: With cause ``"forward"`` for the loss, ``"gradients"`` for gradients.
             PrecisionError: If gradients were clipped before they were unscaled.
         """
         if self.scaler is not None and self.kept_norm.norm is None and args.max_grad_norm:
@@ -232,31 +219,31 @@ class NumericsCallback(TrainerCallback):
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
-        if not self._stop or not self._micro:
-            self._micro, self.kept_norm.norm = [], None
+        micro, norm = self._micro, self.kept_norm.norm
+        self._micro, self.kept_norm.norm = [], None
+        if not self._stop or not micro:
             return
-        losses = [loss for loss, _ in self._micro]
-        norm = 0.0 if self._scaled or self.kept_norm.norm is None else self.kept_norm.norm
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+        losses = [loss for loss, _ in micro]
+        whole = torch.as_tensor(0.0 if self._scaled or norm is None else _whole(norm))
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
         broken = self._agreeing(device).worst([loss_broken, not math.isfinite(values[-1])])
         if any(broken):
-            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": _number(self.kept_norm.norm)})
-            micro, step = self._micro, state.global_step + 1
+            shown = math.nan if norm is None else float(_whole(norm))
+            self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
+            step = state.global_step + 1
             raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-        self._micro, self.kept_norm.norm = [], None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the reason, if the scaler has skipped this step."""
+        """Record the reason if the scaler has skipped this step."""
         last = None if self.scaler is None else self.scaler.last_step
         if last is not None and not last.applied:
             self._reason = last.reason
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the hooks off the optimizer."""
+        """Remove the meter's hooks from the optimizer."""
         if self.meter is not None:
             self.meter.close()
 
@@ -289,10 +276,9 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _number(norm: Any) -> float:
-    """Of a norm that may be a tensor, of any kind, or not known."""
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return math.nan if whole is None else float(whole)
+def _whole(norm: Any) -> Any:
+    """The whole of a norm that may be a number, a tensor or a distributed tensor."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _check(trainer: Any) -> None:
@@ -323,14 +309,14 @@ def stopped(
     *,
     of_loss: bool,
 ) -> NonFiniteError:
-    """The error for a step that cannot be right, with its first cause where it can be found.
+    """The error for a step that is not finite, with its first cause if that can be found.
 
     Args:
         trainer: A ``transformers.Trainer`` before its optimizer's step; its gradients are cleared.
         step: The step's number, from 1.
         micro: Loss and inputs of each micro-batch.
         values: The losses as numbers, and the norm of the gradients.
-        of_loss: Whether a loss is what is not finite, on some rank.
+        of_loss: Whether it is a loss that is not finite, on some rank.
     """
     named = dict(trainer.model.named_parameters())
     weights = find_nonfinite((n, local_part(p)) for n, p in named.items()).names
@@ -374,7 +360,7 @@ def _which_loss(losses: Sequence[float], index: int | None) -> str:
 def _run_again(
     trainer: Any, micro: Sequence[tuple[Tensor, Any]], named: Mapping[str, Tensor]
 ) -> tuple[str, tuple[str, ...]]:
-    """The first cause as text, and whose gradients are not finite; empty where nothing is seen."""
+    """Rerun micro-batches for the first cause, as text, and the names of broken gradients."""
     if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
         return "", ()  # the other ranks do not take part
     try:

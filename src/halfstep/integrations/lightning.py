@@ -19,13 +19,11 @@ from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import name_table
-from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.integrations.lightning_common import (
     PolicyPlugin,
+    ScaledSteps,
     check_strategy,
     loss_with_backward,
-    own_scaler,
-    settle,
 )
 from halfstep.precision.result import StepResult
 
@@ -48,9 +46,9 @@ _HOOK, _CLIPPING = "on_before_optimizer_step", "configure_gradient_clipping"
 class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     """A whole halfstep policy: ``Trainer(plugins=[HalfstepPrecision("bf16-master")])``.
 
-    The model keeps the policy's formats after ``fit``; ``trainer.save_checkpoint`` then has the
-    exact masters too. After ``validate``, ``test`` and ``predict`` without a ``fit`` it has its own
-    weights back.
+    The model keeps the policy's formats after ``fit``; ``trainer.save_checkpoint`` then saves the
+    exact masters too. After ``validate``, ``test`` and ``predict`` without a ``fit`` its own
+    weights are restored.
     """
 
     _watched = False
@@ -62,7 +60,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         """Put the model under the policy, or refuse, before the first step.
 
         Raises:
-            PrecisionError: If policy, model, optimizer, strategy and callbacks do not go together.
+            PrecisionError: If policy, model, optimizer, strategy and callbacks are incompatible.
         """
         module: Any = model if isinstance(model, LightningModule) else model.module
         trainer = module.trainer
@@ -72,8 +70,9 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             return model, optimizers, lr_schedulers
         self._check(trainer, module)
         used = [o for o in optimizers if o.param_groups]  # configure_optimizers may give None
-        closures = len(used) == 1 and isinstance(used[0], LBFGS) and self._takes_closures()
-        self._plain = not used or closures
+        lbfgs = len(used) == 1 and isinstance(used[0], LBFGS)  # it calls the loss several times
+        low = self.policy.param_dtype != torch.float32 or self.policy.loss_scale.kind != "none"
+        self._plain = not used or (lbfgs and not low)
         if self._plain:
             self.evaluate_(module)
         else:
@@ -85,19 +84,14 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             lr_schedulers = hold_on_skip(lr_schedulers, self.applied)
         return model, optimizers, lr_schedulers
 
-    def _takes_closures(self) -> bool:
-        """Whether a step that calls the loss several times needs nothing of ours: LBFGS."""
-        low = self.policy.param_dtype != torch.float32
-        return not low and self.policy.loss_scale.kind == "none"
-
     def _check(self, trainer: Any, module: Any) -> None:
         if self.policy.keeps_more_than_weights:
             for callback in trainer.callbacks:
                 if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                     raise PrecisionError(
-                        f"{type(callback).__name__} averages the model's 16-bit weights, past what "
-                        f"policy {self.policy} keeps behind them; leave it out, or use bf16-mixed "
-                        "or fp16-mixed"
+                        f"{type(callback).__name__} averages the model's 16-bit weights, not the "
+                        f"exact ones of policy {self.policy}; leave it out, or use "
+                        "bf16-mixed or fp16-mixed"
                     )
 
     def backward(
@@ -107,24 +101,20 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if self._plain:
             model.backward(tensor, *args, **kwargs)
             return
-
-        def backward(loss: Tensor, **options: Any) -> None:
-            self.backward_(loss, (), options)
-
-        model.backward(loss_with_backward(tensor, backward), *args, **kwargs)
+        model.backward(loss_with_backward(tensor, self.backward_), *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run forward and backward, the hooks that come before a step, and the step.
+        """Run forward and backward, the hooks before a step, and the step.
 
-        In the hooks gradients are unscaled. Without a backward (``training_step`` gave None, and so
-        did all of an accumulation) nothing is stepped.
+        The hooks see unscaled gradients. Without a backward (every ``training_step`` of an
+        accumulation returned None) there is no step.
 
         Raises:
-            NonFiniteError: If going on cannot help; its ``cause`` tells.
-            PrecisionError: If gradients came past the policy's backward.
+            NonFiniteError: If continuing cannot help; its ``cause`` says why.
+            PrecisionError: If gradients were made without the policy's backward.
         """
         if self._plain:
             return self._plain_step(optimizer, model, closure, kwargs)
@@ -148,7 +138,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
     def _plain_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], options: dict[str, Any]
     ) -> Any:
-        """A step of no optimizer, or of one that calls the loss several times."""
+        """A step without an optimizer, or of one that evaluates the loss several times."""
 
         def checked() -> Any:
             output = self._wrap_closure(model, optimizer, closure)
@@ -182,36 +172,24 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
             self.clip_norm(float(clip_val))
 
     def teardown(self) -> None:
-        """Give a model that was only evaluated its own weights back."""
+        """Restore the own weights of a model that was only evaluated."""
         self.give_back_()
 
 
-class ScaledPrecision(MixedPrecision):
+class ScaledPrecision(ScaledSteps, MixedPrecision):
     """Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`; on a CPU too.
 
-    Weights, gradients and scales are bit for bit those of Lightning's own plugin, and besides:
-    schedulers of interval "step" hold still on skipped steps, a loss that is not finite stops the
-    run instead of being skipped, gradients may be clipped with fused optimizers, and
-    ``last_step`` tells what happened.
+    Weights, gradients and scales are bit for bit those of Lightning's own plugin. In addition,
+    schedulers of interval "step" hold on skipped steps, a loss that is not finite stops the run
+    instead of being skipped, gradients may be clipped with fused optimizers, and ``last_step``
+    says what happened.
 
     Args:
-        scaler: Its options are yours; None: ``GradScaler(device, strict=True)``.
+        scaler: A scaler with your options; None: ``GradScaler(device, strict=True)``.
         device: ``"cuda"`` or ``"cpu"``; None: the scaler's, else ``"cuda"``.
     """
 
-    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
-        scaler = own_scaler(scaler, device)
-        super().__init__("16-mixed", scaler._device, scaler)
-        self.scaler: Any
-        self.attempts = 0
-        self._loss: Tensor | None = None
-        self._none = False
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """What the latest optimizer step did; reading it may wait for the device."""
-        result: StepResult | None = self.scaler.last_step
-        return result
+    _none = False  # whether the latest batch had no loss
 
     def applied(self) -> bool:
         """Whether the latest optimizer step updated the weights; True before the first."""
@@ -237,21 +215,19 @@ class ScaledPrecision(MixedPrecision):
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Scale the loss, and remember it."""
-        value = tensor.detach().float()
-        self._loss = value if self._loss is None else self._loss + value
+        self._add_loss(tensor)
         return super().pre_backward(tensor, module)
 
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] = lambda: None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """As Lightning's, for fused optimizers with unscaled gradients in the hooks too.
+        """Step as Lightning does; the hooks see unscaled gradients for fused optimizers too.
 
         Raises:
             NonFiniteError: If the loss was not finite, or the scaler's options say so.
         """
-        if isinstance(optimizer, LBFGS):
-            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
+        self._refuse_lbfgs(optimizer)
         output = closure()
         self._none = output is None and bool(model.automatic_optimization)
         if self._none:  # as Lightning: what was accumulated before is dropped, too
@@ -260,20 +236,10 @@ class ScaledPrecision(MixedPrecision):
             return output
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        value = self.scaler.step(optimizer, **kwargs)
-        self.attempts += 1
-        loss, self._loss = self._loss, None
-        settle(self.scaler, loss)
-        return value
+        return self._scaled_step(optimizer, kwargs)
 
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Clip the unscaled gradients; fused optimizers too, whose gradients are unscaled here."""
-        LightningPrecision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+    # Fused optimizers too, which Lightning's own plugin refuses: they are unscaled by then.
+    clip_gradients = LightningPrecision.clip_gradients
 
 
 class StepLog(Callback):
@@ -281,11 +247,11 @@ class StepLog(Callback):
 
     ``PREFIXloss_scale``, ``PREFIXskipped`` (0 or 1), ``PREFIXskipped_total`` and, with
     :class:`HalfstepPrecision`, ``PREFIXgrad_norm`` go to the Trainer's loggers; a skipped step's
-    reason and parameters, which are words, to Lightning's console log.
+    reason and parameters, which are text, to Lightning's console log.
 
     Args:
-        prefix: Of the names.
-        prog_bar: Whether the loss scale and the skipped steps stand in the progress bar.
+        prefix: Prefix of the logged names.
+        prog_bar: Whether the progress bar shows the loss scale and the skipped steps.
     """
 
     def __init__(self, prefix: str = "halfstep/", *, prog_bar: bool = True) -> None:
@@ -310,7 +276,7 @@ class StepLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Log, once an optimizer step."""
+        """Log once per optimizer step."""
         plugin: Any = trainer.precision_plugin
         if plugin.attempts == self._seen:
             return
@@ -334,11 +300,11 @@ class StepLog(Callback):
             )
 
 
-# Learning-rate schedulers that hold still on skipped steps, where a trainer steps them.
+# Learning-rate schedulers, stepped by a trainer, that do not advance on skipped steps.
 
 
 class HeldScheduler:
-    """A learning-rate scheduler that stands still on a skipped optimizer step."""
+    """A wrapper of a learning-rate scheduler that does not advance on a skipped step."""
 
     def __init__(self, scheduler: Any, applied: Callable[[], bool]) -> None:
         self._scheduler = scheduler
@@ -346,7 +312,7 @@ class HeldScheduler:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The scheduler's own, for ``isinstance``."""
+        """The wrapped scheduler's class, for ``isinstance``."""
         return type(self._scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -355,7 +321,7 @@ class HeldScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the scheduler's."""
+        """Get any other attribute from the wrapped scheduler."""
         if name == "_scheduler":  # while being copied
             raise AttributeError(name)
         return getattr(self._scheduler, name)

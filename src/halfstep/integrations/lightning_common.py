@@ -1,4 +1,4 @@
-"""What the plugins for Lightning's Trainer and for Fabric have in common; needs no Lightning."""
+"""The code shared by the plugins for Lightning's Trainer and Fabric; it imports no Lightning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler.parameter_names import owned
+from halfstep.integrations.grad_scaler.recording import loss_error
 from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
@@ -37,12 +39,14 @@ class PolicyPlugin:
     """A whole policy behind the hooks of a Lightning precision plugin.
 
     Attributes:
-        policy: What was asked for.
+        policy: The precision policy.
         engine: The :class:`halfstep.Precision` that takes the steps; None until a model and its
             optimizer are known.
         last_step: What the latest optimizer step did; None before the first.
         attempts: Optimizer steps so far, skipped ones included.
     """
+
+    _not_set_up = "halfstep's precision plugin has no model yet"
 
     def __init__(
         self,
@@ -51,10 +55,10 @@ class PolicyPlugin:
         on_nonfinite: str = "stop",
         upcast_trainable: bool = False,
     ) -> None:
-        """Read the policy; ``on_nonfinite`` and ``upcast_trainable`` as :class:`Precision` has.
+        """Parse the policy; ``on_nonfinite`` and ``upcast_trainable`` are as in :class:`Precision`.
 
         Raises:
-            PrecisionError: If no model in Lightning can honour it.
+            PrecisionError: If the policy cannot be honoured in Lightning.
         """
         self.policy = parse_policy(policy)
         if self.policy.casts == "module":
@@ -63,35 +67,29 @@ class PolicyPlugin:
                 "plugins shard nothing; use bf16-mixed, or halfstep.distributed (parallel=shard=N)"
             )
         self.precision: Any = lightning_word(self.policy)
-        self._options: dict[str, Any] = {
-            "on_nonfinite": on_nonfinite,
-            "upcast_trainable": upcast_trainable,
-        }
+        self._options: Any = {"on_nonfinite": on_nonfinite, "upcast_trainable": upcast_trainable}
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None
         self.attempts = 0
         self._model: nn.Module | None = None
         self._border: ModuleBorder | None = None
         self._undo: Callable[[], None] | None = None
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: Sequence[Optimizer] = ()
         self._shared: SharedSteps | None = None
         self._said = False
         self._backwards = 0
         self._forwards = self._inside = 0
         self._max_norm: float | None = None
-        self._viewing: list[Optimizer] = []  # whose gradients are shown without their scale
+        self._viewing: list[Optimizer] = []  # optimizers inside :meth:`unscaled`
         self._applied = True
 
-    def train_(
-        self, model: nn.Module, optimizers: Optimizer | Sequence[Optimizer], wrapped: nn.Module
-    ) -> None:
-        """Put a model and its optimizers under the policy; ``wrapped`` is what calls the model.
+    def train_(self, model: nn.Module, optimizers: Sequence[Optimizer], wrapped: nn.Module) -> None:
+        """Put a model and its optimizers under the policy; ``wrapped`` is the module to call.
 
         Raises:
             PrecisionError: As :class:`Precision`; nothing has been changed then.
         """
-        every = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
-        if any(isinstance(optimizer, LBFGS) for optimizer in every):
+        if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise PrecisionError(
                 "LBFGS calls the loss several times within a step, so that no step can be skipped "
                 "as a whole; use halfstep.optim's, or any optimizer that takes one gradient a "
@@ -99,18 +97,20 @@ class PolicyPlugin:
             )
         self.give_back_()
         check_wrappers(self.policy, wrapped)
-        shared = self.policy.param_dtype == torch.float32 and _share_parameters(every)
-        self._shared = SharedSteps(every) if shared else None
-        if self.engine is not None and self.policy.param_dtype == torch.float32:
-            self.engine.close()  # weights say all, and another fit goes on from them
-        self.engine = Precision(self.policy, model, self._shared or every, **self._options)
-        self._optimizers = every
+        self._shared = None
+        if self.policy.param_dtype == torch.float32:
+            every = owned(*optimizers)
+            self._shared = SharedSteps(optimizers) if len({*every}) < len(every) else None
+            if self.engine is not None:
+                self.engine.close()  # fp32 weights are complete, so another fit can use them
+        self.engine = Precision(self.policy, model, self._shared or optimizers, **self._options)
+        self._optimizers = optimizers
         self.last_step, self._applied, self._max_norm = None, True, None
         self._backwards = self._forwards = 0
         self._take(model)
 
     def evaluate_(self, model: nn.Module) -> None:
-        """Run a model in the policy without training it; :meth:`give_back_` restores its weights.
+        """Put a model under the policy for evaluation; :meth:`give_back_` restores its weights.
 
         A model that was trained under a policy is left as it is.
         """
@@ -152,7 +152,7 @@ class PolicyPlugin:
             PrecisionError: If no model was set up.
         """
         if self._model is None or self._border is None:
-            raise self._not_set_up()
+            raise PrecisionError(self._not_set_up)
         self._forwards += 1
         self._inside += 1
         try:
@@ -161,18 +161,15 @@ class PolicyPlugin:
         finally:
             self._inside -= 1
 
-    def _not_set_up(self) -> PrecisionError:
-        return PrecisionError("halfstep's precision plugin has no model yet")
-
     def _ready(self, optimizer: Optimizer | None = None) -> Precision:
-        """The engine, which must be there, and be that of this optimizer."""
+        """The engine; an error if there is none, or if the optimizer is not one of its own."""
         if self.engine is None or (
             optimizer is not None and all(optimizer is not o for o in self._optimizers)
         ):
-            raise self._not_set_up()
+            raise PrecisionError(self._not_set_up)
         return self.engine
 
-    def backward_(self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def backward_(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and back-propagate; with the options of ``torch.Tensor.backward``.
 
         Raises:
@@ -195,10 +192,10 @@ class PolicyPlugin:
         self._backwards += 1
 
     def has_backward(self) -> bool:
-        """Whether there is something to step with.
+        """Whether there was a backward since the last step.
 
         Raises:
-            PrecisionError: If gradients came past :meth:`backward_`, without a scale.
+            PrecisionError: If gradients were made without :meth:`backward_`, and so not scaled.
         """
         if self._backwards:
             return True
@@ -207,7 +204,7 @@ class PolicyPlugin:
         return False
 
     def step_(self, optimizer: Optimizer) -> None:
-        """Check, clip and apply this optimizer's gradients, or skip the step; others' wait."""
+        """Check, clip and apply this optimizer's gradients, or skip; others' gradients stay."""
         max_norm, self._max_norm = self._max_norm, None
         self._applied = False
         engine = self._ready(optimizer)
@@ -225,7 +222,7 @@ class PolicyPlugin:
         self._applied = self.last_step.applied
 
     def _nothing_to_do(self, engine: Precision, optimizer: Optimizer) -> bool:
-        """Whether no gradient came to this optimizer; torch's steps change nothing then."""
+        """Whether this optimizer got no gradient, so that, as in torch, its step does nothing."""
         if _held([optimizer]):
             return False
         if not self._said:
@@ -249,7 +246,7 @@ class PolicyPlugin:
         self._max_norm = max_norm if present is None else min(present, max_norm)
 
     def clip_value_(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip each unscaled gradient to ``[-limit, limit]``; an overflow stays one."""
+        """Clip each unscaled gradient to ``[-limit, limit]``; infinities and NaN stay."""
         with self.unscaled(optimizer) as gradients:
             for gradient in gradients:
                 gradient.clamp_(-limit, limit)
@@ -281,35 +278,29 @@ class PolicyPlugin:
                         stored.fill_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs besides the model's and the optimizer's state."""
+        """Everything that a resume needs besides the model's and the optimizers' state."""
         return {} if self.engine is None else self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where :meth:`state_dict` was taken; of no use without an optimizer."""
+        """Continue exactly where :meth:`state_dict` was taken; ignored without an optimizer."""
         if self.engine is not None:
             self.engine.load_state_dict(state_dict)
 
 
 class SharedSteps(Optimizer):
-    """Optimizers with parameters in common, as one that :class:`Precision` holds.
+    """Optimizers that share parameters, presented to :class:`Precision` as one.
 
-    A step of it is a step of the active one. For fp32 weights, where an optimizer's parameters are
-    the model's; a 16-bit weight has one optimizer that keeps what stands behind it.
+    Its step is a step of the active one. It is for fp32 weights only: a 16-bit weight can have only
+    one optimizer that updates its master or remainder.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        super().__init__(list(dict.fromkeys(owned)), {})
+        super().__init__([*dict.fromkeys(owned(*optimizers))], {})
         self.active = optimizers[0]
 
     def step(self, closure: Any = None) -> Any:
         """Step the active optimizer, and none of the others."""
         return self.active.step()
-
-
-def _share_parameters(optimizers: Sequence[Optimizer]) -> bool:
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return len(set(owned)) < len(owned)
 
 
 def _no_backward() -> PrecisionError:
@@ -320,23 +311,22 @@ def _no_backward() -> PrecisionError:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Of the model's parameters; a model without any runs where it is called, as on a CPU."""
+    """The device of the model's parameters; the CPU for a model without any."""
     return one_device(model) if any(True for _ in model.parameters()) else torch.device("cpu")
 
 
 def _held(optimizers: Sequence[Optimizer]) -> dict[nn.Parameter, Tensor]:
-    """Parameter to gradient, for all of some optimizers' that have one."""
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return {p: p.grad for p in owned if p.grad is not None}
+    """The gradients of these optimizers' parameters, by parameter."""
+    return {p: p.grad for p in owned(*optimizers) if p.grad is not None}
 
 
 @contextmanager
 def _waiting(
     engine: Precision, optimizer: Optimizer, every: Sequence[Optimizer]
 ) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Lay the gradients of the other optimizers aside for one step, and the step's loss for theirs.
+    """Set the other optimizers' gradients, and the loss, aside during one optimizer's step.
 
-    What they share with this one stays for them, as in torch, until somebody clears it.
+    Gradients of shared parameters are restored after it, as in torch, until the user clears them.
     """
     mine, loss = _held([optimizer]), engine._loss
     others = _held([o for o in every if o is not optimizer])
@@ -356,30 +346,22 @@ def _waiting(
 
 
 def loss_with_backward(loss: Tensor, backward: Callable[..., None]) -> Tensor:
-    """The loss, as a tensor whose ``backward`` is another function of it and the options.
+    """The loss as a tensor whose ``backward`` calls another function with it and the options.
 
-    What is computed from it has that ``backward`` as well, so that a module's own ``backward``
-    hook may do with the loss what it likes before it calls ``loss.backward()``.
+    Tensors computed from it have that ``backward`` as well, so that a module's own ``backward``
+    hook may compute with the loss before it calls ``loss.backward()``.
     """
 
     class Loss(Tensor):
-        def backward(
-            self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
-            inputs: Any = None,
-        ) -> None:  # fmt: skip
+        def backward(self, *args: Any, **kwargs: Any) -> None:
             """Call the function that stands in for ``Tensor.backward``, with the same options."""
-            options = {
-                "gradient": gradient, "retain_graph": retain_graph, "inputs": inputs,
-                "create_graph": create_graph or None,
-            }  # fmt: skip
-            given = {key: value for key, value in options.items() if value is not None}
-            backward(self.as_subclass(Tensor), **given)
+            backward(self.as_subclass(Tensor), *args, **kwargs)
 
     return loss.as_subclass(Loss)
 
 
 def lightning_word(policy: PrecisionPolicy) -> str:
-    """Lightning's nearest word for a policy, for its summaries and logs; it decides nothing."""
+    """Lightning's nearest precision name for a policy, used only in its summaries and logs."""
     if policy.compute_dtype == torch.float32:
         return "32-true"
     form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
@@ -387,11 +369,7 @@ def lightning_word(policy: PrecisionPolicy) -> str:
 
 
 def check_strategy(strategy: object, policy: object) -> None:
-    """Refuse strategies that cast, shard or scale by themselves.
-
-    Raises:
-        PrecisionError: Naming the strategy.
-    """
+    """Refuse strategies that cast, shard or scale themselves; the error names the strategy."""
     if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
         raise PrecisionError(
             f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
@@ -402,16 +380,16 @@ def check_strategy(strategy: object, policy: object) -> None:
 
 # Where a policy's casts happen in a model whose submodules are called from outside.
 #
-# :class:`halfstep.Precision` casts at the border of ``model(...)``. A LightningModule's
-# ``training_step`` calls ``self.net(x)`` instead and takes the loss of what comes out, so there the
-# border is around the outermost call of a submodule.
+# :class:`halfstep.Precision` casts at the boundary of ``model(...)``. A LightningModule's
+# ``training_step`` calls ``self.net(x)`` instead and computes the loss from its output, so there
+# the boundary is the outermost call of a submodule.
 
 
 class ModuleBorder:
     """Casts at the outermost call of any submodule with parameters, while it is on.
 
-    Floating inputs are cast to the compute dtype where the policy stores 16-bit weights, floating
-    outputs to the output dtype, fp32, so that the loss is an island. Modules without parameters
+    Floating inputs are cast to the compute dtype if the policy has 16-bit weights, and floating
+    outputs to fp32, so that the loss is computed in fp32. Modules without parameters
     (losses, metrics, activations) are not touched. Calls from within the model's own ``forward``
     are not outermost, and neither is what activation checkpointing repeats during a backward.
     """
@@ -432,7 +410,7 @@ class ModuleBorder:
                 ]
 
     def remove_(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -473,65 +451,69 @@ def _is_low(module: nn.Module) -> bool:
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
 
 
-# The end of a step with a loss scaler: a broken loss stops the run with its cause.
+# A loss scaler in a Lightning plugin; a loss that is not finite stops the run with its cause.
 
 
-def own_scaler(scaler: GradScaler | None, device: str | None) -> GradScaler:
-    """The scaler that was given, or one with ``strict=True``.
+class ScaledSteps:
+    """The base of both plugins for Lightning's ``16-mixed`` with :class:`halfstep.GradScaler`."""
 
-    Raises:
-        ConfigError: If it is not halfstep's, or is for another device.
-    """
-    if scaler is None:
-        return GradScaler("cuda" if device is None else device, strict=True)
-    if not isinstance(scaler, GradScaler):
-        raise ConfigError(
-            f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's own "
-            "use Lightning's MixedPrecision"
-        )
-    if device not in (None, scaler._device):
-        raise ConfigError(
-            f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
-            f"GradScaler({device!r}, ...), or leave device out"
-        )
-    return scaler
+    scaler: Any
 
+    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
+        """Take the scaler that was given, or one with ``strict=True``.
 
-def broken_loss(scaler: GradScaler, loss: Tensor | None) -> NonFiniteError | None:
-    """The error for a step that was skipped because its loss was not finite, or None.
+        Raises:
+            ConfigError: If it is not halfstep's, or is for another device.
+        """
+        if scaler is None:
+            scaler = GradScaler("cuda" if device is None else device, strict=True)
+        elif not isinstance(scaler, GradScaler):
+            raise ConfigError(
+                f"scaler is a {type(scaler).__name__}; allowed: halfstep.GradScaler. For torch's "
+                "own use Lightning's MixedPrecision"
+            )
+        elif device not in (None, scaler._device):
+            raise ConfigError(
+                f"the scaler was made for {scaler._device!r} and the plugin for {device!r}; give "
+                f"GradScaler({device!r}, ...), or leave device out"
+            )
+        super().__init__("16-mixed", scaler._device, scaler)  # type: ignore[call-arg]
+        self.attempts = 0
+        self._loss: Tensor | None = None
 
-    All ranks must call it together: an overflow in one rank's gradients is in everybody's.
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the latest optimizer step did; reading it may wait for the device."""
+        result: StepResult | None = self.scaler.last_step
+        return result
 
-    Args:
-        scaler: After ``step``, before ``update``.
-        loss: This rank's, summed over micro-batches; None if it is not known.
-    """
-    result = scaler.last_step
-    if result is None or result.applied:
-        return None
-    mine = loss is not None and not bool(loss.isfinite().all())
-    device = torch.device(scaler._device)
-    if not any(ranks_of_this_process(device).worst([int(mine)])):
-        return None
-    shown = f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"
-    return NonFiniteError(
-        f"the loss is {shown} before any gradient: the forward pass or the data made it, no loss "
-        "scale can help; the weights are unchanged",
-        cause="forward",
-    )
+    def _add_loss(self, loss: Tensor) -> None:
+        value = loss.detach().float()
+        self._loss = value if self._loss is None else self._loss + value
 
+    def _refuse_lbfgs(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise PrecisionError("LBFGS and loss scaling are not compatible; use another optimizer")
 
-def settle(scaler: GradScaler, loss: Tensor | None) -> None:
-    """Adapt the scale, and stop for a loss that is not finite rather than for what follows.
-
-    Raises:
-        NonFiniteError: As :func:`broken_loss` tells, or as :meth:`GradScaler.update`.
-    """
-    error = broken_loss(scaler, loss)
-    try:
-        scaler.update()
-    except NonFiniteError:
-        if error is None:
-            raise
-    if error is not None:
-        raise error
+    def _scaled_step(self, optimizer: Optimizer, options: dict[str, Any]) -> Any:
+        """Step and adapt the scale; a non-finite loss raises instead of the errors it causes."""
+        value = self.scaler.step(optimizer, **options)
+        self.attempts += 1
+        loss, self._loss = self._loss, None
+        result = self.last_step
+        skipped = result is not None and not result.applied
+        ranks = ranks_of_this_process(torch.device(self.scaler._device))
+        # All ranks call this together, since a skip on one rank is a skip on all.
+        broken = loss_error(loss, ranks) if skipped else ""
+        try:
+            self.scaler.update()
+        except NonFiniteError:
+            if not broken:
+                raise
+        if broken:
+            raise NonFiniteError(
+                f"the loss is {broken} before any gradient: the forward pass or the data made it, "
+                "no loss scale can help; the weights are unchanged",
+                cause="forward",
+            )
+        return value

@@ -1,7 +1,7 @@
-"""A GradScaler for loops that are not the user's: Accelerate's and the Transformers Trainer's.
+"""A GradScaler for the loops of Accelerate and the Transformers Trainer.
 
-They call ``step`` and ``update`` for each optimizer by itself, and take a step for skipped if
-``optimizer.step`` was not called. :class:`LoopScaler` is right under both habits::
+They call ``step`` and ``update`` separately for each optimizer, and consider a step skipped if
+``optimizer.step`` was not called. :class:`LoopScaler` works with both::
 
     step      one flag: is any gradient not finite, on any rank?
               yes: the optimizer is not called, fused or not; no: as torch's
@@ -9,8 +9,8 @@ They call ``step`` and ``update`` for each optimizer by itself, and take a step 
               not yet: wait for them, or for the next backward
     adapt     gradients of an optimizer that has not stepped move to the new scale
 
-torch's scaler takes ``update`` as the end of an iteration. With two optimizers the second one's
-gradients would then be divided by a scale that they were not multiplied by, or divided twice where
+torch's scaler considers ``update`` the end of an iteration. With two optimizers the second one's
+gradients would then be divided by a scale that they were not multiplied by, or divided twice if
 they were clipped.
 """
 
@@ -27,10 +27,9 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.guard import Guard
-from halfstep.integrations.grad_scaler.parameter_names import Names, name_table
-from halfstep.integrations.grad_scaler.record import stored_gradients, total
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler.parameter_names import Names, name_table, with_gradients
+from halfstep.integrations.grad_scaler.recording import loss_error, stored_gradients, total
+from halfstep.integrations.grad_scaler.scaler import GradScaler, ScaleGuard
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.precision.result import Reason
@@ -41,10 +40,10 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class LoopScaler(GradScaler):
-    """:class:`halfstep.GradScaler` that says by not calling the optimizer that a step is skipped.
+    """A :class:`halfstep.GradScaler` that never calls the optimizer on a skipped step.
 
-    Reading the flag makes the host wait once a step, for fused optimizers too: a loop that holds
-    its learning rate on skipped steps has to know. Names of parameters are those that this rank
+    Reading the flag makes the host wait once per step, for fused optimizers too, since a loop that
+    holds its learning rate on skipped steps must know. Names of parameters are those that this rank
     found.
 
     Attributes:
@@ -64,57 +63,55 @@ class LoopScaler(GradScaler):
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._checked: int | None = None  # id of the optimizer whose flags are this step's
 
-    def bind(self, optimizers: Optimizers, named: Named, ranks: Ranks | None) -> None:
-        """Tell whose loop it is.
+    def bind(self, optimizers: Optimizers, named: Named) -> None:
+        """Bind the scaler to a loop.
 
         Args:
-            optimizers: Gives the optimizers that step in it, unwrapped.
-            named: Gives names and parameters, where none were given; asked once, when training.
-            ranks: Who must agree; None: as the scaler was made.
+            optimizers: A function that returns the loop's optimizers, unwrapped.
+            named: A function that returns names and parameters; called once, if none were given.
         """
         self._optimizers = optimizers
-        if ranks is not None:
-            self._ranks = ranks
         self._find_names = None if self._names else named
 
     @property
     def skipped_total(self) -> int:
-        """Iterations with a skipped step so far, those before a resume included."""
+        """Number of iterations with a skipped step, including those before a resume."""
         return self._count.total + any(record.skipped for record in self._round)
 
     def abandon(self) -> None:
-        """Forget the iteration that has begun, of a loop that was left by an error."""
+        """Forget the current iteration, after an error has ended the loop."""
         self._pending = False
         self._mixed.clear()
         self._per_optimizer_states.clear()
         self._round, self._marks = [], {}
 
     def release(self) -> None:
-        """Keep nothing of the optimizers and parameters alive, between two trainings."""
+        """Drop all references to optimizers and parameters, between two trainings."""
         self.abandon()
         if self._found_names is not None:
             self._names, self._find_names = {}, self._found_names
             self._found_names = None
+        self.close_meter()
+
+    def close_meter(self) -> None:
+        """Stop measuring lost updates."""
         if self.meter is not None:
             self.meter.close()
             self.meter = None
 
     def _know_names(self) -> None:
-        """Ask for the parameters' names, once."""
+        """Get the parameters' names, once."""
         if self._find_names is not None:
             self._names = name_table(self._find_names())
             self._find_names, self._found_names = None, self._find_names
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply by the scale, as torch's; adapts it first where ``update`` was waiting."""
+        """Multiply by the scale like torch's; first adapt it if ``update`` was waiting."""
         if self._enabled:
             if self._pending:
                 self._settle()
-            self._mixed |= {
-                key
-                for key, state in self._per_optimizer_states.items()
-                if state["stage"] is OptState.UNSCALED
-            }
+            states = self._per_optimizer_states.items()
+            self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -132,7 +129,7 @@ class LoopScaler(GradScaler):
         """Unscale the gradients of all optimizers that have some and wait for their step."""
         for optimizer in self._bound():
             self._refuse_mixed(optimizer)
-            if self._stage(optimizer) is OptState.READY and has_gradients(optimizer):
+            if self._stage(optimizer) is OptState.READY and with_gradients(optimizer):
                 self.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -166,7 +163,7 @@ class LoopScaler(GradScaler):
         return None
 
     def _flags(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        """Whether gradients are not finite, by device; they are unscaled by then, or will be."""
+        """The flags for non-finite gradients, by device; unscales unless the step will do it."""
         if self._stage(optimizer) is OptState.READY:
             self._stepping = True
             try:
@@ -201,7 +198,7 @@ class LoopScaler(GradScaler):
             self._settle()
 
     def _settle(self) -> None:
-        """Adapt the scale by the optimizers that have stepped; the others' gradients follow it."""
+        """Adapt the scale by the optimizers that have stepped; rescale the others' gradients."""
         self._pending = False
         waiting = {other: self._stage(other) is OptState.UNSCALED for other in self._waiting()}
         for other in waiting:
@@ -228,11 +225,11 @@ class LoopScaler(GradScaler):
         return () if self._optimizers is None else self._optimizers()
 
     def _waiting(self) -> list[Optimizer]:
-        """Those with gradients that have not stepped since the last adaption."""
+        """The optimizers with gradients that have not stepped since the scale was last adapted."""
         return [
             optimizer
             for optimizer in self._bound()
-            if self._stage(optimizer) is not OptState.STEPPED and has_gradients(optimizer)
+            if self._stage(optimizer) is not OptState.STEPPED and with_gradients(optimizer)
         ]
 
     def _stage(self, optimizer: Optimizer) -> OptState:
@@ -249,26 +246,15 @@ class LoopScaler(GradScaler):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The loop it is bound to does not travel."""
-        unbound: dict[str, Any] = {
-            "_optimizers": None,
-            "_find_names": None,
-            "_found_names": None,
-            "meter": None,
-            "_mixed": set(),
-        }
-        return super().__getstate__() | unbound
+        """The state for pickling, without the loop that the scaler is bound to."""
+        unbound = dict.fromkeys(("_optimizers", "_find_names", "_found_names", "meter"))
+        return super().__getstate__() | unbound | {"_mixed": set()}
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether any of its parameters has one."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-# The look at loss and gradients before a step, for loops that need no loss scale: bf16, fp32.
+# A check of loss and gradients before a step, for loops that need no loss scale: bf16, fp32.
 #
-# It stands where a loop keeps its loss scaler, with a scale that is 1 and stays 1. What remains of
-# a scaler is the question whether anything is not finite, and its answer::
+# It takes the place of a loop's loss scaler, with a constant scale of 1. What remains of a scaler
+# is the check whether anything is not finite::
 #
 #     a loss or a gradient is not finite, on any rank
 #         on_nonfinite="stop"     raise, with the cause; the weights are those before the step
@@ -276,14 +262,14 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 
 class FiniteGuard(LoopScaler):
-    """:class:`LoopScaler` without a scale: it multiplies by 1, and stops or skips.
+    """A :class:`LoopScaler` whose scale is 1: it only stops or skips where values are not finite.
 
     Args:
-        device: As torch's scaler.
+        device: As in torch's scaler.
         on_nonfinite: ``"stop"`` or ``"skip:K"``.
-        names: For messages; None: the prepared models' own.
-        ranks: Who must agree; None: the default group where there is one.
-        allow_pure: As :class:`halfstep.GradScaler`.
+        names: Parameter names for messages; None: the prepared models' own.
+        ranks: The ranks that must agree; None: the default group, if there is one.
+        allow_pure: As in :class:`halfstep.GradScaler`.
 
     Raises:
         PrecisionError: For another ``on_nonfinite``.
@@ -312,11 +298,11 @@ class FiniteGuard(LoopScaler):
         self._said = False
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs times 1; a scalar is remembered as the loss of a micro-batch."""
+        """Return the outputs times 1; a scalar is recorded as the loss of a micro-batch."""
         scaled = super().scale(outputs)
         bound = self._bound()
-        if bound and not any(map(has_gradients, bound)):
-            self._losses_sum = None  # what was back-propagated before has been dropped
+        if bound and not with_gradients(*bound):
+            self._losses_sum = None  # earlier gradients were cleared, so their losses do not count
         if isinstance(outputs, Tensor) and outputs.numel() == 1:
             value = outputs.detach().float().reshape(())
             present = self._losses_sum
@@ -330,13 +316,13 @@ class FiniteGuard(LoopScaler):
             PrecisionError: If a closure is given, or another rank's optimizer has no gradient.
         """
         device = torch.device(self._device)
-        if not has_gradients(optimizer) and isinstance(self._agreeing(device), OneRank):
+        if not with_gradients(optimizer) and isinstance(self._agreeing(device), OneRank):
             value: float | None = optimizer.step(*args, **kwargs)
             return value
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Settle what the steps have found; nothing, where nothing had a gradient.
+        """Act on what the steps have found; do nothing if no optimizer had a gradient.
 
         Raises:
             NonFiniteError: As ``on_nonfinite`` says.
@@ -345,7 +331,7 @@ class FiniteGuard(LoopScaler):
             super().update(new_scale)
 
     def for_loss(self, name: str) -> Self:
-        """This one: a scale of 1 serves every loss."""
+        """This object itself, since a scale of 1 serves every loss."""
         return self
 
     def abandon(self) -> None:
@@ -367,21 +353,31 @@ class FiniteGuard(LoopScaler):
             self._losses_sum = None
 
     def _stop_if_hopeless(
-        self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
+        self,
+        guard: ScaleGuard,
+        reason: Reason,
+        names: tuple[str, ...],
+        scale: float,
+        *,
+        at_floor: bool,
     ) -> None:
         loss = self._losses_sum
-        mine = loss is not None and not bool(loss.isfinite())
         device = torch.device(self._device) if loss is None else loss.device
-        of_loss = bool(self._agreeing(device).worst([int(mine)])[0])
+        of_loss = loss_error(loss, self._agreeing(device))
         if of_loss:
-            shown = f"{loss.item()}" if mine and loss is not None else "not finite on another rank"
-            what = f"the loss is {shown}: the forward pass or the data made it"
+            what = f"the loss is {of_loss}: the forward pass or the data made it"
         else:
             kind = "NaN" if reason == "nan_gradients" else "overflow (inf)"
             whose = some(names) or "parameters that are not known here"
             what = f"{kind} in the gradients of {whose} under a finite loss"
         if self._choice.action == "skip" and self._count.in_a_row <= self._choice.count:
-            self._say(what)
+            if not self._said:
+                self._said = True
+                warnings.warn(
+                    f"the step is left out, as on_nonfinite={self._choice} allows: {what}. Said "
+                    "once; last_step tells of every step",
+                    stacklevel=6,
+                )
             return
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
@@ -389,12 +385,3 @@ class FiniteGuard(LoopScaler):
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else names,
         )
-
-    def _say(self, what: str) -> None:
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"the step is left out, as on_nonfinite={self._choice} allows: {what}. Said once; "
-                "last_step tells of every step",
-                stacklevel=7,
-            )

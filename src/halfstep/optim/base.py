@@ -1,4 +1,4 @@
-"""The optimizers' common part: state, steps, and the fp32 masters they hold."""
+"""The base class of halfstep's optimizers: their state, their step, and their fp32 masters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import (
     FELL_BACK,
     REMAINDER,
-    Form,
-    Task,
+    StepTask,
     convert,
     dense,
     flat,
@@ -31,32 +30,32 @@ from halfstep.optim.storage.state import (
 from halfstep.optim.storage.weights import read_master, write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
-# Options of a group that a loaded state does not change: they say how this optimizer works.
+# Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """An optimizer whose weights and moments may be of less than 32 bits.
+    """An optimizer whose weights and moments may have less than 32 bits.
 
     Group options besides the algorithm's own:
 
-    * ``update``: how an update reaches a bf16 weight, see
+    * ``update``: the rounding mode by which an update reaches a bf16 weight, see
       :class:`~halfstep.PrecisionPolicy`. None lets :class:`halfstep.Precision`
-      choose, and is refused for bf16 weights without it.
+      choose; without a Precision it is refused for bf16 weights.
     * ``moments``: ``"fp32"``, ``"bf16"`` or ``"8bit"``; the last two round stochastically.
-    * ``seed``: of the random bits, which depend on it, the step and the (part's) element alone.
+    * ``seed``: seed of the random bits, which depend only on it, the step and the element.
     """
 
     algorithm: ClassVar[Algorithm]
-    # torch.amp.GradScaler then hands over its scale and its flag instead of reading the flag.
+    # With this, torch.amp.GradScaler passes its scale and flag instead of reading the flag.
     _step_supports_amp_scaling = True
     accepts_low_precision_gradients = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
-    """Set where ranks hold parts of one tensor: given which of the stepped tensors this rank would
-    let fall back to bf16 moments, it returns one answer on all ranks, such as whether any would.
-    It is called on all ranks after the same steps."""
+    """A function to set where ranks hold parts of one tensor. It gets, for each stepped tensor,
+    whether this rank would fall back to bf16 moments, and returns the same answers on all ranks,
+    such as whether any would. It is called on all ranks after the same steps."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class LowPrecisionOptimizer(Optimizer):
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim`` does; :func:`check_group` says what is refused."""
+        """Add a group as ``torch.optim`` does; :func:`check_group` refuses invalid ones."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -86,7 +85,7 @@ class LowPrecisionOptimizer(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a pickled or loaded state; options that older versions had not get their default."""
+        """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
         self._kernels = {}
         for group in self.param_groups:
@@ -94,10 +93,10 @@ class LowPrecisionOptimizer(Optimizer):
                 group.setdefault(key, value)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
-        """Refuse the ways of a policy that this optimizer cannot take.
+        """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
 
         Raises:
-            PrecisionError: If a group was made with another one, or the optimizer has stepped.
+            PrecisionError: If a group was made with other ones, or the optimizer has stepped.
         """
         if moments not in get_args(Moments):
             raise PrecisionError(
@@ -114,7 +113,7 @@ class LowPrecisionOptimizer(Optimizer):
                     )
 
     def set_precision(self, update: Update, moments: Moments) -> None:
-        """Take the ways of keeping weights and moments from a policy.
+        """Set the rounding mode and the format of moments, as a policy says.
 
         Raises:
             PrecisionError: As :meth:`check_precision`; nothing is changed then.
@@ -127,8 +126,8 @@ class LowPrecisionOptimizer(Optimizer):
         """Refuse gradients that a step cannot take.
 
         Raises:
-            PrecisionError: If a bf16 weight has no ``update``, or a gradient is sparse, of another
-                shape or dtype.
+            PrecisionError: If a bf16 weight has no ``update``, or a gradient is sparse or has
+                another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
         for group in self.param_groups:
@@ -147,9 +146,9 @@ class LowPrecisionOptimizer(Optimizer):
         """Take one step.
 
         Args:
-            closure: Computes the loss anew and returns it; as in ``torch.optim``.
+            closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
-            multiplier: Every gradient is multiplied by this on the fly (unscaling, clipping).
+            multiplier: A factor of every gradient, applied on the fly (unscaling, clipping).
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
@@ -178,20 +177,20 @@ class LowPrecisionOptimizer(Optimizer):
         return self._kernel(device).norm(gradients)
 
     def _kernel(self, device: torch.device) -> Kernel:
-        """The kernel for a device, looked for once."""
+        """The kernel for a device, chosen once."""
         if device.type not in self._kernels:
-            self._kernels[device.type] = kernel_for(device.type)
+            self._kernels[device.type] = kernel_for(device.type, self.algorithm.name)
         return self._kernels[device.type]
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
-    ) -> list[tuple[Plan, list[tuple[nn.Parameter, Task]]]]:
-        """Tasks that one kernel call can do together: same group, step, dtypes and moments."""
+    ) -> list[tuple[Plan, list[tuple[nn.Parameter, StepTask]]]]:
+        """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
         self.check_step(gradients)
-        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, Task]]]] = {}
+        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, StepTask]]]] = {}
         for stream, (number, group, parameter) in enumerate(self._members()):
             gradient = gradients.get(parameter)
             if gradient is None:
@@ -216,13 +215,13 @@ class LowPrecisionOptimizer(Optimizer):
         return list(found.values())
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
-        """Number of the group, group and parameter, in the order of the random streams."""
+        """The group's index, the group and the parameter, in the order of the random streams."""
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 yield number, group, parameter
 
-    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, Task]]) -> None:
-        """Keep the moments in bf16 from now on where 8 bits do not hold their spread; say so."""
+    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, StepTask]]) -> None:
+        """Switch to bf16 moments where 8 bits do not hold their spread, and warn about it."""
         tasks = [task for _, task in members]
         counts = elements_below(tasks)
         falls = [must_fall_back(b, t.weight.numel()) for b, t in zip(counts, tasks, strict=True)]
@@ -235,16 +234,13 @@ class LowPrecisionOptimizer(Optimizer):
             group, _ = self._find(parameter)
             beta2 = plain_options(group)["betas"][1]
             values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
-            entry = dict(zip(self.algorithm.moments, values, strict=True))
-            layout = dense(parameter)
-            shaped = {
-                name: value.as_strided(parameter.shape, layout.stride())
-                for name, value in entry.items()
-            }
-            state = self.state[parameter]
-            held = {REMAINDER: state[REMAINDER]} if REMAINDER in state else {}
-            fell_back = {FELL_BACK: new_step(plan.step)}
-            self.state[parameter] = {"step": state["step"], **shaped, **held, **fell_back}
+            stride, before = dense(parameter).stride(), self.state[parameter]
+            state = self.state[parameter] = {"step": before["step"]}
+            for name, value in zip(self.algorithm.moments, values, strict=True):
+                state[name] = value.as_strided(parameter.shape, stride)
+            if REMAINDER in before:
+                state[REMAINDER] = before[REMAINDER]
+            state[FELL_BACK] = new_step(plan.step)
             fallen.append(f"{self._name(parameter)} ({below} of {task.weight.numel()} elements)")
         if fallen:
             some = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" * (len(fallen) > 3))
@@ -256,11 +252,11 @@ class LowPrecisionOptimizer(Optimizer):
 
     @property
     def fallen_back(self) -> tuple[str, ...]:
-        """The parameters whose 8-bit moments have gone over to bf16, by name or by shape.
+        """The parameters whose 8-bit moments have become bf16, by name or by shape.
 
         8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
-        elements below that is found by itself, told once in a warning, and kept in bf16 for good,
-        through checkpoints too. ``DeviceScaler``, which never waits for the device, does not look.
+        elements below that is detected automatically, reported by one warning, and kept in bf16 for
+        good, also through checkpoints. ``DeviceScaler``, which never waits, does not check.
         """
         return tuple(
             self._name(parameter)
@@ -269,7 +265,7 @@ class LowPrecisionOptimizer(Optimizer):
         )
 
     def _name(self, parameter: Tensor) -> str:
-        """The parameter's name, where the optimizer was made with names, or number and shape."""
+        """The parameter's name if the optimizer was made with names, else its number and shape."""
         shape = tuple(parameter.shape)
         for stream, (_, group, candidate) in enumerate(self._members()):
             if candidate is parameter:
@@ -279,7 +275,7 @@ class LowPrecisionOptimizer(Optimizer):
         raise AssertionError("only members are named")
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """The parameter's state, made where there is none."""
+        """The parameter's state, created if there is none."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = new_step(0)
@@ -293,12 +289,12 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _task(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
-    ) -> Task:
+    ) -> StepTask:
         none = torch.empty(0, dtype=torch.uint8)
         stored = [stored_moment(state, name) for name in self.algorithm.moments]
         remainder = state.get(REMAINDER)
         data = dense(parameter)
-        return Task(
+        return StepTask(
             weight=flat(data, data),
             remainder=None if remainder is None else flat(remainder, data),
             moments=tuple(flat(values, data) for values, _ in stored if values is not None),
@@ -309,7 +305,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def read_master(self, parameter: nn.Parameter) -> Tensor:
-        """The fp32 number that each element of the parameter stands for; a new tensor."""
+        """The exact fp32 value of each element of the parameter, as a new tensor."""
         group, _ = self._find(parameter)
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
@@ -321,8 +317,8 @@ class LowPrecisionOptimizer(Optimizer):
     def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set the parameter, and its remainder where it has one, to values of its shape.
 
-        A rounding mode that draws random bits takes those of step 0 and of the parameter's own
-        stream. Temporaries are a few MB, whatever the parameter's size.
+        A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
+        Temporaries take a few MB, whatever the parameter's size.
         """
         group, stream = self._find(parameter)
         update = _update(group, parameter)
@@ -344,25 +340,25 @@ class LowPrecisionOptimizer(Optimizer):
         _write_back(parameter, data)
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
-        """The parameter's group and its number over all groups."""
+        """The parameter's group, and its index over all groups."""
         for stream, (_, group, candidate) in enumerate(self._members()):
             if candidate is parameter:
                 return group, stream
-        raise PrecisionError("the parameter is not this optimizer's")
+        raise PrecisionError("the parameter does not belong to this optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.
 
         Moments are converted to this optimizer's format, exactly unless the saved ones are finer;
-        remainders are taken where both keep the same kind.
+        remainders are loaded if both optimizers keep the same kind.
 
         Raises:
             PrecisionError: If a moment is missing or of another shape; nothing is changed then.
         """
         fresh: dict[Tensor, dict[str, Any]] = {}
 
-        # As the last hook before, this sees what all others have made of the state; torch then
-        # loads the groups; as the first hook after, the other sets the state before any asks.
+        # ``before`` runs after all other pre-hooks, so it sees the state as they changed it. torch
+        # then loads the groups only. ``after`` sets the state before any other post-hook reads it.
         def before(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             fresh.update(self._converted(given))
             return {**given, "state": {}}
@@ -389,8 +385,8 @@ class LowPrecisionOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if any(group.get("amsgrad") for group in groups):
             raise PrecisionError(
-                "the saved state is of an optimizer with amsgrad=True, which "
-                f"{type(self).__name__} has not"
+                "the saved state is from an optimizer with amsgrad=True, which "
+                f"{type(self).__name__} does not have"
             )
         parameters = [parameter for _, _, parameter in self._members()]
         numbers = [number for group in groups for number in group["params"]]
@@ -399,32 +395,39 @@ class LowPrecisionOptimizer(Optimizer):
         for number, entry in state_dict["state"].items():
             if number not in by_number:
                 raise PrecisionError(
-                    f"the saved state is of more than {len(by_number)} parameters, this optimizer "
+                    f"the saved state is for more than {len(by_number)} parameters, this optimizer "
                     f"has {len(parameters)}"
                 )
             fresh[by_number[number]] = self.convert(by_number[number], entry)
         return fresh
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's saved state, of this optimizer or another, in this one's formats.
+        """Convert a parameter's saved state, from any optimizer, to this optimizer's formats.
 
         Raises:
             PrecisionError: If a moment is missing or of another shape.
         """
         group, stream = self._find(parameter)
-        form = Form(_update(group, parameter), _moments(group), group["seed"], stream)
-        return convert(self.algorithm.moments, form, dense(parameter), entry)
+        return convert(
+            self.algorithm.moments,
+            dense(parameter),
+            entry,
+            update=_update(group, parameter),
+            moments=_moments(group),
+            seed=group["seed"],
+            stream=stream,
+        )
 
 
 def _write_back(parameter: Tensor, data: Tensor) -> None:
-    """Copy stepped weights to where they came from, if they were stepped as a dense copy."""
+    """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
     if data.data_ptr() != parameter.data_ptr():
         layout = dense(parameter)
         parameter.copy_(data.as_strided(layout.shape, layout.stride()))
 
 
 def _update(group: dict[str, Any], parameter: Tensor) -> Update:
-    """How a parameter of a group is kept; fp32 weights need no way of their own."""
+    """The rounding mode of a group's parameter; fp32 weights need none, so "nearest"."""
     chosen: Update = group["update"] or "nearest"
     return chosen if parameter.dtype == torch.bfloat16 else "nearest"
 
@@ -435,13 +438,13 @@ def _moments(group: Mapping[str, Any]) -> Moments:
 
 
 def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """How a parameter's moments are kept: as its group says, unless they have fallen back."""
+    """The format of a parameter's moments: its group's, unless they have fallen back to bf16."""
     chosen = _moments(group)
     return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with numbers instead of tensors; a learning rate may be a tensor."""
+    """A group's options with tensors, such as a learning rate, converted to numbers."""
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group.items()
@@ -449,7 +452,7 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# What an optimizer refuses, before anything is changed.
+# Checks that an optimizer makes before anything is changed.
 
 
 _WEIGHTS = (torch.float32, torch.bfloat16)
@@ -457,15 +460,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_group(group: dict[str, Any], owner: str) -> None:
-    """Refuse options that are not there, and parameters that are not kept.
-
-    Args:
-        group: A parameter group.
-        owner: The optimizer's name.
-
-    Raises:
-        PrecisionError: Naming what was found and what is allowed.
-    """
+    """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
     for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
         if group[key] is not None and group[key] not in allowed:
             raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
@@ -480,21 +475,21 @@ def check_group(group: dict[str, Any], owner: str) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
             raise PrecisionError(
                 f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
-                "share memory; give each its own (parameter.data = parameter.data.clone())"
+                "share memory; give each element its own (parameter.data = parameter.data.clone())"
             )
 
 
 def _way_out(dtype: torch.dtype, owner: str) -> str:
-    """What to do with a parameter of a dtype that is not kept."""
+    """Advice for a parameter of an unsupported dtype."""
     theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
     if dtype.is_complex:
         return (
-            "Its rules are written for real numbers: make the parameter "
+            "Its update rules are for real numbers: make the parameter "
             f"torch.view_as_real(value), or keep it complex with {theirs}"
         )
     if dtype == torch.float64:
         return (
-            "Its steps are computed in fp32 and would cut fp64 weights: keep them with "
+            "Its steps are computed in fp32 and would round fp64 weights: keep them with "
             f"{theirs}, or call model.float() first"
         )
     return (
@@ -504,12 +499,7 @@ def _way_out(dtype: torch.dtype, owner: str) -> str:
 
 
 def _check_options(group: dict[str, Any], owner: str) -> None:
-    """Refuse those of ``torch.optim``'s options that no kernel honours.
-
-    Raises:
-        PrecisionError: With the reason and what to do instead.
-        RuntimeError: For ``foreach`` and ``fused`` both True, in torch's words.
-    """
+    """Refuse options of ``torch.optim`` that no kernel honours, partly with torch's messages."""
     if group.get("fused") and group.get("differentiable"):
         raise RuntimeError("`fused` does not support `differentiable`")
     if group.get("fused") and group.get("foreach"):
@@ -538,11 +528,7 @@ def _check_options(group: dict[str, Any], owner: str) -> None:
 
 
 def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
-    """Refuse bf16 weights of which nothing says how they keep small updates.
-
-    Raises:
-        PrecisionError: With the choices and their cost in bytes.
-    """
+    """Refuse trainable bf16 weights in groups that give no rounding mode."""
     silent = [
         parameter
         for group in groups
@@ -560,11 +546,7 @@ def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel takes.
-
-    Raises:
-        PrecisionError: Naming shape and dtype.
-    """
+    """Refuse a gradient that no kernel accepts: sparse, or of another shape or dtype."""
     shape = tuple(parameter.shape)
     if gradient.is_sparse:
         raise PrecisionError(

@@ -17,7 +17,7 @@ from halfstep.precision.masters.rounding import Update
 class AdamW(LowPrecisionOptimizer):
     """Adam with decoupled weight decay.
 
-    Bytes per parameter between micro-batches, beside the weight's own 2: remainder 2 (``split``,
+    Bytes per parameter between micro-batches, besides 2 for a bf16 weight: remainder 2 (``split``,
     ``kahan``), 1 (``split24``) or 0; moments 8 (``fp32``), 4 (``bf16``) or 2 (``8bit``).
 
     Example:
@@ -53,22 +53,22 @@ class AdamW(LowPrecisionOptimizer):
         Args:
             params: Parameters, groups of them, or ``model.named_parameters()``.
             lr: A number, or a CPU tensor of one element, which is read at every step.
-            betas: Decay of the first and second moment, numbers or CPU tensors of one element.
-            eps: Added to the root of the second moment.
-            weight_decay: Decoupled from the gradient, times ``lr``.
+            betas: Decay rates of the two moments, as numbers or CPU tensors of one element.
+            eps: Added to the square root of the second moment.
+            weight_decay: Decoupled weight decay, multiplied by ``lr``.
             amsgrad: Refused if True: only two moments are kept.
             maximize: Step along the gradient instead of against it.
-            foreach: Accepted; ours is always one pass over memory, with the same meaning.
+            foreach: Accepted but without effect: the kernels always take one pass over memory.
             capturable: Refused if True; :class:`halfstep.optim.DeviceScaler` can be captured.
             differentiable: Refused if True: no kernel is differentiable.
-            fused: As ``foreach``.
-            update: How an update reaches a bf16 weight.
-            moments: How moments are kept.
-            seed: Of stochastic rounding.
+            fused: Accepted but without effect, as ``foreach``.
+            update: The rounding mode of bf16 weights.
+            moments: The format of the moments.
+            seed: Seed of stochastic rounding.
 
         Raises:
-            PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, an
-                option or a parameter's dtype that is not kept.
+            PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, or
+                an unsupported option or parameter dtype.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr, foreach, capturable)
@@ -112,14 +112,14 @@ class SGD(LowPrecisionOptimizer):
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer; the moment is kept even where ``momentum`` is 0.
+        """Make the optimizer; it stores the moment even if ``momentum`` is 0.
 
         All but the last three arguments are those of ``torch.optim.SGD``; for ``foreach``,
         ``fused`` and ``differentiable`` see :class:`AdamW`.
 
         Raises:
-            PrecisionError: For a number outside its range, nesterov without momentum, or as
-                :class:`AdamW`.
+            PrecisionError: For a number outside its range, nesterov without momentum, or for the
+                reasons of :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr)
@@ -145,7 +145,7 @@ class SGD(LowPrecisionOptimizer):
 
 
 class Lion(LowPrecisionOptimizer):
-    """The sign of an interpolated momentum, with decoupled weight decay; one moment."""
+    """Lion: steps by the sign of an interpolated momentum, with decoupled weight decay."""
 
     algorithm = LION
 
@@ -165,10 +165,10 @@ class Lion(LowPrecisionOptimizer):
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer; for the options that ``torch.optim`` has as well see :class:`AdamW`.
+        """Make the optimizer; the options are those of :class:`AdamW`.
 
         Raises:
-            PrecisionError: For a number outside its range, or as :class:`AdamW`.
+            PrecisionError: For a number outside its range, or the reasons of :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
         _check_rate(lr, foreach, capturable)
@@ -188,7 +188,7 @@ class Lion(LowPrecisionOptimizer):
 
 
 def _check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: bool = False) -> None:
-    """Refuse what ``torch.optim`` refuses of a learning rate, in its words."""
+    """Refuse the learning rates that ``torch.optim`` refuses, with its messages."""
     if isinstance(lr, Tensor):
         if foreach and not capturable:
             raise PrecisionError(
@@ -205,7 +205,7 @@ def _check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: boo
 def _betas(
     betas: tuple[float | Tensor, float | Tensor], foreach: bool | None, capturable: bool
 ) -> tuple[float, float]:
-    """The betas as numbers, as ``torch.optim`` keeps them; what it refuses is refused."""
+    """The betas as numbers, as ``torch.optim`` stores them, after the checks that it makes."""
     for index, beta in enumerate(betas):
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise PrecisionError(f"Tensor betas[{index}] must be 1-element")
@@ -223,13 +223,13 @@ def _betas(
     for beta in betas:
         if isinstance(beta, Tensor) and beta.device.type != "cpu":
             raise PrecisionError(
-                f"betas are tensors on {beta.device}, which would have to be waited for; give "
+                f"betas are tensors on {beta.device}, which the host would have to wait for; give "
                 "numbers or CPU tensors"
             )
     return float(betas[0]), float(betas[1])
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """``torch.optim``'s words first, so that programs and tests that look for them find them."""
+    """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
     if not holds:
         raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")

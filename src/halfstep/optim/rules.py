@@ -1,41 +1,35 @@
 """The update rules, in fp32, as pure functions of weight, gradient and moments.
 
-Each is written as the sequence of rounded fp32 operations that every kernel repeats, so that the
-compiled kernels give the same bits.
+Each is a fixed sequence of rounded fp32 operations, which every kernel repeats in this order, so
+that the compiled kernels give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Name = Literal["adamw", "sgd", "lion"]
 Moved = tuple[Tensor, Tensor, Tensor]
 Constants = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One update rule.
+    """An optimizer's update rule: its name, its moments, its constants and its update."""
 
-    Attributes:
-        name: How kernels know it.
-        moments: Names of its state, as ``torch.optim`` has them; the first is signed.
-        settled: Group options to the rule's fp32 constants in late steps, at most 8.
-        at_step: These and a step number, from 1, to the constants of that step. The only part that
-            ``triton_decide.py`` repeats, as the host does not know which step it is there.
-        move: (weight, gradient, first, second, constants) to the new weight, first and second; all
-            fp32 of one shape; a moment that the rule has not is handed through.
-    """
-
-    name: Name
-    moments: tuple[str, ...]
+    name: str  # its name in kernels and configurations
+    moments: tuple[str, ...]  # names of its state, as in ``torch.optim``; the first is signed
+    # maps group options to the rule's fp32 constants in late steps, at most 8
     settled: Callable[[dict[str, Any]], Constants]
+    # maps these and a step number, from 1, to the constants of that step; ``triton_decide.py``
+    # repeats it, because there only the device knows the step number
     at_step: Callable[[Constants, int], Constants]
+    # maps (weight, gradient, first, second, constants) to the new weight, first and second moment,
+    # all fp32 of one shape; a second moment that the rule does not use is returned unchanged
     move: Callable[[Tensor, Tensor, Tensor, Tensor, Constants], Moved]
 
     def constants(self, group: dict[str, Any], step: int) -> Constants:
@@ -56,8 +50,8 @@ def _adamw_at(c: Constants, step: int) -> Constants:
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     beta1, rest1, beta2, rest2, decay, size, correction, eps = c
     m = m * beta1 + g * rest1
-    v = v * beta2 + (g * rest2) * g  # torch's order: g * g would overflow above 1.8e19
-    root = v.double().sqrt().float()  # correctly rounded; torch's own fp32 root is not on CPUs
+    v = v * beta2 + (g * rest2) * g  # torch's order, as g * g overflows above 1.8e19
+    root = v.double().sqrt().float()  # correctly rounded, which torch's fp32 root on CPUs is not
     return w * decay - (m / (root * correction + eps)) * size, m, v
 
 

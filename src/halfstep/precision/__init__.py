@@ -1,1 +1,1 @@
-"""The precision library: knows torch, knows nothing of training."""
+"""The precision library: it builds on torch alone and knows nothing of halfstep's trainer."""

@@ -1,4 +1,4 @@
-"""What moves with the steps: learning-rate schedules, and the average of the weights."""
+"""What is advanced after each step: learning-rate schedules, and the EMA of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnSkip = Literal["hold", "advance"]
 
 
 class AfterStep:
-    """Schedules hold still on a skipped step or advance, as chosen; the average holds still."""
+    """Advances schedules and the EMA; on a skip the EMA holds, the schedules as chosen."""
 
     def __init__(
         self,
@@ -29,18 +29,7 @@ class AfterStep:
         ema: EMA | None,
         names: Collection[str],
     ) -> None:
-        """Check what is to be moved.
-
-        Args:
-            schedulers: Learning-rate schedulers.
-            on_skip: What they do on a skipped step.
-            ema: The average, or None.
-            names: The trainable parameters of the model.
-
-        Raises:
-            PrecisionError: For an unknown word, what is no scheduler or one that wants a metric,
-                or an average of another model.
-        """
+        """Check the arguments; ``names`` are those of the model's trainable parameters."""
         if on_skip not in get_args(OnSkip):
             raise PrecisionError(f"on_skip={on_skip!r}; allowed: {', '.join(get_args(OnSkip))}")
         where, allowed = "Precision(schedulers)", "a list of torch's learning-rate schedulers"
@@ -59,12 +48,7 @@ class AfterStep:
         self._ema = ema
 
     def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Move what moves.
-
-        Args:
-            applied: Whether the weights were updated.
-            weights: Name and exact value; read only if there is an average to move.
-        """
+        """Advance; the exact ``weights`` are read only if there is an EMA to update."""
         if applied and self._ema is not None:
             self._ema.update_(weights, grow=True)
         if applied:
@@ -72,16 +56,16 @@ class AfterStep:
                 scheduler.step()
         elif self._schedulers and self._on_skip == "advance":
             with warnings.catch_warnings():
-                # torch takes a schedule that moves on a skipped step for a wrong order of calls.
+                # torch mistakes a schedule that advances on a skipped step for a wrong call order.
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 for scheduler in self._schedulers:
                     scheduler.step()
 
 
 def no_own_weights() -> PrecisionError:
-    """The error for reading or training weights while averages stand in their places."""
+    """The error for reading or training weights while averages have replaced them."""
     return PrecisionError(
-        "inside ema.applied_to(model) the model has averages for weights, which a step or a "
+        "inside ema.applied_to(model) the model's weights are averages, which a step or a "
         "checkpoint would take for the trained ones. Leave the block first"
     )
 
@@ -89,7 +73,7 @@ def no_own_weights() -> PrecisionError:
 # An exponential moving average of the weights that also moves in low precision.
 
 
-_STREAMS = 2**31  # the first of an average's streams of random bits
+_STREAMS = 2**31  # the number of an EMA's first random stream, above all those of optimizers
 
 
 class EMA:
@@ -97,7 +81,7 @@ class EMA:
 
     At decay 0.9999 one update moves the average by 1e-4 of its distance to the weight: rounded to
     nearest in bf16 it never moves at all. The average is therefore fp32, or bf16 with stochastic
-    rounding, and it is taken of the exact masters where the model's weights are 16 bit.
+    rounding, and where the model's weights are 16-bit it averages the exact masters.
 
     **Source:** Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
 
@@ -120,13 +104,13 @@ class EMA:
         """Start the average at the model's trainable weights.
 
         Args:
-            model: Best given before its weights are cast to 16 bit.
+            model: Best passed before its weights are cast to 16 bits.
             decay: Above 0 and below 1.
             dtype: fp32, or bf16 at half the memory; by name or as a torch.dtype.
-            seed: Of stochastic rounding.
+            seed: Seed of the stochastic rounding.
 
         Raises:
-            PrecisionError: For a decay or dtype that is not allowed, or what is no model.
+            PrecisionError: If decay or dtype is not allowed, or ``model`` is not a module.
         """
         require_model(model, "EMA(model)")
         decay = as_number(decay, "EMA(decay)", "0 < decay < 1")
@@ -140,7 +124,7 @@ class EMA:
         self.seed = seed
         self.updates = 0
         self.applied = False
-        """Whether a model has the averages in the place of its weights: :meth:`applied_to`."""
+        """Whether a model's weights are replaced by the averages: :meth:`applied_to`."""
         self.averages = {
             name: local_part(parameter).detach().to(dtype, copy=True)
             for name, parameter in model.named_parameters()
@@ -153,8 +137,8 @@ class EMA:
 
         Args:
             weights: Name and value, of any floating dtype.
-            grow: Whether weights that are not averaged yet, as they were frozen until now, start
-                an average; otherwise they are passed over.
+            grow: Whether weights without an average, because they were frozen until now, start
+                one; otherwise they are ignored.
         """
         self.updates += 1
         seen = 0
@@ -166,7 +150,7 @@ class EMA:
                 continue
             value = average.float().lerp_(weight.detach().float(), 1 - self.decay)
             if average.dtype == torch.bfloat16:
-                # streams of its own: optimizers with the same seed draw from 0 on
+                # separate streams, since optimizers with the same seed number theirs from 0
                 stream = _STREAMS + seen
                 bits = random_bits(
                     self.seed, self.updates, value.shape, stream=stream, device=value.device
@@ -176,7 +160,7 @@ class EMA:
             seen += 1
 
     def require(self, names: Collection[str]) -> None:
-        """Refuse a model that lacks parameters of the average: it would never move.
+        """Refuse a model that lacks averaged parameters: their averages would never change.
 
         Raises:
             PrecisionError: Naming some of them.
@@ -191,9 +175,9 @@ class EMA:
 
     @contextlib.contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model has the averages, in its own dtypes; afterwards its own weights.
+        """Inside the block the model's weights are the averages, in the model's own dtypes.
 
-        For evaluation: a checkpoint made inside would mix averages with what the optimizer keeps.
+        For evaluation only: a checkpoint made inside would mix averages with optimizer state.
 
         Raises:
             PrecisionError: If the model lacks parameters of the average.
@@ -211,13 +195,13 @@ class EMA:
             yield
         finally:
             self.applied = False
-            reshard_(model)  # gathered averages go
+            reshard_(model)  # drops averages that FSDP2 has gathered
             with torch.no_grad():
                 for name, parameter in named.items():
                     parameter.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages and the number of updates; decay and seed belong to the configuration."""
+        """The averages and the number of updates; decay and seed belong to the configuration."""
         return {"updates": self.updates, "averages": dict(self.averages)}
 
     @torch.no_grad()
@@ -225,7 +209,7 @@ class EMA:
         """Continue from :meth:`state_dict`.
 
         Raises:
-            PrecisionError: If it is of another model; nothing is changed then.
+            PrecisionError: If it is from another model; nothing is changed then.
         """
         if set(state) != {"updates", "averages"} or not isinstance(state["updates"], int):
             raise PrecisionError(

@@ -1,14 +1,13 @@
 """What the ranks of a run must agree on before a step: its loss, its norm, and what is broken.
 
 Whether a step is applied depends on the gradients' norm and on the loss. Each rank may hold a part
-of the parameters, a share of the batch or both; a decision by its own numbers alone would let one
-rank step and another skip, after which their weights and loss scales differ for good. Here every
-rank adds its share to the same sum, over all ranks of all mesh axes, in one collective per step:
-NaN or inf in anybody's share is NaN or inf in everybody's sum, and so the MAX of the flag.
+of the parameters, a share of the batch or both. If it decided from its own values alone, one rank
+could step and another skip, after which their weights and loss scales would differ for good. Here
+every rank adds its share to the same sum, over all ranks of all mesh axes, in one collective per
+step: NaN or inf in one rank's share makes every rank's sum NaN or inf, as MAX does with a flag.
 
-Nothing about a parameter that is no DTensor shows whether ranks hold copies of it or parts. Layers
-that are split by hand say so with a mark (:data:`MARK`); :func:`check_replicas` refuses those that
-do not.
+A parameter that is not a DTensor does not show whether ranks hold copies of it or parts. Layers
+split by hand set an attribute (:data:`MARK`); :func:`check_replicas` refuses those that do not.
 
 **Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
 """
@@ -30,15 +29,15 @@ from halfstep.precision.masters.local_part import is_sharded, parts_of
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
 
 MARK = "tensor_model_parallel"
-"""The attribute, True, of a plain parameter of which every model-parallel rank holds another part.
+"""The attribute, set to True, of a plain parameter that is split over the model-parallel ranks.
 
-**Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, marks its split parameters so.
+**Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, sets it on its split parameters.
 """
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ManyRanks:
-    """All ranks of ``torch.distributed``'s default group; each must call each step."""
+    """Agreement among all ranks of ``torch.distributed``'s default group, which step together."""
 
     def __init__(
         self,
@@ -47,17 +46,17 @@ class ManyRanks:
         loss_share: float | None = None,
         model_parallel: int | None = None,
     ) -> None:
-        """Take part in the default group, which must exist.
+        """Join the default group, which must exist.
 
         Args:
-            device: Where the ranks' sums are made: one that the group's backend serves, or its
-                name.
-            loss_share: What a rank's loss counts in the step's. None: 1 / number of ranks, the mean
-                of the ranks' losses, as with DDP and FSDP2 by themselves, which average gradients.
-                1 where ranks have different parts of a sum.
+            device: Where the ranks' sums are computed: a device, or its name, that the group's
+                backend supports.
+            loss_share: The factor of a rank's loss in the step's loss. None: 1 / number of ranks,
+                so the mean over ranks, as DDP and FSDP2 average gradients. 1 where each rank's loss
+                is a part of a sum.
             model_parallel: How many ranks share one copy of the model, where layers are split by
-                hand: of a plain parameter with the attribute ``tensor_model_parallel = True`` each
-                of them holds another part. None: all ranks of the group.
+                hand: each of them holds a different part of a plain parameter with the attribute
+                ``tensor_model_parallel = True``. None: all ranks of the group.
 
         Raises:
             PrecisionError: If ``model_parallel`` does not divide the number of ranks, or no
@@ -80,15 +79,16 @@ class ManyRanks:
             )
 
     def parts_of(self, parameter: Tensor) -> int:
-        """What a DTensor's mesh says; of a plain tensor, what its mark says (:data:`MARK`)."""
+        """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`."""
         if not is_sharded(parameter) and getattr(parameter, MARK, False):
             return self._model_parallel
         return parts_of(parameter)
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """The sum of the ranks' shares, in fp64; the same bits on every rank.
+        """The step's loss and gradient norm, summed over ranks in fp64; bit-equal on every rank.
 
-        A part that ``n`` of the ``size`` ranks hold different parts of is there ``size / n`` times.
+        If ``n`` of the ``size`` ranks hold different parts of a parameter, each part is in the sum
+        ``size / n`` times: hence the factor ``n`` here, and the division by ``size`` at the end.
 
         Raises:
             PrecisionError: If another rank cannot step.
@@ -105,16 +105,16 @@ class ManyRanks:
                 f"{unable:g} of {self._size} ranks could not take this step, so none does; the "
                 "error that was raised there says why"
             )
-        # rounded to fp32, the loss of two ranks is that of two micro-batches on one device
+        # one device adds micro-batch losses in fp32: rounding gives two ranks the same value
         value = torch.tensor(value, dtype=torch.float32).item()
         return value, math.sqrt(squares / self._size) if squares >= 0 else math.nan
 
     def cannot(self) -> None:
-        """Tell the others, who are in :meth:`measure` or come there."""
+        """Tell the other ranks, in :meth:`measure` now or later, that this one cannot step."""
         dist.all_reduce(torch.tensor([0, 0, 1], dtype=torch.float64, device=self._device))
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The largest of all ranks' marks, place by place; numbers only, nothing is unpickled."""
+        """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
         if not marks:
             return []
         table = torch.tensor(marks, dtype=torch.int32, device=self._device)
@@ -123,7 +123,7 @@ class ManyRanks:
         return worst
 
     def worst_(self, marks: Tensor) -> None:
-        """The largest of all ranks' marks, element by element, in place."""
+        """Replace ``marks`` by their element-wise maximum over ranks, in place."""
         if marks.device == self._device:
             dist.all_reduce(marks, op=dist.ReduceOp.MAX)
         else:
@@ -132,7 +132,7 @@ class ManyRanks:
             marks.copy_(moved)
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """NaN goes before inf where ranks found both in one tensor's parts."""
+        """All ranks' findings; a tensor with NaN on one rank and inf on another counts as NaN."""
         nan, inf = set(found.nan), set(found.inf)
         marks = self.worst([2 if name in nan else int(name in inf) for name in names])
         marked = list(zip(names, marks, strict=True))
@@ -143,18 +143,14 @@ class ManyRanks:
 
 
 def ranks_of_this_process(device: torch.device) -> Ranks:
-    """All ranks where ``torch.distributed`` is initialised for several, else this process alone."""
+    """:class:`ManyRanks` where ``torch.distributed`` runs several, else :class:`OneRank`."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return ManyRanks(device)
     return OneRank()
 
 
 def as_ranks(value: object) -> Ranks:
-    """What ranks agree by: :class:`OneRank`, :class:`ManyRanks`, or one's own :class:`Ranks`.
-
-    Raises:
-        PrecisionError: For what has not its methods.
-    """
+    """Check ``ranks=``: :class:`OneRank`, :class:`ManyRanks` or one's own :class:`Ranks`."""
     offered = (n for n in vars(Ranks) if not n.startswith("_"))
     if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
         raise PrecisionError(
@@ -169,18 +165,18 @@ def as_ranks(value: object) -> Ranks:
 def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """Refuse trainable parameters that are neither sharded nor marked, and differ between ranks.
 
-    They are taken for copies: each rank's gradient of them would count as the same one, and the
-    norm of hand-written tensor parallel layers would be too small by the root of the number of
-    ranks. Values are compared by a hash of 62 bits, in one small collective; parts that hold equal
-    values, all zeros for instance, cannot be told from copies. All ranks together, before training.
+    Unmarked parameters are taken for copies, whose gradient counts once: for hand-written tensor
+    parallel layers the norm would be too small, by up to the square root of the number of ranks.
+    Values are compared by a 62-bit hash in one small collective; parts with equal values, such as
+    all zeros, cannot be told from copies. All ranks must call this together, before training.
 
     Args:
         named_parameters: ``model.named_parameters()``.
         ranks: With :class:`OneRank` nothing is compared.
 
     Raises:
-        PrecisionError: The same on every rank, naming the first that differs; or that the ranks'
-            models have different parameters; or that these are no pairs of name and parameter.
+        PrecisionError: The same error on every rank: it names the first parameter that differs, or
+            says that the ranks' models have different parameters, or that these are not pairs.
     """
     as_ranks(ranks)
     allowed = "model.named_parameters()"
@@ -218,18 +214,18 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
 
 
 def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """The wrapped 64-bit sum of all elements' bits, read as whole numbers."""
+    """The sum, modulo 2^64, of all elements' bit patterns read as integers."""
     bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return bits.detach().contiguous().view(_WORDS[bits.element_size()]).sum(dtype=torch.int64)
 
 
 def _digest(text: str) -> tuple[int, int]:
-    """Two whole numbers below 2^31, which int32 holds with either sign."""
+    """Two integers below 2^31, which int32 holds with either sign."""
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
     return number >> 33, number & (2**31 - 1)
 
 
 def _equal(ranks: Ranks, numbers: Sequence[int]) -> list[bool]:
-    """Place by place, whether all ranks gave the same: their largest is then their smallest."""
+    """Element-wise, whether all ranks gave the same number: whether maximum equals minimum."""
     worst = ranks.worst([*numbers, *(-number for number in numbers)])
     return [a == -b for a, b in zip(worst[: len(numbers)], worst[len(numbers) :], strict=True)]

@@ -1,6 +1,7 @@
-"""Values from outside: what may be written as a name or given as a value, read once.
+"""Validation of users' arguments, which may be a name (``"bf16"``) or a value.
 
-Policies are read by :func:`halfstep.precision.policy.spelling.parse_policy`.
+Each function here raises a PrecisionError that says where, what was given and what is allowed
+instead. Policies are parsed by :func:`halfstep.precision.policy.spelling.parse_policy`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,16 @@ T = TypeVar("T")
 
 
 def require(value: object, kind: type[T] | tuple[type[T], ...], where: str, allowed: str) -> T:
-    """Refuse a value of another kind, such as a model in an optimizer's place.
+    """Refuse a value of the wrong class, such as a model passed as the optimizer.
 
     Args:
-        value: What was given.
-        kind: The classes that are taken.
-        where: The function and its argument, as ``"EMA(model)"``.
-        allowed: What to give instead, in words.
+        value: The argument.
+        kind: The classes that are accepted.
+        where: The function and its argument, such as ``"EMA(model)"``.
+        allowed: What to pass instead, as text for the message.
 
     Returns:
         The value.
-
-    Raises:
-        PrecisionError: Saying where, what was given and what is allowed.
     """
     if isinstance(value, kind):
         return value
@@ -45,29 +43,17 @@ def _kind(value: object) -> str:
 
 
 def require_model(value: object, where: str) -> nn.Module:
-    """Refuse what is no ``torch.nn.Module``: a class of one, its parameters, an optimizer.
-
-    Raises:
-        PrecisionError: As :func:`require`.
-    """
+    """Refuse anything but a ``torch.nn.Module`` instance: a class, parameters, an optimizer."""
     return require(value, nn.Module, where, "a torch.nn.Module")
 
 
 def require_optimizer(value: object, where: str) -> Optimizer:
-    """Refuse what is no ``torch.optim.Optimizer``.
-
-    Raises:
-        PrecisionError: As :func:`require`.
-    """
+    """Refuse anything but a ``torch.optim.Optimizer`` instance."""
     return require(value, Optimizer, where, "a torch.optim.Optimizer")
 
 
 def as_number(value: object, where: str, allowed: str) -> float:
-    """A plain number, or a tensor of one element; what range it must lie in is not looked at.
-
-    Raises:
-        PrecisionError: As :func:`require`; True and False are no numbers.
-    """
+    """A Python number, not a bool, or a tensor of one element; the range is not checked."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
     if isinstance(value, bool):
@@ -76,11 +62,7 @@ def as_number(value: object, where: str, allowed: str) -> float:
 
 
 def as_texts(value: object, where: str, allowed: str) -> tuple[str, ...]:
-    """Texts such as patterns: several, or one by itself.
-
-    Raises:
-        PrecisionError: As :func:`require`, for what is neither.
-    """
+    """A tuple of strings, such as patterns, from a collection of them or a single one."""
     if isinstance(value, str):
         return (value,)
     several = require(value, (list, tuple, set, frozenset), where, allowed)
@@ -88,11 +70,7 @@ def as_texts(value: object, where: str, allowed: str) -> tuple[str, ...]:
 
 
 def as_dtype(value: str | torch.dtype) -> torch.dtype:
-    """A dtype by name (``"bf16"``, ``"bfloat16"``) or by value.
-
-    Raises:
-        PrecisionError: If it is neither.
-    """
+    """A dtype by name (``"bf16"``, ``"bfloat16"``) or by value."""
     if isinstance(value, torch.dtype):
         return value
     if isinstance(value, str) and value.lower().removeprefix("torch.") in _NAMES:
@@ -101,11 +79,7 @@ def as_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def as_floating(value: str | torch.dtype, where: str) -> torch.dtype:
-    """A floating dtype by name or by value.
-
-    Raises:
-        PrecisionError: If it is neither, or a dtype of whole numbers.
-    """
+    """A floating dtype by name or by value."""
     dtype = as_dtype(value)
     if not dtype.is_floating_point:
         raise PrecisionError(f"{where} got {dtype}; allowed: floating dtypes, as torch.bfloat16")
@@ -113,11 +87,7 @@ def as_floating(value: str | torch.dtype, where: str) -> torch.dtype:
 
 
 def as_device(value: str | torch.device) -> torch.device:
-    """A device by name (``"cpu"``, ``"cuda:1"``) or by value.
-
-    Raises:
-        PrecisionError: If it is neither.
-    """
+    """A device by name (``"cpu"``, ``"cuda:1"``) or by value."""
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):

@@ -1,8 +1,8 @@
-"""What is checked before a step is ever taken: model, optimizer and policy go together."""
+"""Checks before the first step that model, optimizer and policy are compatible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_floating, as_number, require, require_optimizer
 from halfstep.precision.casting.buffers import check_buffers
-from halfstep.precision.casting.cast import CastInputs, upcast_
+from halfstep.precision.casting.cast import CastInputs
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -23,13 +23,13 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
-    """The first names and how many more there are."""
+    """The first few names, joined, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def check_arguments(model: object, optimizers: object) -> None:
-    """Refuse what is no model and no optimizers, before anything is asked of them."""
+    """Refuse arguments that are not a model and optimizers, before any of them is used."""
     if isinstance(model, Optimizer) and isinstance(optimizers, nn.Module):
         raise PrecisionError(
             "model and optimizer are swapped; allowed: Precision(policy, model, optimizer)"
@@ -60,7 +60,7 @@ def check_parameters(
     *,
     upcast: bool = False,
 ) -> None:
-    """Refuse, before anything is changed, what would fail or lie later."""
+    """Refuse, before anything is changed, what would later fail or train wrongly."""
     policy, model = placed.policy, placed.model
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and not hook.policy.is_pure:
@@ -93,7 +93,7 @@ def check_parameters(
 def _check_owned(owned: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
     """Refuse parameters of two optimizers, and tensors that are not the model's."""
     if len(set(owned)) < len(owned):
-        raise PrecisionError("a parameter stands in two optimizers; give each to one")
+        raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
     strangers = [i for i, p in enumerate(owned) if p not in names]
     if strangers:
         raise PrecisionError(
@@ -111,7 +111,7 @@ def _check_fp32_weights(
     *,
     upcast: bool,
 ) -> None:
-    """Refuse 16-bit weights where the policy trains fp32 ones, but for what can be upcast."""
+    """Refuse 16-bit weights where the policy trains fp32 ones, unless they are to be upcast."""
     low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
     if low and upcast:
         sharded = tuple(name for parameter, name in low.items() if is_sharded(parameter))
@@ -127,16 +127,17 @@ def _check_fp32_weights(
             )
     elif low:
         found = sorted({dtype_name(p.dtype) for p in low})
+        more = sum(p.numel() * (4 - p.element_size()) for p in low)
         raise PrecisionError(
             f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
             f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
             f"convert them with model.float(), or by upcast_trainable=True the trainable ones "
-            f"alone ({_upcast_bytes(low)} bytes more), or use a *-master policy"
+            f"alone ({more} bytes more), or use a *-master policy"
         )
     frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
     if frozen:
         raise PrecisionError(
-            f"rules of policy {policy} keep {some(frozen)} in fp32, which 16 bits hold now; "
+            f"rules of policy {policy} keep {some(frozen)} in fp32, but the model has 16 bits; "
             "convert their modules with .float() first"
         )
 
@@ -165,34 +166,34 @@ def _check_eps(
 def _other_numbers(policy: PrecisionPolicy, name: str, parameter: Tensor) -> PrecisionError:
     if parameter.is_complex():
         return PrecisionError(
-            f"{name} is {dtype_name(parameter.dtype)}, and policies are about real numbers. Keep "
+            f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers only. Store "
             "it as a real parameter (torch.view_as_real) and use torch.view_as_complex in forward"
         )
     return PrecisionError(
-        f"{name} is fp64, which policy {policy} would cut to "
+        f"{name} is fp64, which policy {policy} would round to "
         f"{dtype_name(policy.master_dtype)}. If that is meant, convert it with model.float() "
         "before the optimizer is made"
     )
 
 
 def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int, float, float]]:
-    """Raise each group's ``eps`` to the smallest that is safe in a dtype, if it is below.
+    """Raise each group's ``eps`` to the smallest value that is safe in a dtype, if it is below.
 
-    That is the smallest normal number, 2^-14 in fp16. Where Adam's second moment has underflowed
-    to 0, ``eps`` alone is the denominator. Smaller numbers are subnormal: they keep fewer bits,
-    some devices flush them to 0, and the first moment divided by them can be beyond the format. In
-    fp16 (1 - 0.999) g^2 underflows for ``|g| < sqrt(1000 * 2^-25) = 0.0055``, so with 2^-14 the
-    quotient stays below 90; with 1e-8, which is 0 there, it is infinite.
+    That value is the smallest normal number, 2^-14 in fp16. Where Adam's second moment has
+    underflowed to 0, ``eps`` alone is the denominator. A subnormal ``eps`` has fewer bits, some
+    devices flush it to 0, and the first moment divided by it may overflow. In fp16
+    (1 - 0.999) g^2 underflows for ``|g| < sqrt(1000 * 2^-25) = 0.0055``, so with 2^-14 the
+    quotient stays below 90; with 1e-8, which fp16 rounds to 0, it is infinite.
 
     Args:
         optimizer: Its groups' ``eps`` are changed in place.
-        dtype: What the optimizer's moments are in: torch.float16 with policy ``fp16-pure``.
+        dtype: The dtype of the optimizer's moments: torch.float16 with policy ``fp16-pure``.
 
     Returns:
-        For each group that was changed its number, the old ``eps`` and the new one.
+        For each group that was changed, its index, the old ``eps`` and the new one.
 
     Raises:
-        PrecisionError: For what is no optimizer, or no floating dtype.
+        PrecisionError: If ``optimizer`` is not an optimizer or ``dtype`` is not floating.
     """
     require_optimizer(optimizer, "lift_eps_(optimizer)")
     safe = torch.finfo(as_floating(dtype, "lift_eps_(dtype)")).tiny
@@ -203,16 +204,6 @@ def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int,
             group["eps"] = safe
             lifted.append((number, float(eps), safe))
     return lifted
-
-
-def upcast_trainable_(model: nn.Module) -> None:
-    """Convert trainable 16-bit parameters to fp32 in place; frozen ones stay as they are."""
-    low = (torch.float16, torch.bfloat16)
-    upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in low)
-
-
-def _upcast_bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(p.numel() * (4 - p.element_size()) for p in parameters)
 
 
 def no_loss(value: object) -> PrecisionError:
@@ -230,7 +221,7 @@ def no_loss(value: object) -> PrecisionError:
 
 
 def as_closure(value: object) -> Callable[[], Any]:
-    """A closure for a step, or an error for what is neither that nor a loss."""
+    """The argument as a closure for a step, or an error if it is neither a closure nor a loss."""
     if callable(value):
         return value
     raise PrecisionError(
@@ -240,7 +231,7 @@ def as_closure(value: object) -> Callable[[], Any]:
 
 
 def require_one(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    """Refuse a closure where several optimizers would evaluate it, each for itself."""
+    """Refuse a closure with several optimizers, since each would evaluate it separately."""
     if len(optimizers) != 1:
         raise PrecisionError(
             f"step(closure) with {len(optimizers)} optimizers: each would evaluate the loss of "
@@ -250,7 +241,7 @@ def require_one(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
 
 
 def no_backward() -> PrecisionError:
-    """The error for a step that no backward came before."""
+    """The error for a step without a preceding ``backward``."""
     return PrecisionError(
         "step() without backward(): call precision.backward(loss) instead of loss.backward(), so "
         "that the loss is scaled and checked"
@@ -266,7 +257,7 @@ def no_gradients() -> PrecisionError:
 
 
 def check_max_norm(max_norm: float | None) -> None:
-    """Refuse a clipping norm that clips nothing or turns updates round."""
+    """Refuse a clipping norm that would zero updates (0) or reverse them (negative)."""
     allowed = "a number above 0, or None for no clipping"
     if max_norm is not None and not as_number(max_norm, "step(max_norm)", allowed) > 0:
         raise PrecisionError(f"max_norm={max_norm}; allowed: {allowed}")
@@ -274,7 +265,7 @@ def check_max_norm(max_norm: float | None) -> None:
 
 @torch.no_grad()
 def check_cast(placed: PlacedModel) -> None:
-    """Refuse weights and modules that 16-bit parameters would break."""
+    """Refuse weights that overflow in 16 bits and modules that do not run with 16-bit weights."""
     policy, kept = placed.policy, placed.kept()
     dtype = policy.param_dtype
     for name, parameter in placed.model.named_parameters():
@@ -308,18 +299,11 @@ def check_cast(placed: PlacedModel) -> None:
             )
 
 
-# What a saved precision state must be to be taken.
+# Which saved precision states are accepted.
 
 
 def load_scale(loss_scale: LossScale, state: Mapping[str, Any], policy: str) -> bool:
-    """Load a saved loss scale; another policy's is taken where it fits and else left alone.
-
-    Returns:
-        Whether it was taken.
-
-    Raises:
-        PrecisionError: If it is of the same policy and damaged; nothing is changed then.
-    """
+    """Load a saved loss scale, of another policy if it fits; return whether it was accepted."""
     try:
         loss_scale.load_state_dict(dict(state["loss_scale"]))
     except PrecisionError:
@@ -335,16 +319,10 @@ def check_state(
     parameters: Mapping[str, Tensor],
     weights: Mapping[str, Tensor] | None,
 ) -> dict[str, Tensor]:
-    """Refuse a saved precision state that is of another policy or model, or damaged.
+    """Refuse a saved precision state that is from another policy or model, or damaged.
 
-    Args:
-        state: What was saved.
-        policy: What this run uses.
-        parameters: What the optimizer updates, by name.
-        weights: The saved model's weights, which allow another policy's state; or None.
-
-    Returns:
-        The masters to take, by name; none where the model's own weights are they.
+    ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
+    another policy's state. Returns the masters to load, by name; none if the weights are masters.
     """
     counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
     expected = {"policy", "loss_scale", *counts, "masters"}
@@ -358,17 +336,17 @@ def check_state(
         )
     if state["policy"] != str(policy) and weights is None:
         raise PrecisionError(
-            f"the saved precision state is of policy {state['policy']!r}, this run uses "
+            f"the saved precision state is from policy {state['policy']!r}, this run uses "
             f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
-            "model's weights= to change over"
+            "model's weights= to convert it"
         )
     for key in sorted(counts):
         count = state[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise PrecisionError(f"the saved precision state has {key}={count!r}: no count")
+            raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
-            raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: no table")
+            raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")
     masters = dict(state["masters"])
     dtypes = {torch.float32}
     if weights is not None and not masters:
@@ -379,10 +357,10 @@ def check_state(
     saved = {name: _shape(tensor, dtypes) for name, tensor in masters.items()}
     if saved != {name: parameter.shape for name, parameter in parameters.items()}:
         odd = sorted(set(saved) ^ set(parameters)) or ["shapes or dtypes differ"]
-        raise PrecisionError(f"saved master weights are of another model: {', '.join(odd[:5])}")
+        raise PrecisionError(f"saved master weights are from another model: {', '.join(odd[:5])}")
     return masters
 
 
 def _shape(value: object, dtypes: set[torch.dtype]) -> object:
-    """What a saved master is known by: its shape, or something that equals no shape."""
+    """A saved master's shape, or its class (equal to no shape) if it is no tensor of ``dtypes``."""
     return value.shape if isinstance(value, Tensor) and value.dtype in dtypes else type(value)

@@ -1,4 +1,4 @@
-"""Say what a precision policy means, part by part, and what it costs in bytes."""
+"""Explains a precision policy as text: what each part means, and its cost in bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
 
     Args:
         policy: A policy, its name, field string or ``.toml`` file.
-        device: Where it would run; nothing is allocated there.
+        device: The device it would run on; nothing is allocated there.
 
     Example:
         >>> print(explain("bf16-master").splitlines()[6])
@@ -40,19 +40,19 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
-    """Where a policy puts each module of a model, as a table of text; nothing is changed.
+    """Which format a policy gives each module of a model, as a table of text; changes nothing.
 
-    A row for each module that holds parameters itself or that a rule names: its name and class, the
-    dtype its parameters are stored in, what it computes in, the rule that decided, and the bytes
-    that training holds for its parameters with AdamW (weights alone where they are frozen). A
-    parameter of several modules is counted with the first.
+    There is a row for each module that holds parameters itself or that a rule names: its name and
+    class, the dtype of its parameters, the dtype it computes in, the rule that decided, and the
+    bytes that training with AdamW holds for its parameters (frozen ones: the weights alone). A
+    parameter shared by several modules is counted with the first.
 
     Args:
         policy: A policy, its name, field string or ``.toml`` file.
         model: Any module, on any device.
 
     Raises:
-        PrecisionError: If a rule matches nothing, rules contradict each other, or it is no model.
+        PrecisionError: If a rule matches nothing, rules conflict, or ``model`` is not a module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -101,20 +101,14 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
 def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
-    Args:
-        policy: The policy.
-        kept: Of a parameter that a rule keeps in fp32 instead.
-
-    Returns:
-        Component to bytes: weights, masters (0 where the weights are the masters), remainder (what
-        the optimizer keeps of a 16-bit weight), gradients (of one micro-batch; with several they
-        add up in ``grad_dtype``) and the two AdamW moments with their block scales.
+    The keys are weights, masters (0 where the weights are the masters), remainder (the bits that a
+    16-bit weight lacks), gradients (of one micro-batch; several are summed in ``grad_dtype``) and
+    moments (both, with block scales). ``kept`` asks for a parameter that a rule keeps in fp32.
     """
     moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
     if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
         wide = moments if policy.needs_own_optimizer else 4
-        parts = {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
-        return dict(parts)
+        return {"weights": 4, "masters": 0, "remainder": 0, "gradients": 4, "moments": 2 * wide}
     return {
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
@@ -129,6 +123,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     p, c = policy.param_dtype, policy.compute_dtype
     low = min(c.itemsize, p.itemsize) < 4
     matmul = f"operands {'rounded to tf32' if policy.tf32 else 'in ' + dtype_name(c)}"
+    matmul += ", fp32 accumulation" if low else ""
     mode = rounding_mode(policy.update)
     weights = mode.weight_text
     if policy.has_masters:
@@ -151,46 +146,31 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ),
     }[scale.kind]
     cost = bytes_per_parameter(policy)
-    extra = (
-        f", and {c.itemsize} for the cast copies while a forward and backward run"
-        if (policy.casts_per_op)
-        else ""
-    )
     total = " + ".join(f"{value:.4g} {key}" for key, value in cost.items() if value)
+    if policy.casts_per_op:
+        total += f", and {c.itemsize} for the cast copies while a forward and backward run"
+    added = "micro-batches add up in this format"
+    added += "" if policy.update == "nearest" else "; a single one stays in 16 bit"
+    moments = _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", _MOMENT)
+    limits = "largest finite and smallest positive number of the compute format"
+    form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
     return [
         ("params", dtype_name(p), weights),
-        (
-            "compute",
-            "tf32" if policy.tf32 else dtype_name(c),
-            f"matrix products: {matmul}" + (", fp32 accumulation" if low else ""),
-        ),
+        ("compute", form.name, f"matrix products: {matmul}"),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
-        (
-            "grad",
-            dtype_name(policy.grad_dtype),
-            "micro-batches add up in this format"
-            + ("" if policy.update == "nearest" else "; a single one stays in 16 bit"),
-        ),
+        ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
         ("master", dtype_name(policy.master_dtype), mode.master_text),
-        (
-            "moments",
-            policy.moment_format,
-            _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", _MOMENT),
-        ),
+        ("moments", policy.moment_format, moments),
         ("scale", scale.kind, scale_text),
-        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}{extra}"),
-        (
-            "range",
-            _range(policy),
-            "largest finite and smallest positive number of the compute format",
-        ),
+        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}"),
+        ("range", f"{form.max:.6g} / {form.min_subnormal:.3g}", limits),
         *(("rule", form, f"modules {pattern}") for pattern, form in policy.rules),
     ]
 
 
 def _islands(policy: PrecisionPolicy) -> str:
-    """What is computed in fp32 although products are not."""
+    """The operations that run in fp32 although matrix products do not."""
     if policy.param_dtype != torch.float32:
         return (
             "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "
@@ -201,8 +181,3 @@ def _islands(policy: PrecisionPolicy) -> str:
     if policy.casts_per_op:
         return "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
     return "of the model; everything else is fp32 too"
-
-
-def _range(policy: PrecisionPolicy) -> str:
-    form = FORMATS["tf32" if policy.tf32 else dtype_name(policy.compute_dtype)]
-    return f"{form.max:.6g} / {form.min_subnormal:.3g}"

@@ -1,9 +1,9 @@
-"""What Precision keeps an eye on in the loop around it, to refuse what would train wrongly.
+"""Watches the training loop around a Precision and refuses what would silently train wrongly.
 
-Each slip here is one that a loop written for plain torch or ``torch.amp`` makes easily, and that
-would otherwise train a wrong model without a word: an ``optimizer.step()`` by hand, a second
-Precision over the same parameters, an optimizer beside it that would update 16-bit weights in 16
-bits, another loss scaler, a forward outside of the policy's context.
+Each mistake here is one that a loop written for plain torch or ``torch.amp`` makes easily: an
+``optimizer.step()`` by hand, a second Precision over the same parameters, another optimizer that
+would update 16-bit weights in 16 bits, another loss scaler, or a forward outside the policy's
+context.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.masters.arrivals import is_running
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 
-# The first losses that are looked at for another scaler; a loop that has one has it from the start.
+# How many first losses are checked for another scaler; a loop that uses one does so at once.
 _LOOKS = 3
 _OWNERS: Any = WeakIdKeyDictionary()
-"""Parameter to a weak reference to the :class:`StepDoor` of the Precision that trains it."""
+"""Maps a parameter to a weak reference to the :class:`StepDoor` of the Precision training it."""
 
 
 class StepDoor:
-    """Hooks of optimizers that let nobody step but their Precision."""
+    """Optimizer hooks that refuse any step not made by the optimizers' own Precision."""
 
     def __init__(
         self,
@@ -41,36 +41,39 @@ class StepDoor:
         optimizers: Sequence[Optimizer],
         names: Mapping[Tensor, str],
     ) -> None:
-        """Take the optimizers' parameters.
+        """Claim the optimizers' parameters; ``names`` maps the model's parameters to their names.
 
-        Args:
-            policy: Where it keeps more than its 16-bit weights, these are watched in all optimizers
-                of the process, and stay so when the Precision is gone.
-            optimizers: To be stepped by one Precision from here on.
-            names: Of the model's parameters.
-
-        Raises:
-            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        Where the policy keeps more than its 16-bit weights, every optimizer of the process is
+        watched for them, and the own optimizers stay shut even when the Precision is gone.
         """
         self._policy = policy
-        # 16-bit weights of which an optimizer alone would lose updates
+        # whether the weights are 16-bit and an optimizer without this policy would lose updates
         self._keeps = policy.keeps_more_than_weights or policy.update != "nearest"
         self._optimizers = optimizers
         self._names = names
         self._parameters: list[Tensor] = []
-        self._open = False
+        self.is_open = False
+        """Whether the Precision itself is stepping now."""
         self.take()
         own = weakref.ref(self)
-        self._handles = [o.register_step_pre_hook(_Refuse(own)) for o in optimizers]
+
+        def refuse(optimizer: Optimizer, *_: Any) -> None:
+            _require_open(own(), type(optimizer).__name__)
+
+        def refuse_others(optimizer: Optimizer, *_: Any) -> None:
+            door = own()
+            if door is not None:
+                door.require_mine(optimizer)
+
+        self._handles = [o.register_step_pre_hook(refuse) for o in optimizers]
         self._others: RemovableHandle | None = None
         if self._keeps:
-            self._others = register_optimizer_step_pre_hook(_RefuseOthers(own))
+            self._others = register_optimizer_step_pre_hook(refuse_others)
 
     def take(self) -> None:
-        """Own what the optimizers hold by now; groups may have come and gone.
+        """Claim the parameters that the optimizers hold now; groups may have been added or removed.
 
-        Raises:
-            PrecisionError: If another Precision trains one of the parameters; nothing is changed.
+        Parameters that another Precision trains are refused before anything is changed.
         """
         held = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if len(held) == len(self._parameters):
@@ -79,7 +82,7 @@ class StepDoor:
             if _owner_of(parameter) not in (None, self):
                 raise PrecisionError(
                     f"{self._names.get(parameter, 'a parameter')} is trained by another Precision "
-                    "already, whose masters and loss scale this one would overrule. Call close() "
+                    "already, whose masters and loss scale this one would override. Call close() "
                     "on that one first; for several optimizers give one Precision a list of them"
                 )
         own = weakref.ref(self)
@@ -91,26 +94,21 @@ class StepDoor:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, the optimizers may step."""
-        self._open = True
+        """Allow the optimizers to step inside the block."""
+        self.is_open = True
         try:
             yield
         finally:
-            self._open = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step of Precision's own is under way."""
-        return self._open
+            self.is_open = False
 
     def close(self) -> None:
-        """Let the optimizers and parameters go."""
+        """Release the optimizers and parameters: they may step without a Precision again."""
         for handle in self._handles:
             handle.remove()
         self.leave()
 
     def leave(self) -> None:
-        """Go with the Precision; where that kept more than its weights, optimizers stay shut."""
+        """Release what the Precision held; if it kept more than weights, optimizers stay shut."""
         if not self._keeps:
             for handle in self._handles:
                 handle.remove()
@@ -121,12 +119,8 @@ class StepDoor:
         self._handles, self._parameters, self._optimizers = [], [], []
 
     def require_mine(self, optimizer: Optimizer) -> None:
-        """Refuse the step of another optimizer over weights that would lose it.
-
-        Raises:
-            PrecisionError: If it holds a 16-bit weight of the model, and is no other Precision's.
-        """
-        if self._open or any(optimizer is mine for mine in self._optimizers):
+        """Refuse a step over this model's 16-bit weights by an optimizer without a Precision."""
+        if self.is_open or any(optimizer is mine for mine in self._optimizers):
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -143,51 +137,32 @@ class StepDoor:
 
 
 def _owner_of(parameter: Tensor) -> StepDoor | None:
-    """The door of the living Precision that trains a parameter."""
+    """The door of the live Precision that trains a parameter, or None."""
     door: StepDoor | None = _OWNERS.get(parameter, lambda: None)()
     return door
 
 
-class _Refuse:
-    """An optimizer's hook before its step."""
-
-    def __init__(self, door: weakref.ref[StepDoor]) -> None:
-        self._door = door
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        door = self._door()
-        name = type(optimizer).__name__
-        if door is None:
-            raise PrecisionError(
-                f"{name}.step(): the Precision of this optimizer is gone, and with it what its "
-                "16-bit weights cannot hold. Keep the Precision in a variable for as long as the "
-                "model is trained, or call its close() to go on without it"
-            )
-        if not door.is_open:
-            raise PrecisionError(
-                f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
-                "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
-                "instead, or precision.close() to go on without it"
-            )
-
-
-class _RefuseOthers:
-    """A hook before the step of every optimizer of the process."""
-
-    def __init__(self, door: weakref.ref[StepDoor]) -> None:
-        self._door = door
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        door = self._door()
-        if door is not None:
-            door.require_mine(optimizer)
+def _require_open(door: StepDoor | None, name: str) -> None:
+    """Refuse an optimizer's step unless its Precision is alive and is stepping itself."""
+    if door is None:
+        raise PrecisionError(
+            f"{name}.step(): the Precision of this optimizer is gone, and with it the bits that "
+            "its 16-bit weights cannot hold. Keep the Precision in a variable for as long as the "
+            "model is trained, or call its close() to go on without it"
+        )
+    if not door.is_open:
+        raise PrecisionError(
+            f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
+            "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
+            "instead, or precision.close() to go on without it"
+        )
 
 
 class ForwardWatch:
-    """A forward hook, of the model and its children, that knows the policy's context.
+    """A forward hook of the model and its children that checks for the policy's context.
 
-    The output of a forward outside of it gets a hook that refuses gradients of
-    ``Precision.backward``, so that a forward that is never trained on is free to run anywhere.
+    The output of a forward outside the context gets a tensor hook that refuses gradients of
+    ``Precision.backward``. So a forward that is never trained on may run anywhere.
     """
 
     def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
@@ -196,19 +171,18 @@ class ForwardWatch:
         self._needed = policy.compute_dtype != torch.float32 or policy.tf32
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
-        """Watch a model, and its children for methods that are not its forward."""
+        """Watch a model and its children: a method other than ``forward`` may call the latter."""
         watched = {id(m): m for m in (model, *model.children())}
         return [module.register_forward_hook(self) for module in watched.values()]
 
     __name__ = "ForwardWatch"  # torch.export asks every hook for one
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at a forward that has just run.
+        """Check a forward that has just run.
 
-        Raises:
-            PrecisionError: If ``torch.export`` records it inside the context of a ``*-mixed``
-                policy: of that the program would keep some casts, and fail where it runs. If a
-                ``torch.autocast`` of another format is on inside of the context.
+        It refuses a ``torch.autocast`` of another format inside the policy's context, and
+        ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
+        of the casts, and fail when it runs.
         """
         if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
@@ -218,7 +192,7 @@ class ForwardWatch:
             )
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        if is_running(self._device):  # activation checkpointing runs it again inside of a backward
+        if is_running(self._device):  # activation checkpointing recomputes it inside a backward
             return
         context = active_autocast()
         if context is not None and context.policy.compute_dtype == self._policy.compute_dtype:
@@ -227,7 +201,18 @@ class ForwardWatch:
         if self._needed or torch.is_autocast_enabled(self._device.type):
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_RefuseGradient(self._policy))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+
+    def _refuse_gradient(self, gradient: Tensor) -> None:
+        """Refuse, as a tensor hook, the gradient of a forward that ran outside the context."""
+        if is_running(gradient.device):
+            policy = self._policy
+            form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+            raise PrecisionError(
+                "the loss comes from a forward outside of precision.autocast(), which did not run "
+                f"as policy {policy} says ({form}). Put forward and loss inside "
+                "`with precision.autocast():`"
+            )
 
     def _require_one_format(self, module: nn.Module) -> None:
         kind = self._device.type
@@ -243,27 +228,8 @@ class ForwardWatch:
             )
 
 
-class _RefuseGradient:
-    """A hook of a tensor that Precision must not train on."""
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        self._policy = policy
-
-    def __call__(self, gradient: Tensor) -> None:
-        if is_running(gradient.device):
-            raise _outside(self._policy)
-
-
-def _outside(policy: PrecisionPolicy) -> PrecisionError:
-    form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
-    return PrecisionError(
-        f"the loss comes from a forward outside of precision.autocast(), which did not run as "
-        f"policy {policy} says ({form}). Put forward and loss inside `with precision.autocast():`"
-    )
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output, as deep as lists, tuples and mappings go."""
+    """The tensors in a module's output, through nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -275,26 +241,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class OneScaler:
-    """Refuses a loss that a GradScaler has scaled before; looks at the first few losses."""
+    """Refuses a loss that a GradScaler has already scaled; checks only the first few losses."""
 
     def __init__(self) -> None:
         self._looks = _LOOKS
 
     def require(self, loss: Tensor) -> None:
-        """Look at one loss.
-
-        Raises:
-            PrecisionError: If it is the product of a loss and a living GradScaler's scale.
-        """
+        """Refuse a loss that is the product with the scale of a GradScaler that still exists."""
         if self._looks == 0:
             return
         self._looks -= 1
         node: Any = loss.grad_fn
         if type(node).__name__ != "MulBackward0":
             return
-        factors = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-        for factor in factors:
-            if isinstance(factor, Tensor) and _may_be_scale(factor) and _is_of_scaler(factor):
+        for name in ("_saved_other", "_saved_self"):
+            factor = getattr(node, name, None)
+            if not isinstance(factor, Tensor) or factor.numel() != 1:
+                continue
+            # a Python number is saved as an fp64 scalar
+            if factor.dtype == torch.float32 and _is_of_scaler(factor):
                 raise PrecisionError(
                     f"the loss was scaled by a GradScaler (times {float(factor):g}) before "
                     "precision.backward, which scales by itself where the policy says so. Give it "
@@ -302,13 +267,8 @@ class OneScaler:
                 )
 
 
-def _may_be_scale(factor: Tensor) -> bool:
-    """Whether it has the form of a scaler's scale; a Python number is saved as an fp64 scalar."""
-    return factor.numel() == 1 and factor.dtype == torch.float32
-
-
 def _is_of_scaler(factor: Tensor) -> bool:
-    """Whether a GradScaler holds this very tensor as its scale."""
+    """Whether a GradScaler holds this very tensor object as its scale."""
     for holder in gc.get_referrers(factor):
         held: Iterable[Any] = (holder,)
         if isinstance(holder, dict) and holder.get("_scale") is factor:

@@ -1,4 +1,4 @@
-"""What is done about a loss or gradients that are not finite and that no loss scale can cure."""
+"""Recovery from non-finite losses or gradients that no loss scale cures: stop, skip, rollback."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KEPT = ("params", "lr", "initial_lr")
 
 @dataclass(frozen=True, slots=True)
 class OnNonFinite:
-    """The choice, written ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
+    """The user's choice of recovery, written ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
 
     Attributes:
-        action: ``"stop"`` raises at once. ``"skip"`` leaves up to ``count`` such steps in a row
-            out. ``"rollback"`` goes back to a copy in memory that is taken every ``count`` applied
-            steps, 1 to ``count`` steps ago, and raises if that has not helped: if it happens again
-            before the next copy. Two copies are kept, so that one is at least a step old.
-        count: Steps; unused for ``"stop"``.
+        action: ``"stop"`` raises at once. ``"skip"`` leaves out up to ``count`` such steps in a
+            row. ``"rollback"`` restores a copy in memory, taken every ``count`` applied steps and
+            so 1 to ``count`` steps old, and raises if that did not help, which means that it
+            happens again before the next copy. Two copies are kept, so that one is a step old.
+        count: Number of steps; unused for ``"stop"``.
     """
 
     action: Action = "stop"
@@ -40,15 +40,11 @@ class OnNonFinite:
 
     @classmethod
     def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
-        """Read the written form; a value is itself.
-
-        Raises:
-            PrecisionError: If it is neither of the three.
-        """
+        """Parse the written form; an OnNonFinite is returned as it is."""
         if isinstance(text, OnNonFinite):
             return text
         if not isinstance(text, str):
-            text = repr(text)  # which is none of them
+            text = repr(text)  # not an allowed form, so that the error below shows it
         name, _, number = text.partition(":")
         if text == "stop":
             return cls()
@@ -67,12 +63,7 @@ def incurable(
 ) -> NonFiniteError | None:
     """The error for gradients that are not finite, or None if a smaller loss scale may help.
 
-    Args:
-        policy: What the run uses.
-        loss_scale: Before it is updated.
-        found: The parameters concerned.
-        loss: Finite.
-        in_a_row: Steps skipped so far in a row, this one included.
+    Call it before the loss scale is updated, with a finite loss; ``in_a_row`` counts this skip.
     """
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
@@ -104,14 +95,7 @@ def incurable(
 def broken_loss(
     policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
-    """The error for a loss that is not finite before any gradient.
-
-    Args:
-        policy: What the run uses.
-        loss: NaN or inf.
-        model: Its weights may be what is not finite.
-        ranks: All of them get the same error.
-    """
+    """The error for a loss that is itself not finite; the same on all ranks."""
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
@@ -127,7 +111,7 @@ def broken_loss(
 
 
 class Guard:
-    """Goes on after an error: leaves the step out, or goes back. Not needed to ``"stop"``."""
+    """Continues after an error by skipping or rolling back; ``"stop"`` needs no guard."""
 
     def __init__(
         self,
@@ -142,18 +126,18 @@ class Guard:
         self._model = model
         self._optimizers = optimizers
         self._averages = averages
-        self._copies: list[tuple[int, Snapshot]] = []  # steps applied by then; the newest last
+        self._copies: list[tuple[int, Snapshot]] = []  # with the step of each; newest last
         self._applied = 0
         self._in_a_row = 0
         self._said = False
 
     def start(self, applied: int) -> None:
-        """Begin after ``applied`` steps, with a copy of what is there."""
+        """Begin after ``applied`` steps, with a copy of the present weights and state."""
         self._applied, self._in_a_row, self._copies = applied, 0, []
         self._copy()
 
     def applied(self) -> None:
-        """Count an applied step, and take a copy where it is time."""
+        """Count an applied step, and take a copy if one is due."""
         self._applied += 1
         self._in_a_row = 0
         if self._choice.action == "rollback" and self._applied % self._choice.count == 0:
@@ -165,14 +149,9 @@ class Guard:
             self._copies = [*self._copies[-1:], (self._applied, taken)]
 
     def answer(self, error: NonFiniteError) -> bool:
-        """Go on, or raise ``error``.
+        """Raise ``error``, or continue and return whether weights, buffers and state went back.
 
-        Returns:
-            Whether weights, buffers, averages and optimizer state went back.
-
-        Raises:
-            NonFiniteError: Also where leaving the step out does not help, because the forward has
-                left a NaN in a buffer (running statistics).
+        Skipping a step does not help if its forward has left a NaN in a buffer: that raises, too.
         """
         choice = self._choice
         self._in_a_row += 1
@@ -205,9 +184,9 @@ class Guard:
 
 
 class Snapshot:
-    """A copy in memory of weights, buffers, averages and optimizer state, to go back to.
+    """An in-memory copy of weights, buffers, averages and optimizer state, to roll back to.
 
-    Learning rates stay: they belong to the schedule.
+    Learning rates are left out, since they belong to the schedule.
     """
 
     @torch.no_grad()
@@ -218,7 +197,7 @@ class Snapshot:
         averages: Mapping[str, Tensor],
     ) -> None:
         owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        held = {p.data_ptr() for p in owned}  # where a sharded weight's part may be among them
+        held = {p.data_ptr() for p in owned}  # may include the local part of a sharded weight
         weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
         parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
         weights += [part for part in parts if part.data_ptr() not in held]
@@ -235,7 +214,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Put everything back, in place, bit for bit; it can be restored again."""
+        """Restore everything in place, bit for bit; may be called again."""
         for tensor, value in self._tensors:
             tensor.copy_(value)
         for optimizer, states in self._states:

@@ -2,8 +2,8 @@
 
 One optimizer step, in this order (the order of Megatron-Core's mixed-precision optimizer)::
 
-    backward   of loss * scale; gradients arrive in p.grad divided by the scale, and add up there
-    check      one global norm in fp32; not finite: name the parameters, skip or stop
+    backward   of loss * scale; gradients are divided by the scale and accumulated in p.grad
+    check      one global norm in fp32; if not finite, name the parameters and skip or stop
     update     gradients * clip factor; optimizer.step() on masters; round them into weights
     adapt      the loss scale backs off, holds or grows
     report     StepResult
@@ -30,7 +30,13 @@ from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
-from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_, is_cast
+from halfstep.precision.casting.cast import (
+    cast_at_border,
+    check_wrappers,
+    give_back_,
+    is_cast,
+    upcast_,
+)
 from halfstep.precision.checks import (
     as_closure,
     check_arguments,
@@ -43,7 +49,6 @@ from halfstep.precision.checks import (
     no_loss,
     one_device,
     require_one,
-    upcast_trainable_,
 )
 from halfstep.precision.masters.arrivals import Arrivals
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -52,17 +57,17 @@ from halfstep.precision.masters.portable import Loaded, make_plain_, make_portab
 from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.calibrate import calibrated
+from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import make_loss_scale
 
 
 class Precision:
-    """Mixed-precision training in somebody's own loop, under one policy.
+    """Mixed-precision training in the user's own loop, under one policy.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -89,7 +94,7 @@ class Precision:
         upcast_trainable: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Check the policy against the device, and cast and copy weights where it says so.
+        """Check the policy against the device, and cast and copy weights as the policy says.
 
         Args:
             policy: A policy, its name, field string or ``.toml`` file.
@@ -97,21 +102,21 @@ class Precision:
                 place, and ``model(...)`` casts floating inputs to the compute dtype and floating
                 outputs to fp32.
             optimizer: One, or several that step together, over the model's parameters, none
-                stepped yet. Any will do; ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low
-                ``moments`` need those of :mod:`halfstep.optim`. Its groups keep the model's own
-                parameters; masters stand in their places while it steps.
-            on_nonfinite: Where no loss scale can help: ``"stop"``, ``"skip:K"`` or ``"rollback:N"``
-                (:class:`~halfstep.precision.recovery.OnNonFinite`).
-            schedulers: Learning-rate schedulers, stepped here.
-            on_skip: Whether they ``"hold"`` still on a skipped step or ``"advance"``.
-            ema: Moved here after applied steps, towards the exact masters.
-            upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy wants
+                stepped yet. Any optimizer will do, but ``bf16-split``, ``bf16-kahan``, ``bf16-sr``
+                and low ``moments`` need one of :mod:`halfstep.optim`. Its groups keep the model's
+                own parameters; masters replace them only while it steps.
+            on_nonfinite: What to do where no loss scale can help: ``"stop"``, ``"skip:K"`` or
+                ``"rollback:N"`` (:class:`~halfstep.precision.recovery.OnNonFinite`).
+            schedulers: Learning-rate schedulers, which :meth:`step` steps.
+            on_skip: Whether they ``"hold"`` on a skipped step or ``"advance"``.
+            ema: An average that :meth:`step` updates, from exact masters, after applied steps.
+            upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
-            ranks: Who must agree on each step; None: all of ``torch.distributed``'s default group
-                where it is initialised. All must then call each method together.
+            ranks: The ranks that must agree on each step, and so must call each method together.
+                None: all of ``torch.distributed``'s default group, if it is initialised.
 
         Raises:
-            PrecisionError: If policy, device, model and optimizer do not go together; nothing has
+            PrecisionError: If policy, device, model and optimizer are not compatible; nothing has
                 been changed then.
         """
         self.policy = parse_policy(policy)
@@ -130,7 +135,6 @@ class Precision:
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self._schedulers, self._ema = schedulers, ema
-        averages = ema.averages if ema is not None else {}
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
@@ -141,32 +145,39 @@ class Precision:
         check_replicas(model.named_parameters(), self._ranks)
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
-            if upcast_trainable and self.policy.param_dtype == torch.float32:
-                upcast_trainable_(model)
-            self.masters = MasterWeights(placed, self.optimizers)
-            self.masters.clear()  # what is left from before belongs to no step of this Precision
-            self._guard: Guard | None = None
-            if choice.action != "stop":
-                self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
-            self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
-            self._scalers = OneScaler()
-            self._watch = ForwardWatch(self.policy, self.device)
-            self.model = model
-            self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
-            cast_at_border(placed)
-            hooks = [*self._watch.attach(model), *self.masters.handles]
-            # 16-bit weights need their casts for ever
-            stays = self.policy.param_dtype != torch.float32
-            low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
-            make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
-            left = None if stays else model
-            self._released = weakref.finalize(
-                self, _release, self._door, self.masters.arrivals, hooks, left
-            )
-            self._begin(0)
-        except BaseException:  # an error that is kept, as in a notebook, keeps this object alive
+            self._take(model, placed, choice, upcast=upcast_trainable)
+        except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
+
+    def _take(
+        self, model: nn.Module, placed: PlacedModel, choice: OnNonFinite, *, upcast: bool
+    ) -> None:
+        """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
+        if upcast and self.policy.param_dtype == torch.float32:
+            upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
+        self.masters = MasterWeights(placed, self.optimizers)
+        self.masters.clear()  # older gradients belong to no step of this Precision
+        self._guard: Guard | None = None
+        if choice.action != "stop":
+            averages = self._ema.averages if self._ema is not None else {}
+            self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
+        self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+        self._scalers = OneScaler()
+        self._watch = ForwardWatch(self.policy, self.device)
+        self.model = model
+        self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
+        cast_at_border(placed)
+        hooks = [*self._watch.attach(model), *self.masters.handles]
+        # a model with 16-bit weights needs its casts even after this Precision is gone
+        stays = self.policy.param_dtype != torch.float32
+        low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
+        make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
+        left = None if stays else model
+        self._released = weakref.finalize(
+            self, _release, self._door, self.masters.arrivals, hooks, left
+        )
+        self._begin(0)
 
     def autocast(self) -> Autocast:
         """The context for the forward and the loss, for any policy; also usable as a decorator.
@@ -183,21 +194,21 @@ class Precision:
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
-        """Back-propagate; call once per micro-batch, or for each of several losses.
+        """Back-propagate a loss; call it once per micro-batch, or once for each of several losses.
 
-        ``p.grad`` of the model's parameters is the gradient then, added to what was there, whatever
-        the loss scale. Until :meth:`step` it may be read, clipped, masked, edited and cleared.
+        It adds the unscaled gradient to ``p.grad`` of the model's parameters, whatever the loss
+        scale. Until :meth:`step`, ``p.grad`` may be read, clipped, masked, edited and cleared.
 
         Args:
-            loss: A scalar; of k micro-batches each divided so that the sum is the whole batch's.
-            retain_graph: As ``Tensor.backward``, and so are the other two.
-            create_graph: See there.
-            inputs: See there. Where no parameter of the optimizers is among them, the loss counts
-                in no step.
+            loss: A scalar. Divide each micro-batch's loss so that their sum is the batch's loss.
+            retain_graph: As in ``Tensor.backward``.
+            create_graph: As in ``Tensor.backward``.
+            inputs: As in ``Tensor.backward``. If none of them is a parameter of the optimizers, the
+                loss is not counted in a step.
 
         Raises:
-            PrecisionError: If the loss is no scalar or has no gradient, was scaled by a GradScaler,
-                or comes from a forward outside of :meth:`autocast` where the policy needs that.
+            PrecisionError: If the loss is not a scalar or needs no gradient, was scaled by a
+                GradScaler, or comes from a forward outside an :meth:`autocast` that is needed.
         """
         self._require_open()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -209,12 +220,16 @@ class Precision:
             asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
-        self._forget_cleared()
+        if self._loss is not None and self.masters.arrivals.cleared():
+            self._loss = None  # its gradients have been cleared since
         with self._context.arithmetic():
             if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
-                exponent = -math.log2(calibrated(loss.reshape(()), self.policy.loss_scale))
-                self.loss_scale.start_at(2.0 ** -self._ranks.worst([round(exponent)])[0])
+                config = self.policy.loss_scale
+                found = largest_finite_scale(
+                    loss.reshape(()), minimum=config.min_scale, maximum=config.max_scale
+                )
+                self.loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
             with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
                 scalar = loss.reshape(())
                 scaled = self.loss_scale.scale(scalar) if self._scaled else scalar
@@ -222,7 +237,7 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if inputs is not None and not self.masters.trains(asked):
-            return  # as of an attack on the inputs: this loss is none of the step's
+            return  # such as a gradient for an adversarial attack: it belongs to no step
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
@@ -231,24 +246,24 @@ class Precision:
     def unscale_(self) -> None:
         """Do nothing: gradients in ``p.grad`` are unscaled from the start.
 
-        It is here for loops that call it before they clip, as ``torch.amp.GradScaler`` wants it.
+        It exists for loops that call it before clipping, as ``torch.amp.GradScaler`` requires.
         """
 
     def discard(self) -> None:
-        """Forget all that was back-propagated since the last step: gradients and losses.
+        """Drop everything back-propagated since the last step: gradients and losses.
 
         ``zero_grad()`` of the model or of all optimizers does the same.
         """
         self.masters.clear()
         self._loss = self._last = None
-        if self._context.casts_per_op:  # a context that is still on must cast the new weights
+        if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
 
     def close(self) -> None:
-        """Give the model and the optimizers back: no hooks, no context needed, steps by hand.
+        """Release model and optimizers: hooks go, no context is needed, ``optimizer.step`` works.
 
-        Weights stay in the policy's format; what masters hold beyond it is dropped, as gradients
-        are. The model can then be exported, or taken by another Precision.
+        Weights stay in the policy's format; gradients and the masters' extra bits are dropped. The
+        model can then be exported, or given to another Precision.
         """
         self.discard()
         self._door.close()
@@ -265,18 +280,19 @@ class Precision:
         """Check, clip and apply the gradients, or skip the step; then clear them all.
 
         Args:
-            loss: Handed to :meth:`backward` first; leave it out after calls of ``backward``. Or a
-                closure, for optimizers as ``LBFGS`` that look several times: it clears gradients,
-                computes the loss in :meth:`autocast`, calls :meth:`backward` and returns the loss.
+            loss: Passed to :meth:`backward` first; leave it out if ``backward`` was called. Or a
+                closure, for optimizers such as ``LBFGS`` that evaluate the loss several times: it
+                clears gradients, computes the loss in :meth:`autocast`, calls :meth:`backward` and
+                returns the loss.
             max_norm: Clip the global 2-norm of the gradients to this, or None.
 
         Returns:
-            What happened.
+            A report of what the step did.
 
         Raises:
-            NonFiniteError: If going on cannot help and ``on_nonfinite`` does not say otherwise: no
-                finite loss; no scale to lower, or one at its floor; or too many steps in a row
-                skipped. Weights and optimizer state are as before the step.
+            NonFiniteError: If continuing cannot help and ``on_nonfinite`` does not say otherwise:
+                the loss is not finite, there is no scale to lower or it is at its floor, or too
+                many steps in a row were skipped. Weights and optimizer state are unchanged.
             PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
                 ``max_norm`` is not above 0.
         """
@@ -308,8 +324,8 @@ class Precision:
     def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
         """A step of an optimizer that evaluates the loss itself, as often as it likes.
 
-        The closure sees the model's own parameters, rounded from what the optimizer has made of
-        them by then. One evaluation that is not finite takes the whole step back.
+        The closure sees the model's own parameters, rounded from the masters' present values. If
+        one evaluation is not finite, the whole step is undone.
         """
         (optimizer,) = require_one(self.optimizers)
         seen: list[Judged] = []
@@ -345,7 +361,7 @@ class Precision:
         return self._applied(seen[0])
 
     def _applied(self, judged: Judged) -> StepResult:
-        """Everything that follows an applied step."""
+        """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
         scale, calibrating = self.loss_scale.value, not self._settled
         if self._scaled:
             self.loss_scale.update(found_nonfinite=False)
@@ -357,38 +373,32 @@ class Precision:
         if self._guard is not None:
             with self.masters.installed():
                 self._guard.applied()
-        return self._result(
-            applied=True,
-            loss=judged.loss,
-            grad_norm=judged.norm,
-            loss_scale=scale,
-            calibrating=calibrating,
-        )
+        return self._result(judged, scale, calibrating, applied=True)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by the model's names: masters, or the parameters.
+        """The tensors that the optimizer updates, by the model's names: masters or parameters.
 
-        Masters are there to be read. What is written into one is overruled by its weight, if that
-        does not round to the same; write the weight, or give :meth:`start_from_` exact values.
+        Only read masters: a value written into one is overwritten from its weight unless it rounds
+        to that weight. Write the weight instead, or give :meth:`start_from_` exact values.
         """
         return self.masters.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs besides the model's and the optimizer's state."""
+        """Everything that a resume needs besides the model's and the optimizers' state dicts."""
         self.masters.adopt()
+        masters: dict[str, Tensor] = {}
+        if self.policy.keeps_more_than_weights:
+            self._require_own_weights()
+            self.masters.take_written_()
+            masters = dict(self.masters.items())
         return {
             "policy": str(self.policy),
             "loss_scale": self.loss_scale.state_dict(),
             "applied_total": self.applied_total,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "masters": self._exact() if self.policy.keeps_more_than_weights else {},
+            "masters": masters,
         }
-
-    def _exact(self) -> dict[str, Tensor]:
-        self._require_own_weights()
-        self.masters.take_written_()
-        return dict(self.masters.items())
 
     @torch.no_grad()
     def load_state_dict(
@@ -398,12 +408,12 @@ class Precision:
 
         Args:
             state: From :meth:`state_dict`.
-            weights: The model's saved weights, by name. With them another policy's state is taken
-                too: its masters become this policy's, and a loss scale that does not fit starts
-                anew.
+            weights: The model's saved weights, by name. With them another policy's state is
+                accepted, too: its masters are converted, and a loss scale that does not fit starts
+                afresh.
 
         Raises:
-            PrecisionError: If it is damaged, or of another policy or model; nothing is changed.
+            PrecisionError: If it is damaged, or from another policy or model; nothing is changed.
         """
         self.masters.adopt()
         masters = check_state(state, self.policy, self.named_parameters(), weights)
@@ -418,16 +428,16 @@ class Precision:
         self._begin(self.applied_total)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
-        """Begin at fp32 values, by name, that the weights (or parts) were rounded from."""
+        """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
         self._begin(self.applied_total)
 
     def take_weights_(self) -> None:
-        """Train on from the model's weights exactly as they are: what lies behind them is dropped.
+        """Continue from the model's weights exactly as they are; masters and remainders are reset.
 
-        Weights that are written, or loaded with ``load_state_dict``, are taken over by themselves
-        to half a gap of the weights' format; this takes them to the last bit.
+        Without this call, weights that were written in place are adopted only to within half a gap
+        of their format where a remainder is kept; this adopts them to the last bit.
         """
         self.masters.adopt()
         self.masters.take_all_()
@@ -443,22 +453,17 @@ class Precision:
             raise no_own_weights()
 
     def _begin(self, applied: int) -> None:
-        """Let the guard begin after ``applied`` steps."""
-        with self.masters.installed():  # which also gives states of sharded weights to their parts
+        """Start the guard after ``applied`` steps."""
+        with self.masters.installed():  # also makes states of sharded weights local parts
             if self._guard is not None:
                 self._guard.start(applied)
 
-    def _forget_cleared(self) -> None:
-        """Drop the recorded loss where its gradients have been cleared since."""
-        if self._loss is not None and self.masters.arrivals.cleared():
-            self._loss = None
-
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Parameter to gradient, for all that the optimizer is about to update."""
+        """The finished gradient of each tensor that the optimizers are about to update."""
         if self._loss is None:
             self._ranks.cannot()
             raise no_backward()
-        if self.masters.arrivals.cleared():  # as in torch, a step with zeros is one
+        if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
             self._loss = torch.zeros_like(self._loss)
         try:
             self.masters.adopt()
@@ -476,7 +481,7 @@ class Precision:
         return self._examiner.judge(self._loss, gradients)
 
     def _skip(self, judged: Judged) -> StepResult:
-        """Back off, go on or go back, or stop."""
+        """Count a skipped step, then lower the scale, let the guard recover, or raise."""
         scale, calibrating = self.loss_scale.value, not self._settled
         found = judged.found
         self.skipped_total += 1
@@ -498,18 +503,23 @@ class Precision:
             self.loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
+            judged,
+            scale,
+            calibrating,
             applied=False,
             reason="nonfinite_loss" if found is None else found.reason,
-            loss=judged.loss,
-            grad_norm=judged.norm,
-            loss_scale=scale,
-            calibrating=calibrating,
             rolled_back=rolled_back,
             nonfinite_parameters=() if found is None else found.names,
         )
 
-    def _result(self, **outcome: Any) -> StepResult:
+    def _result(
+        self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
+    ) -> StepResult:
         return StepResult(
+            loss=judged.loss,
+            grad_norm=judged.norm,
+            loss_scale=scale,
+            calibrating=calibrating,
             next_loss_scale=self.loss_scale.value,
             skipped_total=self.skipped_total,
             skipped_in_a_row=self.skipped_in_a_row,
@@ -523,7 +533,7 @@ class _BrokenClosure(Exception):
 
 def is_ours(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
-    value = getattr(value, "hook", value)  # torch wraps hooks that come before a load
+    value = getattr(value, "hook", value)  # torch wraps load_state_dict pre-hooks
     return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
 
 
@@ -533,7 +543,7 @@ def _release(
     hooks: Sequence[RemovableHandle],
     model: nn.Module | None,
 ) -> None:
-    """What must go with a Precision, or would refuse what comes after it."""
+    """Remove the hooks that must not outlive a Precision, where they would refuse later use."""
     door.leave()
     arrivals.release()
     for hook in hooks:

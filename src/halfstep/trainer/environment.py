@@ -1,4 +1,4 @@
-"""What this machine is and how it runs each precision: ``env.json`` and ``halfstep env``."""
+"""Describes this machine and how it runs each precision, for ``env.json`` and ``halfstep env``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
         local_rank: The rank's number on its machine.
 
     Raises:
-        ConfigError: For any other word, or a CUDA device that torch does not see.
+        ConfigError: For any other spelling, or a CUDA device that torch does not see.
     """
     if spec == "auto":
         found = torch.cuda.is_available()
@@ -51,9 +51,9 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, GPUs and how each policy runs on ``device``, as plain JSON values.
+    """Report versions, processor, GPUs and how each policy runs on ``device``, as JSON values.
 
-    Only what is named here is read: no environment variable and no user name goes into a report.
+    Only the keys below are read: no environment variable and no user name goes into the report.
     """
     versions = {}
     for package in _PACKAGES:
@@ -61,20 +61,11 @@ def environment(device: torch.device) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    precisions = {}
-    for name, policy in POLICIES.items():
-        found = support(policy, device)
-        precisions[name] = {"status": found.status, "reason": found.reason}
+    gpus = [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory}
+        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    supports = {name: support(policy, device) for name, policy in POLICIES.items()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -86,29 +77,29 @@ def environment(device: torch.device) -> dict[str, Any]:
             "vector_instructions": torch.backends.cpu.get_cpu_capability(),
             "bf16_instructions": cpu_has_bf16(),
         },
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
-        # without the reason, which may name a folder of the user's
+        # cut off the reason in parentheses, which may name one of the user's folders
         "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
-        "precisions": precisions,
+        "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
 
 
 def gemm_flops_per_second(
     policy: PrecisionPolicy, device: torch.device, size: int = 0, repeats: int = 5
 ) -> float:
-    """Rate of a square matrix product in the policy's compute format: the best of a few.
+    """Measure the rate of a square matrix product in the compute dtype: the best of a few.
 
     Args:
-        policy: Its compute dtype and how the device runs it (simulation included).
-        device: Must not refuse the policy.
+        policy: Gives the compute dtype and how the device runs it (simulation included).
+        device: A device on which the policy is supported.
         size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
         repeats: Timed products, after one that warms up.
 
     Returns:
-        Floating-point operations per second, 2 size^3 for a product.
+        Floating-point operations per second, counting 2 size^3 for each product.
     """
     size = size or (4096 if device.type == "cuda" else 1024)
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +121,7 @@ def gemm_flops_per_second(
 
 
 def gemm_table(device: torch.device) -> list[dict[str, Any]]:
-    """For each compute format: status on ``device`` and measured rate, absent where refused."""
+    """List each compute format's status on ``device`` and, unless refused, its measured rate."""
     rows = []
     for name in ("fp32", "tf32", "bf16-mixed", "fp16-mixed"):
         policy = POLICIES[name]
@@ -157,10 +148,6 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Keep freed memory for the next step instead of giving it back to the kernel.

@@ -1,4 +1,4 @@
-"""The validation loss, in the training precision."""
+"""Measures the validation loss in the training precision, over all ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from halfstep.trainer.step import Batch, LossSum, to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found.
+    """The result of one evaluation.
 
     Attributes:
-        loss: Mean negative log-likelihood, in nats per target: token, or example of a classifier.
-        targets: How many it was measured on.
-        score: What is compared to find the best evaluation; higher is better.
-        text: The result in words.
+        loss: Mean negative log-likelihood in nats per target (a token, or a classifier's example).
+        targets: Number of targets that the loss is the mean of.
+        score: The value compared to find the best evaluation; higher is better.
+        text: The result as a line of text for the user.
         bits_per_byte: The loss in bits per UTF-8 byte of text: comparable between tokenizers. None
             where the bytes behind the tokens are not known.
-        accuracy: Share of the examples whose class was found; None where there are no classes.
-        macro_f1: Mean of the classes' F1.
-        confusion: Row: true class, column: found class, value: examples; empty without classes.
-        measures: What the user's own function measured besides, by name.
+        accuracy: Share of examples whose class was predicted; None where there are no classes.
+        macro_f1: Unweighted mean of the F1 score of each class.
+        confusion: Number of examples by true class (row) and predicted class (column); may be ().
+        measures: Further values that the user's own function measured, by name.
     """
 
     loss: float
@@ -44,33 +44,33 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """How a rank evaluates: its share of the rows, the precision, and sums over the ranks."""
+    """How a rank evaluates: its share of the rows, its precision, and how ranks are summed."""
 
     loss_sum: LossSum
     """The model's loss, compiled where asked."""
     around: Callable[[], AbstractContextManager[None]]
-    """Gives the context of a forward pass in the training precision."""
+    """Returns the context manager of a forward pass in the training precision."""
     device: torch.device
     rank: int = 0
-    """Of the ranks with different rows."""
+    """This rank's index among the ranks that have different rows."""
     ranks: int = 1
     sum: Callable[[Sequence[float]], list[float]] = list
-    """Adds up each value over the ranks, in fp64; the same on every rank."""
+    """Sums each value over the ranks in fp64; every rank gets the same result."""
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a loss in nats per token."""
+    """Return the exponential of a loss in nats per token; infinity where fp64 overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def tokens_per_byte(tokens: TokenFile) -> float | None:
-    """How many tokens a byte of the file's text takes; None where the text is not known."""
+    """Return the tokens per UTF-8 byte of a file's text; None where its size is not known."""
     return tokens.count / tokens.text_bytes if tokens.text_bytes else None
 
 
 @torch.no_grad()
 def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
-    """The mean loss over this rank's batches and the other ranks', and the targets it is of.
+    """Return the mean loss over all ranks' batches, and the number of targets in it.
 
     The model must be in evaluation mode already. Sums are kept in fp64 on the host.
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
@@ -20,16 +20,16 @@ from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
-from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
-from halfstep.trainer.run.metrics import MetricsFile, NoMetrics, Record, peak_memory_bytes
+from halfstep.trainer.run.metrics import MetricsFile, Record, peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
-"""Why a run ends before its last step; of several ranks' reasons, the last one here counts."""
+"""Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Tick:
         seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``,
             ``"patience"``, or ``"stop"`` of a callback's.
-        verdicts: Of the lost-update meter on groups that lose much, once a group and process.
+        verdicts: The lost-update meter's warnings, once per parameter group and process.
     """
 
     record: Record
@@ -57,11 +57,11 @@ class Tick:
 def train(session: Session, path: Path) -> Iterator[Tick]:
     """Train to the end of the run, or until a signal or the time limit; yield after every step.
 
-    Rank 0 writes metrics before each yield; all save a checkpoint every ``save_every`` steps and at
-    the end. All ranks iterate together.
+    Rank 0 writes metrics before each yield; all ranks save a checkpoint every ``save_every`` steps
+    and at the end, and must iterate together.
 
     Args:
-        session: New, or brought to a checkpoint.
+        session: A new one, or one restored from a checkpoint.
         path: The run folder, which all ranks share.
 
     Raises:
@@ -104,7 +104,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step that was taken: what it did, its learning rate, seconds, and tokens of all ranks."""
+    """A finished step: its result, learning rate, seconds, and the tokens of all ranks."""
 
     result: StepResult
     learning_rate: float
@@ -137,7 +137,7 @@ def _take_step(session: Session, books: _Books) -> _Taken:
 
 
 def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
-    """Why all ranks stop now, or nothing."""
+    """Return the reason why all ranks stop now; empty to go on."""
     limit = session.config.run.max_seconds
     late = limit and time.perf_counter() - started > limit
     asked = "stop" if session.stop_asked else ""
@@ -146,7 +146,7 @@ def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
 
 
 def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
-    """The validation result, and whether it is the best so far."""
+    """Evaluate, and tell whether the result is the best so far."""
     begin = time.perf_counter()
     evaluation = session.evaluate()
     pace.evaluated(time.perf_counter() - begin)
@@ -154,7 +154,7 @@ def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
 
 
 class _Books:
-    """What a run writes while it goes on: metrics, and checkpoints beside training."""
+    """Writes what a run leaves as it goes: metrics, and checkpoints in the background."""
 
     def __init__(self, session: Session, path: Path) -> None:
         settings, world = session.config.run, session.world
@@ -163,28 +163,19 @@ class _Books:
         self._saver = Saver(
             self._folder,
             settings.keep,
-            world.rank,
-            world.size,
-            token=world.share(secrets.token_hex(8)),
+            Team(world.rank, world.size, world.share(secrets.token_hex(8)), SAVING_SECONDS / 2),
             background=settings.background_save,
-            timeout=SAVING_SECONDS / 2,
             meet=world.wait_for_save,
         )
-        self._metrics: MetricsFile | NoMetrics = NoMetrics()
+        self._metrics: MetricsFile | None = None
         if world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
-        self.write = self._metrics.write
 
     def __enter__(self) -> _Books:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Wait for a save, but not for the receipts of ranks that are gone."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Wait for a running save, unless other ranks are gone and could never confirm theirs."""
         try:
             if error is None:
                 self._saver.close()
@@ -194,15 +185,21 @@ class _Books:
                 except HalfstepError as failed:
                     raise error from failed
         finally:
-            self._metrics.close()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def write(self, record: Record) -> None:
+        """Append a step to the metrics file, which only rank 0 has open."""
+        if self._metrics is not None:
+            self._metrics.write(record)
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
-        """Save a checkpoint if it is time; return the one that was completed meanwhile."""
+        """Save a checkpoint if one is due; return the one completed since the last call."""
         session = self._session
         run, world = session.config.run, session.world
         saving = _due(session.step, run.save_every) or last
         saving |= evaluated and session.task.keeps_best
-        if saving or _due(session.step, run.agree_every):
+        if saving or _due(session.step, run.agree_every):  # never save ranks that disagree
             session.check_agreement()
         if saving:
             self._saver.save(session.step, session.checkpoint(), spared=_spared(session))
@@ -212,14 +209,14 @@ class _Books:
         return checkpoint
 
     def last_words(self, error: NonFiniteError) -> NonFiniteError:
-        """Write why the run stops; the error, which then names the last checkpoint."""
+        """Record why the run stops; return the error with the last checkpoint in its message."""
         step, world, also = self._session.step + 1, self._session.world, ""
         record = Record(step=step, applied=False, skip_reason=error.cause)
-        # what is being saved may be the last checkpoint, which the message names
+        # wait for the save in progress: it may become the last checkpoint, which the message names
         for work in (partial(self.write, record), self._saver.wait):
             try:
                 work()
-            except HalfstepError as failed:  # the first cause is the one to tell
+            except HalfstepError as failed:  # report the first cause; this goes at its end
                 also += f"; {failed}"
         world.wait_for_save()
         kept = list_checkpoints(self._folder)
@@ -231,22 +228,23 @@ class _Books:
 
 
 class _Losses:
-    """The lost-update meter, and which of its verdicts have been told."""
+    """The lost-update meter, and which of its warnings have already been given."""
 
     def __init__(self, session: Session) -> None:
         run = session.config.run
-        every = run.lost_update_every if session.world.is_main else 0  # on what it holds itself
+        # rank 0 measures, on the parts of the weights that it holds itself
+        every = run.lost_update_every if session.world.is_main else 0
         self._meter = LostUpdateMeter(
             session.precision, every=every, seed=run.seed, start=session.applied
         )
         self._told: set[str] = set()
 
     def measured(self) -> Sequence[GroupReport]:
-        """The reports of the step just applied; none if it was not measured."""
+        """Return the reports of the step just applied; none if it was not measured."""
         return self._meter.report() if self._meter.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport]) -> tuple[str, ...]:
-        """Of groups that lose much, each group's once."""
+        """Return warnings for groups that lose many updates, once per group."""
         loud = [r for r in reports if r.lost > LOUD and r.group not in self._told]
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
@@ -267,7 +265,7 @@ def _patience_is_over(session: Session) -> bool:
 
 
 def _spared(session: Session) -> int | None:
-    """The step whose checkpoint is kept whatever its age."""
+    """Return the step of the best evaluation, whose checkpoint is kept whatever its age."""
     return session.best.step if session.best and session.task.keeps_best else None
 
 
@@ -310,11 +308,11 @@ def _record(
     )
 
 
-# How fast a run goes: for the metrics' rates, and for the time left.
+# Speed of a run, for the rates in the metrics and for the estimate of the time left.
 
 
 class Pace:
-    """Remembers the last steps and evaluations."""
+    """Remembers how long recent steps and evaluations took, and estimates the time left."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -325,15 +323,15 @@ class Pace:
         self._evaluations: list[float] = []
 
     def stepped(self, seconds: float) -> None:
-        """Take in the seconds of a step; the last 20 count."""
+        """Record the seconds of a step; the last 20 are kept."""
         self._steps = [*self._steps[-19:], seconds]
 
     def evaluated(self, seconds: float) -> None:
-        """Take in the seconds of an evaluation; the last 5 count."""
+        """Record the seconds of an evaluation; the last 5 are kept."""
         self._evaluations = [*self._evaluations[-4:], seconds]
 
     def seconds_left(self) -> float:
-        """Steps left at the recent median, and evaluations left."""
+        """Estimate the remaining steps at the recent median, and the remaining evaluations."""
         run, step = self._session.config.run, self._session.step
         if step >= run.max_steps:
             return 0.0
@@ -341,7 +339,7 @@ class Pace:
         steps = run.max_steps - step
         every = run.eval_every or run.max_steps
         evaluations = -(-run.max_steps // every) - step // every
-        # Before the first evaluation: a forward is a third of a step's arithmetic.
+        # Before the first evaluation, guess: the forward is about a third of a step's arithmetic.
         per_evaluation = (
             sum(self._evaluations) / len(self._evaluations)
             if self._evaluations
@@ -350,19 +348,20 @@ class Pace:
         return steps * per_step + max(evaluations, 0) * per_evaluation
 
 
-# SIGTERM and Ctrl-C as a request that the loop honours between two steps.
+# SIGTERM and Ctrl-C are requests that the loop honours between two steps.
 
 
 REPEAT_SECONDS = 1.0
-"""A launcher hands on what the terminal or the process group has sent to its ranks already."""
+"""Signals this close are one request: a launcher forwards what the terminal or the process group
+has already sent to its ranks."""
 
 
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets ``requested``.
 
-    Another within ``REPEAT_SECONDS`` is the same one, which came twice, even if the block has ended
-    by then. A later one acts at once: the old handlers come back with it, or else when the block
-    ends.
+    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
+    has ended by then. A later one restores the old handlers and acts at once; without one, the old
+    handlers come back when the block ends.
     """
 
     def __init__(self) -> None:
@@ -375,12 +374,7 @@ class Interrupt:
             self._old[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._may_repeat():
             self._restore()
 

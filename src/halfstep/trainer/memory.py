@@ -1,6 +1,6 @@
-"""How much memory a run needs at least, and whether the machine has it: asked before any is taken.
+"""Refuses a run that needs more memory than the machine has, before allocating any of it.
 
-Every figure is a lower bound, so that nothing that fits is refused: activations, the optimizer's
+Every estimate is a lower bound, so that nothing that fits is refused: activations, the optimizer's
 temporaries and the interpreter come on top.
 """
 
@@ -18,35 +18,25 @@ from halfstep.precision.explain import bytes_per_parameter
 from halfstep.precision.policy.policy import PrecisionPolicy
 
 _TOKEN_BYTES = 16
-"""A token and its target, both int64."""
+"""Bytes of a token and its target, both int64."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a step works on.
+    """The sizes that determine the memory of a step.
 
     Attributes:
-        parameters: Of the whole model, all of them trained.
-        rows: Sequences of one batch, over all ranks and micro-batches.
-        length: Tokens of a sequence.
-        width: Elements of a token's embedding; 0 where it is not known.
+        parameters: Number of parameters of the whole model, all of them trained.
+        rows: Sequences in one batch, over all ranks and micro-batches.
+        length: Tokens in a sequence.
+        width: Elements in a token's embedding; 0 where it is not known.
     """
 
     parameters: int
     rows: int = 0
     length: int = 0
     width: int = 0
-
-    def state_bytes(self, policy: PrecisionPolicy, layout: Layout) -> int:
-        """Bytes of a rank's weights, masters, gradients and moments."""
-        each = sum(bytes_per_parameter(policy).values())
-        return int(self.parameters * each) // (layout.shard * layout.tensor)
-
-    def batch_bytes(self, grad_accum: int, layout: Layout) -> int:
-        """Bytes of a rank's micro-batch: its tokens, and their embeddings in fp32."""
-        rows = self.rows // (grad_accum * layout.batch_ranks)
-        return rows * self.length * (_TOKEN_BYTES + 4 * self.width)
 
 
 def require_room(
@@ -58,20 +48,24 @@ def require_room(
     layout: Layout = Layout(),  # noqa: B008  (frozen)
     advice: str,
 ) -> None:
-    """Refuse work that cannot fit, before anything of it is made.
+    """Refuse a run that cannot fit into memory, before anything is allocated.
 
     Args:
-        need: The model and its batch.
-        policy: In which it is trained.
-        device: Where.
-        grad_accum: Micro-batches of a batch.
+        need: The sizes of the model and its batch.
+        policy: Precision policy of the run.
+        device: Device that the run trains on.
+        grad_accum: Micro-batches per batch.
         layout: How ranks share the work.
-        advice: The options that make it smaller.
+        advice: The options that make the run smaller, for the message.
 
     Raises:
-        ConfigError: With the bytes that are needed and those that there are.
+        ConfigError: With the bytes that are needed and those that the device has.
     """
-    state, batch = need.state_bytes(policy, layout), need.batch_bytes(grad_accum, layout)
+    # A rank's weights, masters, gradients and moments; a micro-batch's tokens and embeddings.
+    each = sum(bytes_per_parameter(policy).values())
+    state = int(need.parameters * each) // (layout.shard * layout.tensor)
+    rows = need.rows // (grad_accum * layout.batch_ranks)
+    batch = rows * need.length * (_TOKEN_BYTES + 4 * need.width)
     parts = (
         f"{need.parameters:,} parameters with gradients and moments take {_size(state)}, one "
         f"micro-batch {_size(batch)}"
@@ -84,7 +78,7 @@ def require_room(
 
 
 def require_rows(rows: int, option: str) -> None:
-    """Refuse a number of texts at once of which the machine could not even hold the ids.
+    """Refuse a batch size for which the machine could not hold even one token per text.
 
     Raises:
         ConfigError: Naming the option.
@@ -98,7 +92,7 @@ def require_rows(rows: int, option: str) -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of a device; of the CPU the machine's, or what its control group may take."""
+    """Return a device's memory; for the CPU, the machine's memory or its cgroup's lower limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

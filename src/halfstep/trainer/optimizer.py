@@ -1,4 +1,4 @@
-"""The optimizers and the schedules of a run, by name."""
+"""Makes a run's optimizer and computes its learning rate, both chosen by name."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.optim.optimizers import SGD, AdamW, Lion
+import halfstep.optim as optim
+from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
-__all__ = ["OptimizerConfig", "ScheduleConfig", "learning_rate", "make_optimizer"]
-
-_OWN: Mapping[str, Callable[..., Optimizer]] = {"adamw": AdamW, "lion": Lion, "sgd": SGD}
+_OWN: Mapping[str, Callable[..., Optimizer]] = {
+    kind.algorithm.name: kind
+    for kind in vars(optim).values()
+    if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
+}
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
-_FUSED = {"adam", "adamw", "sgd"}  # on CPU and CUDA alike
+_FUSED = {"adam", "adamw", "sgd"}  # torch has a fused kernel on CPU and CUDA alike
 
 
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, policy: PrecisionPolicy, *, seed: int = 0
 ) -> Optimizer:
-    """The optimizer that a configuration names, over the trainable parameters.
+    """Make the optimizer that a configuration names, over the trainable parameters.
 
     Tensors of two or more dimensions (matrices, embeddings) decay; vectors (norms, biases) do not.
 
     Args:
         model: Its parameters may still be fp32.
-        config: Name and numbers. An optimizer gets those of them that its class takes: SGD and
-            RMSprop take ``beta1`` as momentum, RMSprop ``beta2`` as alpha.
-        policy: halfstep's own optimizer is taken where only that keeps weights and moments as the
-            policy says, torch's elsewhere, fused where torch has it so.
-        seed: Of stochastic rounding, where the policy rounds so.
+        config: Name and hyperparameters. An optimizer gets those that its class takes: SGD and
+            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha.
+        policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
+            says, torch's optimizer elsewhere (the fused one where torch has it).
+        seed: Seed of stochastic rounding, where the policy uses it.
 
     Raises:
-        PrecisionError: From ``Precision`` later, if the policy needs an optimizer of halfstep's and
-            the name is of another.
+        PrecisionError: Later, from ``Precision``, if the policy needs a halfstep optimizer and the
+            name is not one of those.
 
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
@@ -60,22 +63,22 @@ def make_optimizer(
     }
     taken = inspect.signature(make).parameters
     arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in taken}
-    if "eps" in taken and isinstance(taken["eps"].default, float):  # Adafactor's are two
+    if "eps" in taken and isinstance(taken["eps"].default, float):  # Adafactor's is a pair
         arguments["eps"] = config.eps
-    if config.name == "rmsprop":  # ASGD means something else by it
+    if config.name == "rmsprop":  # ASGD has an alpha too, with another meaning
         arguments["alpha"] = config.beta2
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
 
 
-# The learning rate as a pure function of how many steps were taken and applied.
+# The learning rate is a pure function of the number of steps taken and applied.
 
 
 def learning_rate(
     peak: float, schedule: ScheduleConfig, taken: int, applied: int, max_steps: int
 ) -> float:
-    """The learning rate of the next step.
+    """Compute the learning rate of the next step.
 
     Args:
         peak: Learning rate at the end of the warm-up.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.distributed.consistency import check_agreement
+from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
@@ -30,9 +30,8 @@ from halfstep.torch_version import MACHINES, require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.progress import Best, read_progress
@@ -60,7 +59,7 @@ class Session:
     pieces: dict[str, Piece]
     """What this rank holds of every parameter that is trained."""
     ema: EMA | None = None
-    """The weights' average, where the run keeps one: what is evaluated and handed out."""
+    """Moving average of the weights, if the run keeps one; it is what is evaluated and exported."""
     step: int = 0
     """Steps taken, skipped ones included."""
     tokens: int = 0
@@ -75,9 +74,9 @@ class Session:
         return self.step - self.precision.skipped_total
 
     def micro_batches(self) -> tuple[list[Batch], list[int]]:
-        """This rank's part of the next step's batch, split for accumulation; dropout's seeds.
+        """Return this rank's micro-batches of the next step, and a dropout seed for each.
 
-        A pure function of seed, step and share.
+        Both depend only on the run's seed, the step and which rows this rank has.
         """
         run, strategy = self.config.run, self.strategy
         rows = micro_batches(
@@ -90,7 +89,7 @@ class Session:
         return [self.task.batch(self.step, part) for part in rows], seeds
 
     def evaluate(self) -> Evaluation:
-        """The task's measure in the training precision."""
+        """Evaluate the task in the training precision, on averaged weights if the run has them."""
         model = self.task.model
         self._share_buffers()
         judge = Judge(
@@ -111,7 +110,7 @@ class Session:
             model.train()
 
     def note(self, evaluation: Evaluation) -> bool:
-        """Remember an evaluation of this step; whether it is the best so far."""
+        """Remember an evaluation of this step; return whether it is the best so far."""
         best = self.best
         score = -math.inf if math.isnan(evaluation.score) else evaluation.score
         if best is None or score > best.score:
@@ -122,9 +121,8 @@ class Session:
         return False
 
     def checkpoint(self) -> Checkpoint:
-        """All that :meth:`restore` needs to go on bit for bit; all ranks."""
+        """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
-        named = self.precision.named_parameters()
         precision = self.precision.state_dict()
         del precision["masters"]  # they are the weights below
         state: dict[str, Any] = {
@@ -137,7 +135,7 @@ class Session:
         }
         if self.best is not None:
             state["best"] = dataclasses.asdict(self.best)
-        names = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             optimizer = optimizer_tensors(used, names)
@@ -149,18 +147,17 @@ class Session:
         return Checkpoint(weights, optimizer, state, self.pieces)
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What the model keeps besides its parameters, such as running means."""
+        """Return the model's persistent buffers, such as running means, by name."""
         named = dict(self.task.model.named_buffers())
         return {n: named[n] for n in self.task.model.state_dict(keep_vars=True) if n in named}
 
     def _share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, as torch's DDP does: each moved its own."""
+        """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
-            for buffer in self._buffers().values():
-                dist.broadcast(buffer, src=0)
+            broadcast_tensors_(self._buffers().values())
 
     def check_agreement(self, when: str = "") -> None:
-        """Stop if ranks do not train the same model: :func:`check_agreement`. All ranks."""
+        """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
         check_agreement(
             self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
         )
@@ -169,9 +166,9 @@ class Session:
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
         """Go on from a checkpoint of a run with the same model and data, in any precision.
 
-        Its tensors are this rank's pieces, whatever layout saved them. With another policy than the
-        checkpoint's, its exact fp32 masters become this policy's weights and the moments are
-        converted to this policy's format.
+        Its tensors are this rank's pieces, whatever layout saved them: they were read for this
+        model. With another policy than the checkpoint's, its exact fp32 masters become this
+        policy's weights and the moments are converted to this policy's format.
 
         Raises:
             CheckpointError: If it belongs to another run; nothing is changed then.
@@ -184,12 +181,7 @@ class Session:
                     "same files, from the same directory if their paths are relative, and the same "
                     "options for them"
                 )
-        named = self.precision.named_parameters()
-        shapes = {name: tensor.shape for name, tensor in named.items()}
-        if {name: tensor.shape for name, tensor in checkpoint.weights.items()} != shapes:
-            odd = sorted(set(shapes) ^ set(checkpoint.weights)) or ["shapes differ"]
-            raise CheckpointError(f"{where}: made by another model: {', '.join(odd[:5])}")
-        names = {parameter: name for name, parameter in named.items()}
+        names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         moments, averages, buffers = _by_kind(checkpoint.optimizer)
         self._require_averages(averages, where)
         (used,) = self.precision.optimizers
@@ -210,7 +202,7 @@ class Session:
         if self.ema is not None:
             self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})
         for name, buffer in self._buffers().items():
-            if name in buffers:  # checkpoints of before have none
+            if name in buffers:  # older checkpoints hold no buffers
                 buffer.copy_(buffers[name])
         self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
 
@@ -231,14 +223,14 @@ def open_session(
     world: World = World.alone(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
-    """Prepare data and build the model; refuse here whatever cannot be run. All ranks together.
+    """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
 
     Args:
-        config: Of a new run, or the resolved one of a run to go on with.
+        config: That of a new run, or the resolved one of a run to resume.
         progress: Called while data is prepared.
         resuming: Weights will be restored, so ``run.init_from`` is not read again.
-        world: The ranks.
-        opens: Makes the task; None: :func:`open_task`, from the configuration alone.
+        world: The process group of the ranks, or a world of one.
+        opens: Makes the task; None: the one that the configuration names.
 
     Raises:
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
@@ -260,13 +252,13 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = (opens or open_task)(config, device, layout, world, progress, resuming)
+    task = (opens or _open_task)(config, device, layout, world, progress, resuming)
     config, model = task.config, task.model.to(device)
     _require_rows(task.smallest_batch, config, layout)
     strategy.place_(model, task.plan(layout))
     optimizer = task.optimizer(policy)
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
-        # Ranks may hold parts of one tensor, and a checkpoint keeps it in one format.
+        # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
     ema = EMA(model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
@@ -281,7 +273,7 @@ def open_session(
 
 
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
-    """Refuse batches of fewer rows than micro-batches over all ranks."""
+    """Refuse batches with fewer rows than there are micro-batches over all ranks."""
     least = layout.batch_ranks * config.run.grad_accum
     if rows < least:
         few = "" if rows == config.run.batch_size else f" (batches of {rows} with so little data)"
@@ -292,10 +284,7 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
         )
 
 
-# From a configuration to its task.
-
-
-def open_task(
+def _open_task(
     config: BaseConfig,
     device: torch.device,
     layout: Layout,
@@ -303,19 +292,7 @@ def open_task(
     progress: Progress,
     resuming: bool,
 ) -> Task:
-    """Prepare the data and build the model of a configuration's task; all ranks together.
-
-    Args:
-        config: Of the run.
-        device: This rank's.
-        layout: How the ranks will share the work.
-        world: The ranks.
-        progress: Called while data is prepared.
-        resuming: Weights will be restored, so that none need be loaded where they are not frozen.
-
-    Raises:
-        HalfstepError: For data, a model or a layout that cannot be used.
-    """
+    """Prepare the data and build the model of a configuration's task; all ranks call it."""
     match config:
         case TrainConfig():
             return TextTask(config, device, layout, world, progress, resuming)
@@ -327,28 +304,28 @@ def open_task(
             raise AssertionError(type(config))
 
 
-# An optimizer's state as tensors by name, and back, in the formats of another policy.
+# Optimizer state to named tensors and back, converted to the dtypes of another policy if needed.
 
 
 AVERAGE, BUFFER = "ema", "buffer"
-"""What stands as NAME/KEY beside the optimizer's tensors: averaged weights, buffers of modules."""
+"""The KEY in ``NAME/KEY`` of tensors saved beside the optimizer's: averaged weights, buffers."""
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-    """A checkpoint's moments by path, and its averages and buffers by name."""
+    """Split a checkpoint's tensors into moments by path, and averages and buffers by name."""
     moments: dict[str, Tensor] = {}
     others: dict[str, dict[str, Tensor]] = {AVERAGE: {}, BUFFER: {}}
     for path, tensor in tensors.items():
         name, _, kind = path.rpartition("/")
         if kind in others:
             others[kind][name] = tensor
-        elif name != "rng":  # the first format's random state, which now follows from the seed
+        elif name != "rng":  # format 1 saved random state; it now follows from seed and step
             moments[path] = tensor
     return moments, others[AVERAGE], others[BUFFER]
 
 
 def exported(checkpoint: Checkpoint) -> Exported:
-    """What a checkpoint hands out: the averages of its weights, where the run kept some."""
+    """Return a checkpoint's weights for export: their averages, where the run kept some."""
     _, averages, buffers = _by_kind(checkpoint.optimizer)
     weights = {name: averages.get(name, w).float() for name, w in checkpoint.weights.items()}
     return Exported(weights, buffers)
@@ -357,9 +334,9 @@ def exported(checkpoint: Checkpoint) -> Exported:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, Tensor]:
-    """The optimizer's state as ``"NAME/KEY"`` to tensor, without what the weights hold already.
+    """Return the optimizer's state as ``"NAME/KEY"`` to tensor, without the weights' remainders.
 
-    8-bit codes stand under the moment's own name: a checkpoint's file tells them by their dtype.
+    8-bit codes have the moment's own name: in a checkpoint's file their dtype tells them apart.
     """
     return {
         f"{names[parameter]}/{key.removesuffix(CODES)}": value
@@ -372,10 +349,10 @@ def optimizer_tensors(
 def convert_optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The state that :func:`optimizer_tensors` saved, in this optimizer's formats.
+    """Convert the state that :func:`optimizer_tensors` saved to this optimizer's formats.
 
-    Each tensor comes to its parameter's device, and moments of another format are converted;
-    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype, this keeps bits.
+    Each tensor moves to its parameter's device, and only moments in another format are converted;
+    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype and lose bits.
 
     Raises:
         PrecisionError: If a moment is missing or of another shape.
@@ -397,7 +374,7 @@ def convert_optimizer_tensors(
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Take converted states; remainders, which belong to the weights, stay."""
+    """Set converted states, but keep the current remainders, which belong to the weights."""
     held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
     optimizer.state.clear()
     for parameter, state in states.items():

@@ -14,12 +14,12 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.data.corpus.batches import IGNORED
 
 Batch = Any
-"""What a task gives for a micro-batch: tensors, in tuples, lists or dicts."""
+"""A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""
 LossSum = Callable[[Any], tuple[Tensor, Tensor]]
 
 
 def count_targets(batch: Batch) -> int:
-    """Target tokens of (tokens, targets, ...) that count towards the loss; on the host."""
+    """Count the target tokens of (tokens, targets, ...) that enter the loss; on the host."""
     return int((batch[1] != IGNORED).sum())
 
 
@@ -37,14 +37,14 @@ def train_step(
     """Take one step; the loss is the mean over all targets of all ranks' micro-batches.
 
     Args:
-        loss_sum: Gives the summed loss (fp32 scalar) and the count of one micro-batch.
+        loss_sum: Returns the summed loss (fp32 scalar) and the count of one micro-batch.
         precision: Model and optimizer under their policy.
-        strategy: How they lie over the ranks, all of which call this together.
+        strategy: How they are distributed over the ranks, all of which call this together.
         batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T); on the host.
-        learning_rate: Gives this step's rate from the one that a parameter group was made with.
+        learning_rate: Returns this step's rate, given a parameter group's initial rate.
         max_norm: Clip the global gradient norm to this, or None.
-        targets: Gives what a micro-batch adds to the divisor of the loss.
-        seeds: Of dropout: one a micro-batch, or none.
+        targets: Returns what a micro-batch adds to the divisor of the loss.
+        seeds: Dropout seeds, one per micro-batch, or none.
 
     Returns:
         The step's result; its loss is in nats per target.
@@ -52,7 +52,7 @@ def train_step(
     Raises:
         NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
     """
-    # before any backward: micro-batches and ranks of any size then add up to one batch
+    # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
     (n,) = strategy.sum([sum(map(targets, batches))])
     for number, batch in enumerate(batches):
         if seeds:
@@ -70,7 +70,7 @@ def train_step(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; from pinned memory and asynchronously where that is CUDA."""
+    """Move the batch to the device; for CUDA asynchronously, from pinned memory."""
     if device.type != "cuda":
         return batch
     if isinstance(batch, Tensor):
@@ -84,7 +84,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """The tensors of a batch, in order."""
+    """Yield the tensors of a nested batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):

@@ -1,4 +1,4 @@
-"""The public trainer: a module, a dataset and a loss of one's own, by the loop of the commands."""
+"""The public ``Trainer``: trains a user's module, dataset and loss by the commands' own loop."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.finetune import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
+from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick
-from halfstep.trainer.run.execute import Outcome, execute
+from halfstep.trainer.run.execute import execute
 from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
 from halfstep.trainer.run.metrics import MetricsSink, require_sinks
 from halfstep.trainer.run.resume import require_resumable, with_run_folder
@@ -46,7 +46,7 @@ _KEYS = {
     for field in dataclasses.fields(kind)
     if field.name not in ("name", "decay", "best_by")
 }
-"""Every setting of a run by its bare name, and its section; the others have arguments."""
+"""Setting name to its section. The three left out are explicit arguments of ``Trainer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TrainResult:
         folder: The run folder: metrics, checkpoints, and the weights in ``model/``.
         step: Steps taken so far, skipped ones included.
         evaluation: The last evaluation; None without validation data.
-        best: The best evaluation; ``model/`` has the weights of it.
+        best: The best evaluation; ``model/`` holds the weights that it measured.
         stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``,
             ``"max_seconds"``, ``"patience"`` or ``"stop"``; empty if it did not.
     """
@@ -113,36 +113,36 @@ class Trainer:
         quiet: bool = False,
         **settings: Any,
     ) -> None:
-        """Take what is to be trained, and check all that can be checked now.
+        """Store what is to be trained, and check all that can be checked before training.
 
         Args:
-            model: Trained in place, moved to the device; on several ranks the weights of rank 0.
-            train_data: Items by number, with a length, as ``torch.utils.data.Dataset``. Each epoch
-                has every item once, in an order that follows from the seed.
-            loss: Called as ``loss(model, batch)`` under the policy's autocast. Gives a tensor of no
-                dims, the mean over what ``targets`` counts, or a pair of the sum and its count.
+            model: Trained in place and moved to the device; all ranks start from rank 0's weights.
+            train_data: A map-style dataset: items by index, and a length, as in
+                ``torch.utils.data.Dataset``. Each epoch has every item once, in a seeded order.
+            loss: Called as ``loss(model, batch)`` under the policy's autocast. Returns a 0-dim
+                tensor, the mean over what ``targets`` counts, or a pair of the sum and its count.
             val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
                 is kept.
-            evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; gives means over the
-                batch's rows by name, among them ``loss``. None: the training loss.
-            targets: How many things the loss of a batch is the mean of, such as its tokens. None:
-                the batch's rows, the first size of its first tensor.
-            collate: Makes a batch of a list of items.
-            num_workers: Processes that make batches ahead; 0: none.
+            evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; returns means over
+                the batch's rows by name, among them ``loss``. None: the training loss.
+            targets: Returns the number of elements that the loss of a batch is the mean of, such
+                as its tokens. None: the batch's rows, which is dim 0 of its first tensor.
+            collate: Makes a batch from a list of items.
+            num_workers: Processes that prepare batches ahead; 0: none.
             precision: A policy, its name, field string or ``.toml`` file.
-            optimizer: A name (``run.optimizer`` of ``halfstep configs``: adamw, sgd, lion, ...), or
-                a function from the trainable parameters to an optimizer, or an optimizer.
+            optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
+                to an optimizer, or an optimizer.
             schedule: ``cosine``, ``linear``, ``wsd`` or ``constant``, each after a warm-up, or a
                 function from the number of steps taken to a factor of the peak rate.
-            best_by: A name that ``evaluate`` gives: the highest value is the best; with a ``-``
-                before it, and of ``loss``, the lowest.
+            best_by: A name that ``evaluate`` returns. The highest value is the best; for ``loss``,
+                and with a ``-`` before the name, the lowest.
             callbacks: Each is called with a :class:`Tick` after each step, on every rank.
             loggers: ``csv``, ``tensorboard``, ``wandb`` or ``mlflow``, or objects with
                 ``write(record)`` and ``close()``.
-            plan: What to shard and split, where ``parallel`` does either; None: what the model says
-                of itself (:func:`halfstep.distributed.plan_of`).
-            name: For the run folder.
-            quiet: Say nothing on stderr.
+            plan: What to shard and split, where ``parallel`` does either; None: the plan that the
+                model itself provides (:func:`halfstep.distributed.plan_of`).
+            name: Goes into the name of the default run folder.
+            quiet: Print nothing on stderr.
             **settings: Any key of the sections optimizer, schedule and run by its bare name, such
                 as ``epochs``, ``max_steps``, ``batch_size``, ``grad_accum``, ``learning_rate``,
                 ``warmup_steps``, ``max_norm``, ``ema_decay``, ``seed``, ``save_every``,
@@ -150,11 +150,11 @@ class Trainer:
 
         Raises:
             ConfigError: For a setting that does not exist or is out of range.
-            PrecisionError: For what is no policy or no model.
+            PrecisionError: For a policy or a model that is neither.
         """
         require_model(model, "Trainer(model)")
         table: dict[str, Any] = {"name": name, "precision": str(precision)}
-        # without warm-up steps, warmup_ratio says how many there are
+        # at 0 warm-up steps, run.warmup_ratio determines their number
         table |= {"optimizer": {}, "schedule": {"warmup_steps": 0}, "run": {}}
         for key, value in settings.items():
             if key not in _KEYS:
@@ -192,19 +192,19 @@ class Trainer:
 
     @property
     def session(self) -> Session:
-        """The run in memory, while :meth:`train` runs: for callbacks.
+        """The run in memory, for callbacks; it exists only while :meth:`train` runs.
 
         Raises:
-            ConfigError: Before and after it.
+            ConfigError: If :meth:`train` is not running.
         """
         if self._session is None:
-            raise ConfigError("Trainer.session is there while train() runs: use it in a callback")
+            raise ConfigError("Trainer.session exists while train() runs: use it in a callback")
         return self._session
 
     def stop(self) -> None:
-        """End the run after one more step, with an evaluation and a checkpoint: for callbacks.
+        """End the run after one more step, with an evaluation and a checkpoint; for callbacks.
 
-        One rank's word is enough.
+        It is enough that one rank calls it.
         """
         self.session.stop_asked = True
 
@@ -245,7 +245,16 @@ class Trainer:
             finally:
                 session.precision.close()
                 self._session = None
-            return self._trained(session, path, outcome)
+            if outcome.written:
+                self._say(outcome.written)
+            last, best = outcome.last, session.best
+            return TrainResult(
+                path,
+                session.step,
+                last.evaluation if last else None,
+                best.evaluation if best else None,
+                last.stopped_by if last else "",
+            )
 
     def _open(self, config: Any, device: Any, layout: Any, world: World, *_: Any) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
@@ -266,16 +275,3 @@ class Trainer:
             self._say(f"step {record.step}: {tick.evaluation.text}")
         for callback in self._callbacks:
             callback(tick)
-
-    def _trained(self, session: Session, path: Path, outcome: Outcome) -> TrainResult:
-        best = session.best.evaluation if session.best else None
-        last = outcome.last
-        if outcome.written:
-            self._say(outcome.written)
-        return TrainResult(
-            path,
-            session.step,
-            last.evaluation if last else None,
-            best,
-            last.stopped_by if last else "",
-        )

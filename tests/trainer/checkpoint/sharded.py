@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from halfstep.optim.storage.moments import decode, encode
-from halfstep.trainer.checkpoint.commit import Team
 from halfstep.trainer.checkpoint.pieces import Piece
-from halfstep.trainer.checkpoint.store import Checkpoint, save_checkpoint
+from halfstep.trainer.checkpoint.store import Checkpoint, Team, save_part
 
 
 def chunk(tensor, dim, parts, number):
@@ -130,6 +129,11 @@ def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
                 values[box] = decoded(part, state.optimizer[key + "_tops"], signed=SIGNED[kind])
             optimizer[key] = values
     return Checkpoint(dict(whole.weights), optimizer, whole.state)
+
+
+def save_checkpoint(folder, step, checkpoint, keep, team=Team()):  # noqa: B008  (frozen)
+    """A save without a thread beside it."""
+    return save_part(folder, step, checkpoint.part(team.rank, step), keep, team)
 
 
 def save_all(folder, step, states, keep=2, token="a.1", timeout=30.0):

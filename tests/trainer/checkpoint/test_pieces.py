@@ -8,20 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from distributed.pool import Pool
 from halfstep.errors import CheckpointError
-from halfstep.trainer.checkpoint.commit import Team
-from halfstep.trainer.checkpoint.pieces import Piece, fault, local_piece, overlap, piece_of
-from halfstep.trainer.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
-from trainer.checkpoint.sharded import assert_same, chunk
+from halfstep.trainer.checkpoint.pieces import Piece, fault, local_piece, overlap
+from trainer.checkpoint.sharded import chunk
 
 
 def box(piece):
@@ -137,78 +129,3 @@ def test_many_pieces_are_checked_in_little_time():
     pieces = [Piece(shape, (0, n), (4, 1)) for n in range(100_000)]
     assert fault(shape, pieces) == ""
     assert "hold" in fault(shape, pieces[1:])
-
-
-# --- real DTensors over gloo --------------------------------------------------------------------
-
-CASES = [
-    ((4,), [Shard(0)], (8, 6)),
-    ((4,), [Shard(1)], (8, 6)),
-    ((4,), [Replicate()], (3, 2)),
-    ((4,), [Shard(0)], (7, 5)),
-    ((4,), [Shard(0)], (2,)),
-    ((2, 2), [Shard(0), Replicate()], (5, 3)),
-    ((2, 2), [Replicate(), Shard(1)], (5, 3)),
-    ((2, 2), [Shard(0), Shard(1)], (5, 3)),
-    ((2, 2), [Shard(0), Shard(0)], (5, 3)),
-]
-
-
-def examine(rank, folder):
-    """Pieces of real DTensors, and what they save and load; the faults found."""
-    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
-    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    weights, pieces, tensors = {}, {}, {}
-    for number, (mesh, placements, shape) in enumerate(CASES):
-        torch.manual_seed(number)
-        whole = torch.randn(shape)
-        tensors[f"p{number}"] = distribute_tensor(whole, meshes[mesh], placements)
-    # On the tensor axis alone: each data rank has its own mesh, and one of them writes.
-    torch.manual_seed(99)
-    tensors["sub"] = distribute_tensor(torch.randn(5, 3), named["tensor"], [Shard(0)])
-    torch.manual_seed(100)
-    tensors["plain"] = torch.randn(3)
-    torch.manual_seed(101)
-    layer = nn.Linear(6, 5)
-    fully_shard(layer, mesh=meshes[4,])
-    tensors |= dict(layer.named_parameters())
-    for name, tensor in tensors.items():
-        piece = piece_of(tensor)
-        if isinstance(tensor, DTensor):
-            local, offset = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-            assert piece.local == tuple(local), name
-            assert piece.numel == 0 or piece.offset == tuple(offset), name
-            weights[name] = tensor.to_local().detach()
-        else:
-            weights[name] = tensor
-        pieces[name] = piece
-    optimizer = {f"{n}/exp_avg": 2 * w for n, w in weights.items()}
-    optimizer |= {f"{n}/step": torch.tensor(3.0) for n in weights}
-    mine = Checkpoint(weights, optimizer, {"step": 1}, pieces)
-    path = save_checkpoint(folder, 1, mine, 1, Team(rank, 4, "gloo", 60.0))
-    dist.barrier()
-    again = load_checkpoint(path, pieces)
-    assert_same(again.weights, weights)
-    assert_same(again.optimizer, optimizer)
-    return {
-        n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().numpy()
-        for n, t in tensors.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def four():
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.distributed
-def test_real_dtensors_on_four_ranks_come_back_and_one_process_reads_them_whole(four, tmp_path):
-    whole = four.run(examine, folder=tmp_path)[0]
-    loaded = load_checkpoint(tmp_path / "step-00000001")
-    assert_same(loaded.weights, {n: torch.from_numpy(a) for n, a in whole.items()})
-    for name, values in whole.items():
-        assert torch.equal(loaded.optimizer[f"{name}/exp_avg"], 2 * torch.from_numpy(values))

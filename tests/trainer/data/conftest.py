@@ -3,6 +3,12 @@
 import json
 
 import pytest
+from hypothesis import settings
+
+# As in tests/properties: the same examples on every run, no files, and no failure because the
+# machine was busy.
+settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+settings.load_profile("seeded")
 
 
 @pytest.fixture(autouse=True)

@@ -10,22 +10,20 @@ from halfstep.trainer.data.corpus.batches import batch, start_of_sequence, valid
 from halfstep.trainer.data.corpus.token_file import TokenFile
 
 
+def token_file(path, ids, dtype="uint16", offset=0):
+    path.write_bytes(np.array(ids).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+    return TokenFile(
+        path=path, dtype=dtype, offset=offset, count=len(ids) - offset, text_bytes=None,
+        vocab_size=2**32, sha256="",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def tokens(tmp_path):
-    def tokens(count, offset=0):
-        path = tmp_path / "tokens.bin"
-        path.write_bytes(np.arange(offset + count, dtype="<u2").tobytes())
-        return TokenFile(
-            path=path,
-            dtype="uint16",
-            offset=offset,
-            count=count,
-            text_bytes=None,
-            vocab_size=65_536,
-            sha256="",
-        )
-
-    return tokens
+    """A file of ids that count up."""
+    return lambda count, offset=0: token_file(
+        tmp_path / "tokens.bin", range(offset + count), offset=offset
+    )
 
 
 def philox(key, counter):
@@ -64,18 +62,18 @@ def test_targets_are_the_next_tokens(tokens):
     assert targets.is_contiguous()
     assert torch.equal(targets, inputs + 1)  # the tokens count up
     assert torch.equal(inputs - inputs[:, :1], torch.arange(32).expand(6, 32))
-    assert inputs.min() >= 7
-    assert targets.max() < 507
+    starts = [start_of_sequence(1, 2, number, 500 - 32) for number in range(6)]
+    assert inputs[:, 0].tolist() == [7 + start for start in starts]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return token_file(tmp_path_factory.mktemp("shared") / "shared.bin", range(300))
 
 
 @given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(1, 16), st.data())
-def test_a_step_is_the_same_however_it_is_shared_out(tmp_path_factory, seed, step, count, data):
-    path = tmp_path_factory.getbasetemp() / "shared.bin"
-    if not path.exists():
-        path.write_bytes(np.arange(300, dtype="<u2").tobytes())
-    file = TokenFile(
-        path=path, dtype="uint16", offset=0, count=300, text_bytes=None, vocab_size=300, sha256=""
-    )
+def test_a_step_is_the_same_however_it_is_shared_out(shared, seed, step, count, data):
+    file = shared
     cut = data.draw(st.integers(0, count))
     whole = batch(file, seed=seed, step=step, sequences=range(count), block_size=8)
     parts = [
@@ -86,19 +84,6 @@ def test_a_step_is_the_same_however_it_is_shared_out(tmp_path_factory, seed, ste
         assert torch.equal(whole[i], torch.cat([part[i] for part in parts]))
     again = batch(file, seed=seed, step=step, sequences=range(count), block_size=8)
     assert torch.equal(whole[0], again[0])
-
-
-def test_seed_step_and_number_all_matter(tokens):
-    def first(**changed):
-        given = {"seed": 1, "step": 1, "sequences": range(1, 5), "block_size": 4} | changed
-        return batch(tokens(60_000), **given)[0][:, 0].tolist()
-
-    plain = first()
-    assert len(set(plain)) == 4
-    assert set(first(seed=2)).isdisjoint(plain)
-    assert set(first(step=2)).isdisjoint(plain)
-    assert first(sequences=range(2, 5)) == plain[1:]
-    assert first(sequences=range(4, 0, -1)) == plain[::-1]
 
 
 def test_both_ends_of_the_file_are_reached(tokens):
@@ -116,11 +101,7 @@ def test_no_sequences_are_an_empty_batch(tokens):
 
 
 def test_large_ids_are_not_wrapped(tmp_path):
-    path = tmp_path / "t.bin"
-    path.write_bytes(np.array([65_535, 70_000, 4_000_000_000], dtype="<u4").tobytes())
-    file = TokenFile(
-        path=path, dtype="uint32", offset=0, count=3, text_bytes=None, vocab_size=2**32, sha256=""
-    )
+    file = token_file(tmp_path / "t.bin", [65_535, 70_000, 4_000_000_000], "uint32")
     inputs, targets = batch(file, seed=0, step=0, sequences=range(1), block_size=2)
     assert inputs.tolist() == [[65_535, 70_000]]
     assert targets.tolist() == [[70_000, 4_000_000_000]]
@@ -135,25 +116,7 @@ def test_too_few_tokens_are_refused_with_the_counts(tokens, count):
         validation_batches(tokens(count), block_size=4, batch_size=1, max_batches=None)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"seed": -1},
-        {"seed": 2**64},
-        {"step": -1},
-        {"step": 2**64},
-        {"sequences": range(-1, 2)},
-        {"sequences": range(2, -2, -1)},
-        {"block_size": 0},
-    ],
-)
-def test_arguments_out_of_range_are_refused(tokens, bad):
-    given = {"seed": 0, "step": 0, "sequences": range(1), "block_size": 4} | bad
-    with pytest.raises(ConfigError, match=next(iter(bad))):
-        batch(tokens(9), **given)
-
-
-@pytest.mark.parametrize("bad", [{"block_size": 0}, {"batch_size": 0}, {"max_batches": 0}])
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"max_batches": 0}])
 def test_validation_arguments_out_of_range_are_refused(tokens, bad):
     given = {"block_size": 4, "batch_size": 1, "max_batches": None} | bad
     with pytest.raises(ConfigError, match=next(iter(bad))):
@@ -182,7 +145,7 @@ def test_validation_counts_every_target_once_and_in_order(tokens, count, block_s
     assert all(torch.equal(a[1], b[1]) for a, b in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize(("batch_size", "max_batches"), [(1, 1), (2, 3), (3, 7), (4, 5), (1, 25)])
+@pytest.mark.parametrize(("batch_size", "max_batches"), [(1, 1), (2, 3), (3, 7), (4, 5), (2, 99)])
 def test_limited_validation_is_spread_evenly_without_overlap(tokens, batch_size, max_batches):
     count, block_size = 101, 4  # 25 windows
     found = list(
@@ -190,6 +153,7 @@ def test_limited_validation_is_spread_evenly_without_overlap(tokens, batch_size,
             tokens(count), block_size=block_size, batch_size=batch_size, max_batches=max_batches
         )
     )
+    assert all(len(inputs) == batch_size for inputs, _ in found[:-1])
     starts = torch.cat([inputs[:, 0] for inputs, _ in found]).tolist()
     assert len(starts) == min(25, batch_size * max_batches)
     assert all(start % block_size == 0 for start in starts)
@@ -199,11 +163,3 @@ def test_limited_validation_is_spread_evenly_without_overlap(tokens, batch_size,
         assert min(gaps) >= 1
         assert max(gaps) - min(gaps) <= 1
         assert 25 - starts[-1] // block_size <= min(gaps) + 1
-
-
-def test_a_limit_above_the_file_changes_nothing(tokens):
-    given = {"block_size": 4, "batch_size": 2}
-    whole = list(validation_batches(tokens(50), max_batches=None, **given))
-    limited = list(validation_batches(tokens(50), max_batches=1000, **given))
-    assert len(whole) == len(limited)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, limited, strict=True))

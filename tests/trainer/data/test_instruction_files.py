@@ -4,7 +4,7 @@ import pytest
 
 from halfstep.errors import DataError
 from halfstep.trainer.data.instructions.chat import Message, Pair, Text
-from halfstep.trainer.data.instructions.files import InstructionFiles, find_inputs
+from halfstep.trainer.data.instructions.instructions import InstructionFiles, find_inputs
 
 ALPACA = {"instruction": "Add", "input": "1, 1", "output": "2"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
@@ -66,16 +66,11 @@ def test_pairs_are_taken_for_either_format_when_asked(write, format, fields):
 def test_lists_lines_and_blank_lines_give_the_same(write):
     records = [ALPACA, {"instruction": "é\u2028", "output": "2"}]
     expected = [Pair("Add", "1, 1", "2"), Pair("é\u2028", "", "2")]
-    assert examples(write("a.jsonl", records)) == expected
     lines = "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     assert examples(write("b.jsonl", "\ufeff" + lines + "\n \n")) == expected
     assert examples(write("lines.json", lines)) == expected
-    for indent in (None, 0, 4):
-        text = json.dumps(records, indent=indent, ensure_ascii=False)
-        assert examples(write(f"list{indent}.json", text)) == expected
-    assert examples(write("mark.json", "\ufeff [\n" + lines.replace("\n\n", " ,\r\n") + "]\n")) == (
-        expected
-    )
+    text = "\ufeff [\n" + lines.replace("\n\n", " ,\r\n") + "]\n"
+    assert examples(write("mark.json", text)) == expected
 
 
 def test_places_are_lines_or_items(write):
@@ -124,7 +119,6 @@ def test_a_long_text_comes_in_pieces_that_join_to_it(write):
         ),
         ({"text": "  "}, '"text" is empty'),
         ({"messages": []}, "the conversation must be a list of messages"),
-        ({"messages": CHAT["messages"][:1]}, "the conversation has no turn of the assistant"),
         ({"messages": CHAT["messages"][::-1]}, "turn 1 is by the assistant"),
         ([1], "a JSON list, not an object"),
         ("x", "a JSON str, not an object"),
@@ -174,16 +168,10 @@ def test_fields_that_are_left_out_are_told(write):
     ("name", "content", "why"),
     [
         ("a.jsonl", '{"text": "x"}\n{"text": "x"\n', r"a\.jsonl:2: not JSON: .* at column 13"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: not "),
-        ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl:1: not UTF-8: byte 0xff"),
         ("a.json", '[\n{"text": "x"},\n{"text": "x"\n', r"a\.json:4: not JSON"),
-        ("a.json", '[{"text": "x"}\n{"text": "x"}]', r"a\.json:2: not JSON"),
         ("a.json", '[{"text": "x"},]', r"a\.json:1: not JSON"),
-        ("a.json", '[{"text": "x"}', r"a\.json:1: not JSON"),
         ("a.json", '[{"text": "x"}] 5', r"a\.json:1: not JSON: Extra data"),
-        ("a.json", '"x"', r"a\.json: must hold a JSON list of objects"),
         ("a.json", b'[{"text": "\xff"}]', r"a\.json:1: not UTF-8: byte 0xff"),
-        ("a.parquet", "PAR1", r"a\.parquet: cannot be loaded"),
         ("a.csv", "question,answer\nx\n", r"a\.csv:2: 1 fields where the first line has 2"),
         ("a.png", "x", r"a\.png: instructions are read from \.csv, .* and \.txt files; convert it"),
         ("a.bin", b"\0\0", r"a\.bin: instructions are read from"),

@@ -99,6 +99,9 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
     else:
         content = json.dumps(rows)
     assert pairs(write(f"a.{kind}", content)) == rows
+    if kind == "jsonl":
+        texts = [(number, text) for number, (text, _) in enumerate(rows, 1)]
+        assert list(read_texts(io.StringIO(content))) == texts
 
 
 def test_columns_can_be_named(write):
@@ -160,11 +163,7 @@ def test_the_first_place_of_each_label_is_kept(write):
         ("a.jsonl", '{"body": "x", "label": "a"}\n', ":1: no column that usually holds the text"),
         ("a.jsonl", '{"text": 3, "label": "a"}\n', ":1: the text must be a string, got int"),
         ("a.jsonl", '{"text": null, "label": "a"}\n', ":1: the text must be a string, got null"),
-        (
-            "a.jsonl",
-            '\n{"text": "x", "label": 1.0}\n',
-            ":2: the label must be a string, an integer",
-        ),
+        ("a.jsonl", '\n{"text": "x", "label": 1.0}\n', ":2: the label must be a string, an int"),
         ("a.jsonl", '{"text": "x", "label": NaN}\n', "got float"),
         ("a.jsonl", '{"text": "x", "label": null}\n', "got null"),
         ("a.jsonl", '{"text": "x", "label": ["a"]}\n', "got list"),
@@ -178,7 +177,6 @@ def test_the_first_place_of_each_label_is_kept(write):
         ("a.json", '[["x", "a"], ["y"]]', ": item 2: 1 values where the first has 2"),
         ("a.json", '[["x", "a", 1]]', ": item 1: 3 values where 2 are needed"),
         ("a.json", "[3]", ": item 1: a JSON int, neither list nor object"),
-        ("a.json", '[["x", "a"], {"text": "y"}]', ": item 2: a list among objects"),
         ("a.json", '[["x", "a"],\n["y", ]]', ":2: not JSON"),
         ("a.json", "[" * 100_000, "not usable JSON"),
         (
@@ -261,9 +259,7 @@ def text_refusal(source, column=""):
     [
         ("a.jsonl", '\n{"text": "x y", "id": 3}\n\n{"text": "z"}\n', ""),
         ("a.jsonl", '{"body": "x y", "text": "q"}\n{"body": "z"}\n', "body"),
-        ("a.csv", "label,Sentence\na,x y\nb,z\n", ""),
         ("a.csv", "3,x y\n4,z\n", "2"),
-        ("a.tsv", "text\tmore\r\nx y\t1\r\nz\t2\r\n", ""),
         ("a.txt", "\ufeffx y\r\nz", ""),
         ("a.json", '[["x y"], ["z"]]', ""),
     ],
@@ -285,22 +281,10 @@ def test_a_stream_is_lines_or_objects(content):
     assert list(read_texts(io.StringIO(content))) == EXPECTED
 
 
-def test_a_record_of_several_lines_counts_once(write):
+def test_texts_are_numbered_by_records_and_a_line_of_text_is_never_a_header(write):
     path = write("a.csv", 'text\n"a\nb"\nc\n')
     assert list(read_texts(path)) == [(1, "a\nb"), (2, "c")]
-
-
-def test_a_first_line_that_is_a_usual_name_is_a_text_like_any_other(write):
     assert list(read_texts(write("a.txt", "text\nreview\n"))) == [(1, "text"), (2, "review")]
-
-
-@LOOSE
-@given(st.lists(st.text(st.characters(codec="utf-8")).filter(str.strip), min_size=1))
-def test_whatever_text_can_be_written_is_read_back(write, texts):
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    expected = list(enumerate(texts, 1))
-    assert list(read_texts(io.StringIO(lines))) == expected
-    assert list(read_texts(write("a.jsonl", lines))) == expected
 
 
 @pytest.mark.parametrize(
@@ -310,14 +294,7 @@ def test_whatever_text_can_be_written_is_read_back(write, texts):
         ("a.txt", b"x\n\xff\n", "a.txt:2: not UTF-8"),
         ("a.txt", "", "the file is empty"),
         ("a.csv", "text,b\nx,1\n ,1\n", "a.csv:3: the text is empty"),
-        ("a.csv", "a,b\nx,1\n", "no column that usually holds the text"),
-        ("a.jsonl", '{"text": "x"}\n{"text": ""}\n', "a.jsonl:2: the text is empty"),
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"text": null}\n',
-            "a.jsonl:2: the text must be a string, got null",
-        ),
-        ("a.jsonl", '{"text": "x"}\n{"t": 1}\n', "a.jsonl:2: no field 'text'"),
+        ("a.jsonl", '{"text": "x"}\n{"text": null}\n', "a.jsonl:2: the text must be a string, got"),
         ("a.jsonl", '{"text": "\\ud800"}\n', "a.jsonl:1: the text holds half a surrogate pair"),
         ("a.png", "x", "not from .png"),
     ],
@@ -343,13 +320,10 @@ def test_a_stream_is_refused_with_its_line(content, says):
     assert says in text_refusal(io.StringIO(content))
 
 
-def test_a_stream_that_is_not_utf_8_is_refused():
+def test_a_stream_may_be_empty_but_must_be_utf_8():
+    assert list(read_texts(io.StringIO(""))) == []
     stream = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8")
     assert "standard input: not UTF-8 after line 0" in text_refusal(stream)
-
-
-def test_an_empty_stream_has_no_texts():
-    assert list(read_texts(io.StringIO(""))) == []
 
 
 def test_column_0_is_refused(write):
@@ -367,11 +341,11 @@ def test_texts_come_before_the_end_is_known():
 
 
 def test_memory_does_not_grow_with_the_input(write):
-    path = write("a.jsonl", [{"text": "x" * 1000}] * 20_000)
+    path = write("a.jsonl", [{"text": "x" * 10_000}] * 800)
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_texts(path)) == 20_000
+        assert sum(1 for _ in read_texts(path)) == 800
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 1 << 20  # the file has 20 MB; a read buffer and a few lines are some 100 kB
+    assert peak < 1 << 20  # the file has 8 MB; a read buffer and a few lines are some 100 kB

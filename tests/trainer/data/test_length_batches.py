@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.labelled import length_batches
 from halfstep.trainer.data.labelled.length_batches import (
     EpochBatches,
     evaluation_batches,
     evaluation_shares,
 )
-from halfstep.trainer.data.random_bits import permutation, random_bits
+from halfstep.trainer.data.random_bits import permutation, philox_bits
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=300)
 SIZES = st.integers(1, 70)
@@ -22,50 +23,23 @@ def epoch(batches, number=0):
     return [batches.indices(first + step) for step in range(batches.steps_per_epoch)]
 
 
-@given(LENGTHS, SIZES, SEEDS, st.integers(0, 3))
-def test_an_epoch_holds_every_example_once_in_batches_of_equal_size(lengths, size, seed, number):
-    batches = EpochBatches(lengths, size, seed)
-    found = epoch(batches, number)
-    assert batches.steps_per_epoch == -(-len(lengths) // size)
-    assert sorted(np.concatenate(found).tolist()) == list(range(len(lengths)))
-    sizes = {len(batch) for batch in found}
-    assert max(sizes) <= size
-    assert max(sizes) - min(sizes) <= 1
-    for batch in found:
-        assert batch.dtype == np.int64
-        assert np.all(np.diff(np.array(lengths)[batch]) >= 0)
-
-
 @settings(max_examples=40)
 @given(LENGTHS, SIZES, SEEDS, st.lists(st.integers(0, 40), min_size=1, max_size=8))
 def test_a_step_is_a_pure_function(lengths, size, seed, steps):
-    held = EpochBatches(lengths, size, seed)
+    given_lengths = np.array(lengths)
+    held = EpochBatches(given_lengths, size, seed)
+    given_lengths[:] = 1  # what a caller does to what it gave changes nothing
     for step in steps:
         fresh = EpochBatches(np.array(lengths), size, seed).indices(step)
         assert np.array_equal(held.indices(step), fresh)
         held.indices(step)[:] = 0  # what a caller does to its copy changes nothing
 
 
-def test_the_lengths_are_copied():
-    lengths = np.arange(1, 101)
-    held, fresh = EpochBatches(lengths, 8, 0), EpochBatches(lengths, 8, 0)
-    expected = fresh.indices(0)
-    lengths[:] = 1
-    assert np.array_equal(held.indices(0), expected)
-
-
-def test_seeds_and_epochs_have_orders_of_their_own():
-    lengths = np.random.default_rng(1).integers(1, 9, 400)
-    orders = {
-        tuple(np.concatenate(epoch(EpochBatches(lengths, 16, seed), number)).tolist())
-        for seed in (0, 1, 2, 2**63)
-        for number in range(3)
-    }
-    assert len(orders) == 12
-
-
-@settings(max_examples=40)
-@given(st.integers(2, 4), st.integers(40, 260), st.integers(1, 5), st.integers(0, 9), SEEDS)
+@settings(max_examples=60)
+@given(
+    st.integers(1, 4), st.integers(1, 9) | st.integers(40, 260), st.integers(1, 5),
+    st.integers(0, 9), SEEDS,
+)  # fmt: skip
 def test_batches_are_cut_from_windows_sorted_by_length(size, steps, longest, short, seed):
     count = size * steps - min(short, size - 1)
     lengths = np.random.default_rng(seed % 99).integers(1, longest + 1, count).tolist()
@@ -83,21 +57,10 @@ def test_batches_are_cut_from_windows_sorted_by_length(size, steps, longest, sho
     order = permutation("batches of an epoch", seed, 1, steps)
     found = epoch(EpochBatches(lengths, size, seed), 1)
     assert [batch.tolist() for batch in found] == [expected[i] for i in order]
-
-
-def padding(lengths, batches):
-    padded = sum(len(batch) * lengths[batch].max() for batch in batches)
-    return 1 - lengths.sum() / padded
-
-
-def test_little_padding_is_left_of_skewed_lengths():
-    # Posts: a log-normal with a long tail, cut at 512.
-    lengths = np.minimum(np.random.default_rng(4).lognormal(3, 1, 20_000).astype(int) + 2, 512)
-    shuffled = np.random.default_rng(5).permutation(20_000).reshape(-1, 32)
-    assert padding(lengths, shuffled) > 0.6  # what batches without sorting waste
-    # Measured 0.15 (the last batch of each window holds the tail) and 0.01.
-    assert padding(lengths, epoch(EpochBatches(lengths, 32, 0))) < 0.2
-    assert padding(lengths, evaluation_batches(lengths, 32)) < 0.02
+    assert {batch.dtype for batch in found} == {np.dtype(np.int64)}
+    assert sorted(i for batch in expected for i in batch) == list(range(count))  # each once
+    sizes = [len(batch) for batch in expected]
+    assert size >= max(sizes) >= min(sizes) >= max(sizes) - 1
 
 
 def test_the_batches_of_today_are_the_batches_for_ever():
@@ -108,7 +71,7 @@ def test_the_batches_of_today_are_the_batches_for_ever():
     # The definition: Philox under the first 16 bytes of a hash.
     key = int.from_bytes(hashlib.sha256(b"halfstep:some:42:3").digest()[:16], "little")
     wanted = np.random.Philox(key=key).random_raw(2)
-    assert random_bits("some", 42, 3, 2).tolist() == wanted.tolist()
+    assert philox_bits("some", 42, 3, 2).tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
@@ -122,12 +85,26 @@ def test_the_batches_of_today_are_the_batches_for_ever():
 )
 def test_what_makes_no_batches_is_refused(lengths, size, seed, error, says):
     with pytest.raises(error, match=says):
-        EpochBatches(lengths, size, seed)
+        EpochBatches(lengths, size, seed).indices(0)
+    if not seed:
+        with pytest.raises(error, match=says):
+            evaluation_batches(lengths, size)
 
 
-def test_a_negative_step_is_refused():
-    with pytest.raises(ConfigError, match="step must not be negative"):
-        EpochBatches([1], 1, 0).indices(-1)
+def test_two_neighbouring_epochs_are_ordered_once_however_they_alternate(monkeypatch):
+    # As batches made ahead of training do at the end of an epoch.
+    drawn = []
+
+    def counted(purpose, seed, epoch, count):
+        drawn.append((purpose, epoch))
+        return permutation(purpose, seed, epoch, count)
+
+    monkeypatch.setattr(length_batches, "permutation", counted)
+    batches = EpochBatches([1] * 12, 3, 0)
+    for step in range(12):
+        batches.indices(step + 2)
+        batches.indices(step)
+    assert len(drawn) == len(set(drawn)) == 2 * 4  # epochs 0 to 3, each its examples and batches
 
 
 @given(LENGTHS, SIZES)
@@ -162,18 +139,11 @@ def test_some_batches_are_spread_over_all_lengths():
     assert found == [0, 25, 50, 75]
 
 
-def test_evaluation_of_nothing_is_refused():
-    with pytest.raises(DataError, match="there is no example"):
-        evaluation_batches([], 4)
-    with pytest.raises(ConfigError, match="batch_size"):
-        evaluation_batches([1], -1)
-
-
 def test_bits_are_well_mixed():
     keys = np.concatenate(
-        [random_bits("some", seed, step, 64) for seed in range(16) for step in range(16)]
+        [philox_bits("some", seed, step, 64) for seed in range(16) for step in range(16)]
     )
-    assert np.array_equal(random_bits("some", 0, 0, 99)[:64], keys[:64])
+    assert np.array_equal(philox_bits("some", 0, 0, 99)[:64], keys[:64])
     assert len(set(keys.tolist())) == len(keys)  # 16384 of 2**64: a repetition has p < 2e-11
     bits = keys[:, None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
     # Mean of 16384 fair bits: sigma 0.0039; six sigma over 64 columns and all pairs of neighbours.
@@ -182,9 +152,9 @@ def test_bits_are_well_mixed():
         changed = (bits[shift:] != bits[:-shift]).mean(0)
         assert np.all(np.abs(changed - 0.5) < 0.0242)  # sigma of 15360 bits: 0.004
     with pytest.raises(ConfigError, match="epoch or step must be at least 0"):
-        random_bits("some", 0, -1, 1)
+        philox_bits("some", 0, -1, 1)
 
 
 def test_purposes_do_not_meet():
-    assert not np.array_equal(random_bits("a", 0, 0, 4), random_bits("b", 0, 0, 4))
-    assert not np.array_equal(random_bits("a", 1, 11, 4), random_bits("a", 11, 1, 4))
+    assert not np.array_equal(philox_bits("a", 0, 0, 4), philox_bits("b", 0, 0, 4))
+    assert not np.array_equal(philox_bits("a", 1, 11, 4), philox_bits("a", 11, 1, 4))

@@ -12,7 +12,6 @@ from halfstep.trainer.data.instructions.packing import (
     lm_batch,
     pack,
 )
-from halfstep.trainer.data.labelled.length_batches import EpochBatches
 
 PAD = 999
 
@@ -101,19 +100,13 @@ def test_bins_are_those_of_best_fit_decreasing(lengths, capacity):
     assert sorted(n for one in bins for n in one) == list(range(len(lengths)))
     rooms = sorted(capacity - sum(lengths[n] for n in one) for one in bins)
     assert rooms == naive_best_fit(lengths, capacity)
-    assert bins == best_fit_decreasing(list(lengths), capacity)
 
 
 def test_a_case_by_hand():
     # 6 leaves 4, filled by 4; 5 leaves 5, 3 then 2 fill it; 3 opens a third.
     assert best_fit_decreasing([3, 5, 6, 4, 2, 3], 10) == [[2, 3], [1, 0, 4], [5]]
-
-
-def test_many_lengths_are_packed_fast_and_full():
-    lengths = np.random.default_rng(0).integers(1, 2049, 100_000).tolist()
-    bins = best_fit_decreasing(lengths, 2048)
-    # Uniform lengths pair up: what is left over is far below 1 %.
-    assert sum(lengths) / (2048 * len(bins)) > 0.99
+    # Of two bins with as much room, the one that came to it last is filled.
+    assert best_fit_decreasing([6, 6, 4], 10) == [[0], [1, 2]]
 
 
 def test_the_last_token_of_a_document_has_no_target_and_padding_is_a_document():
@@ -134,35 +127,11 @@ def test_no_rows_are_an_empty_batch():
     assert [part.shape for part in lm_batch(rows, [], PAD)] == [(0, 0)] * 3
 
 
-def test_an_epoch_of_rows_learns_every_token_once():
-    rng = np.random.default_rng(1)
-    parts = [
-        [(int(i), n > 0) for n, i in enumerate(rng.integers(0, 900, rng.integers(2, 30)))]
-        for _ in range(200)
-    ]
-    rows = pack(documents(parts), 32, packing=True)
-    batches = EpochBatches(rows.lengths, 4, seed=3)
-    for epoch in range(2):
-        steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
-        found = [piece for s in steps for piece in unpack(lm_batch(rows, batches.indices(s), PAD))]
-        assert sorted(p for p in found if p[0][0] != PAD) == sorted(map(expected, parts))
-
-
 def pairs(found):
     """[(place, pairs)] of documents."""
-    return [
-        (
-            found.places[n],
-            list(
-                zip(
-                    found.ids[found.starts[n] : found.starts[n + 1]].tolist(),
-                    found.learned[found.starts[n] : found.starts[n + 1]].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for n in range(len(found))
-    ]
+    both = list(zip(found.ids.tolist(), found.learned.tolist(), strict=True))
+    ends = zip(found.places, found.starts, found.starts[1:], strict=False)
+    return [(place, both[start:stop]) for place, start, stop in ends]
 
 
 corpora = st.lists(document, min_size=1, max_size=12)
@@ -222,13 +191,6 @@ def test_refuse_names_the_first_that_is_too_long():
         fit(documents(parts), 4, "refuse", text=False)
     found, notes = fit(documents(parts), 9, "refuse", text=False)
     assert (len(found), notes) == (3, [])
-
-
-def test_select_takes_documents_in_any_order():
-    parts = [[(1, False), (2, True)], [(3, False)], [(4, False), (5, True), (6, True)]]
-    found = documents(parts).select(np.array([2, 0, 2]))
-    assert pairs(found) == [("f:2", parts[2]), ("f:0", parts[0]), ("f:2", parts[2])]
-    assert len(documents(parts).select(np.array([], dtype=np.int64))) == 0
 
 
 def test_a_part_whose_only_learned_token_is_its_first_is_left_out():

@@ -1,6 +1,7 @@
 """Whatever moment a preparation is killed at, what is found later is right or is made again."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,17 +15,18 @@ from halfstep.trainer.data.corpus.prepare import prepare
 
 TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "ijklmnop") * 40
 
-# Every call that changes the disk, and every report of progress, is one moment. The process ends
-# itself at moment N by SIGKILL, before that call takes place.
-KILLED = """
-import builtins, os, pathlib, signal, sys
+# Every call that changes the disk, and every report of progress, is one moment. A child ends itself
+# at moment N by SIGKILL, before that call takes place. One process forks all children, so that the
+# libraries are imported once.
+FORKED = """
+import json, os, pathlib, signal, sys, time
 from halfstep.trainer.data.corpus import documents
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus.prepare import prepare
 
-text, cache, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+text, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 documents.BATCH_BYTES = 1 << 14
-moments = 0
+moments = last = 0
 
 def moment(*_):
     global moments
@@ -39,93 +41,106 @@ def watched(owner, name):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 
-watched(os, "fsync")
-watched(os, "rename")
-watched(os, "mkdir")
-watched(pathlib.Path, "mkdir")
-watched(pathlib.Path, "write_text")
-prepare(DataConfig(train=(text,), tokenizer="bpe:290", cache_dir=cache), moment)
-print(moments)
+def child(cache, job):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            job(DataConfig(train=(text,), tokenizer="bpe:290", cache_dir=str(folder / cache)))
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+def killed_at(number):
+    def job(config):
+        global last
+        last = number
+        for owner, name in (
+            (os, "fsync"), (os, "rename"), (os, "mkdir"), (pathlib.Path, "mkdir"),
+            (pathlib.Path, "write_text"),
+        ):
+            watched(owner, name)
+        prepare(config, moment)
+        (folder / "moments").open("w").write(str(moments))
+    return os.waitpid(child(f"c{number}", job), 0)[1]
+
+def beside_others(config):
+    time.sleep(max(0, together - time.time()))
+    found = prepare(config)
+    facts = found.train.sha256, found.validation.sha256, found.tokenizer.fingerprint
+    (folder / f"facts{os.getpid()}").open("w").write(json.dumps(facts))
+
+assert killed_at(0) == 0
+count = int((folder / "moments").read_text())
+# Spread over all of them, the first and the last included.
+chosen = sorted({1 + (count - 1) * i // 15 for i in range(16)} | {count - 2})
+ended = {number: os.waitstatus_to_exitcode(killed_at(number)) for number in chosen}
+together = time.time() + 0.1
+running = [child("shared", beside_others) for _ in range(3)]
+exits = [os.waitpid(pid, 0)[1] for pid in running]
+print(json.dumps([count, ended, exits]))
 """
 
-TWO_AT_ONCE = """
-import os, sys, time
-from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.data.corpus.prepare import prepare
 
-text, cache, start = sys.argv[1], sys.argv[2], float(sys.argv[3])
-time.sleep(max(0, start - time.time()))
-prepared = prepare(DataConfig(train=(text,), tokenizer="bpe:290", cache_dir=cache))
-print(prepared.train.sha256, prepared.validation.sha256, prepared.tokenizer.fingerprint)
-"""
-
-
-def start(code, *args):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)],
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """The folder of all caches, and (moments, exit codes of the killed, of those side by side)."""
+    folder = tmp_path_factory.mktemp("forked")
+    text = folder / "a.txt"
+    text.write_text(TEXT)
+    found = subprocess.run(
+        [sys.executable, "-c", FORKED, str(text), str(folder)],
         env={"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]},
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        timeout=120,
+        check=True,
     )
+    return folder, json.loads(found.stdout)
 
 
 def facts(prepared):
     return prepared.train.sha256, prepared.validation.sha256, prepared.tokenizer.fingerprint
 
 
-@pytest.fixture
-def text(write):
-    return write("a.txt", TEXT)
+def configured(folder, cache, tokenizer="bpe:290"):
+    return DataConfig(
+        train=(str(folder / "a.txt"),), tokenizer=tokenizer, cache_dir=str(folder / cache)
+    )
 
 
-@pytest.fixture
-def expected(text, tmp_path):
-    config = DataConfig(train=(str(text),), tokenizer="bpe:290", cache_dir=str(tmp_path / "good"))
-    return prepare(config)
+@pytest.fixture(scope="module")
+def expected(forked):
+    return prepare(configured(forked[0], "good"))
 
 
-def test_a_killed_preparation_never_leaves_a_wrong_file(text, expected, tmp_path):
-    whole = start(KILLED, text, tmp_path / "whole", 0)
-    output, errors = whole.communicate(timeout=60)
-    assert whole.returncode == 0, errors
-    moments = int(output)
+def test_a_killed_preparation_never_leaves_a_wrong_file(forked, expected):
+    folder, (moments, killed, _) = forked
     assert moments > 25
-    # Spread over all of them, the first and the last included: two cores, so two at a time.
-    chosen = sorted({1 + (moments - 1) * i // 15 for i in range(16)} | {moments - 2})
-    for pair in zip(chosen[::2], [*chosen[1::2], None], strict=False):
-        running = {n: start(KILLED, text, tmp_path / f"c{n}", n) for n in pair if n}
-        for n, process in running.items():
-            process.communicate(timeout=60)
-            assert process.returncode == -signal.SIGKILL
-            cache = tmp_path / f"c{n}"
-            for found in cache.glob("tokens/[0-9a-f]*/tokens.bin"):
-                digest = hashlib.sha256(found.read_bytes()).hexdigest()
-                assert digest in (expected.train.sha256, expected.validation.sha256)
-            config = DataConfig(train=(str(text),), tokenizer="bpe:290", cache_dir=str(cache))
-            assert facts(prepare(config)) == facts(expected)
+    assert len(killed) >= 16
+    for number, code in killed.items():
+        assert code == -signal.SIGKILL
+        for found in (folder / f"c{number}").glob("tokens/[0-9a-f]*/tokens.bin"):
+            digest = hashlib.sha256(found.read_bytes()).hexdigest()
+            assert digest in (expected.train.sha256, expected.validation.sha256)
+        assert facts(prepare(configured(folder, f"c{number}"))) == facts(expected)
 
 
-def test_leftovers_of_a_killed_process_are_ignored_and_removed_after_a_day(
-    text, expected, tmp_path
-):
-    root = tmp_path / "good" / "tokens"
+def test_leftovers_of_a_killed_process_are_ignored_and_removed_after_a_day(forked, expected):
+    root = forked[0] / "good" / "tokens"
     for age, name in ((10, ".tmp-young"), (90_000, ".tmp-old")):
         (root / name).mkdir()
         (root / name / "tokens.bin").write_bytes(b"half")
         for path in (root / name / "tokens.bin", root / name):
             os.utime(path, (time.time() - age,) * 2)
-    config = DataConfig(train=(str(text),), tokenizer="bytes", cache_dir=str(tmp_path / "good"))
-    prepare(config)
+    prepare(configured(forked[0], "good", "bytes"))
     assert (root / ".tmp-young").exists()
     assert not (root / ".tmp-old").exists()
 
 
-def test_two_processes_at_once_both_end_well(text, expected, tmp_path):
-    cache, together = tmp_path / "shared", time.time() + 1.0
-    running = [start(TWO_AT_ONCE, text, cache, together) for _ in range(3)]
-    for process in running:
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        assert output.split() == list(facts(expected))
-    assert [path for path in cache.rglob(".tmp-*")] == []
+def test_processes_side_by_side_all_end_well(forked, expected):
+    folder, (*_, exits) = forked
+    assert exits == [0, 0, 0]
+    found = [json.loads(path.read_text()) for path in folder.glob("facts*")]
+    assert found == [list(facts(expected))] * 3
+    assert list((folder / "shared").rglob(".tmp-*")) == []

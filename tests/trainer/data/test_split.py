@@ -4,9 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus import split as split_module
-from halfstep.trainer.data.corpus.documents import read_pieces
-from halfstep.trainer.data.corpus.split import split
+from halfstep.trainer.data.corpus import documents as split_module
+from halfstep.trainer.data.corpus.documents import read_pieces, split_corpus
 from halfstep.trainer.data.sources import find_sources
 
 LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -14,7 +13,7 @@ LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], ma
 
 def parts(paths, fraction):
     found = find_sources(tuple(map(str, paths)), "data.train")
-    return split(found, fraction)
+    return split_corpus(found, fraction)
 
 
 def texts(paths, fraction):
@@ -23,13 +22,6 @@ def texts(paths, fraction):
 
 def raw(part):
     return b"".join(s.source.path.read_bytes()[s.start : s.stop] for s in part)
-
-
-def test_a_single_file_is_cut_after_a_newline_near_the_place(write):
-    lines = [f"line {number:03d}\n" for number in range(100)]
-    train, validation = texts([write("a.txt", "".join(lines))], 0.1)
-    assert train == "".join(lines[:90])
-    assert validation == "".join(lines[90:])
 
 
 @LOOSE
@@ -59,23 +51,27 @@ def test_the_share_is_about_right_when_lines_are_short(write, ending):
         assert raw(validation).startswith(b" ")  # the blank stays with the word it precedes
 
 
-def test_without_newline_after_the_place_the_one_before_is_taken(write):
-    train, validation = texts([write("a.txt", "a" * 50 + "\n" + "b" * 49)], 0.1)
-    assert train == "a" * 50 + "\n"
-    assert validation == "b" * 49
+LINES = [f"line {number:03d}\n" for number in range(100)]
+X, Y = {"text": "x" * 50}, {"text": "y" * 50}
 
 
-def test_a_file_border_at_the_place_is_the_cut(write):
-    train, validation = texts([write("a.txt", "a" * 90), write("b.txt", "b\n" * 5)], 0.1)
-    assert train == "a" * 90
-    assert validation == "b\n" * 5
-
-
-def test_many_files_are_cut_by_bytes_not_by_number(write):
-    paths = [write("a.txt", "a\n" * 450), write("b.txt", "b"), write("c.txt", "c\n" * 50)]
-    train, validation = texts(paths, 0.1)
-    assert abs(len(validation) - 100) <= 2
-    assert set(train) == {"a", "b", "\n"}
+@pytest.mark.parametrize(
+    ("contents", "fraction", "train", "validation"),
+    [
+        # a single file after a newline near the place, or the one before where none follows
+        ({"a.txt": "".join(LINES)}, 0.1, "".join(LINES[:90]), "".join(LINES[90:])),
+        ({"a.txt": "a" * 50 + "\n" + "b" * 49}, 0.1, "a" * 50 + "\n", "b" * 49),
+        # at the border of two files that lies at the place; by bytes, not by the number of files
+        ({"a.txt": "a" * 90, "b.txt": "b\n" * 5}, 0.1, "a" * 90, "b\n" * 5),
+        ({"a.txt": "a\n" * 450, "b": "b", "c": "c\n" * 50}, 0.1, "a\n" * 450 + "b", "c\n" * 50),
+        # a first record that holds nearly everything stays in train, that of a later file does not
+        ({"a.jsonl": [{"text": "x" * 5000}, {"text": "y"}]}, 0.1, "x" * 5000, "y"),
+        ({"a.jsonl": [X], "b.jsonl": [Y] * 2}, 0.5, "x" * 50, "y" * 100),
+    ],
+)
+def test_where_the_cut_falls(write, contents, fraction, train, validation):
+    paths = [write(name, content) for name, content in contents.items()]
+    assert texts(paths, fraction) == (train, validation)
 
 
 @LOOSE
@@ -97,16 +93,6 @@ def test_a_record_border_is_found_across_read_blocks(write, monkeypatch):
     monkeypatch.setattr(split_module, "CHUNK_BYTES", 7)
     records = [{"text": "x" * 50}, {"text": "y" * 50}, {"text": "z"}]
     assert texts([write("a.jsonl", records)], 0.4) == ("x" * 50, "y" * 50 + "z")
-
-
-def test_a_first_record_that_holds_nearly_everything_stays_in_train(write):
-    path = write("a.jsonl", [{"text": "x" * 5000}, {"text": "y"}])
-    assert texts([path], 0.1) == ("x" * 5000, "y")
-
-
-def test_the_first_record_of_a_later_file_goes_to_validation(write):
-    paths = [write("a.jsonl", [{"text": "x" * 50}]), write("b.jsonl", [{"text": "y" * 50}] * 2)]
-    assert texts(paths, 0.5) == ("x" * 50, "y" * 100)
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.7, 0.9])

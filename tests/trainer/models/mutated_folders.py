@@ -40,62 +40,28 @@ FuncRepository = LocalFuncRepository = KernelizeFallback = Mode = _Plain
 kernelize = get_kernel
 """
 EVIL = [
-    "evil/kernel",
-    "kernels-community/flash-attn2",
-    "paged|evil/kernel",
-    "evil/kernel@main:forward",
-    " evil/kernel ",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-    "eager",
-    "sdpa",
-    {"": "evil/kernel"},
-    {"text_config": "evil/kernel", "": "sdpa"},
-    ["evil/kernel"],
-]
+    "evil/kernel", "kernels-community/flash-attn2", "paged|evil/kernel",
+    "evil/kernel@main:forward", " evil/kernel ", "flash_attention_2", "flash_attention_3",
+    "flex_attention", "eager", "sdpa", {"": "evil/kernel"},
+    {"text_config": "evil/kernel", "": "sdpa"}, ["evil/kernel"],
+]  # fmt: skip
 KEYS = [
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-    "kernel_config",
-    "use_kernels",
-]
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "attn_implementation_internal", "experts_implementation", "_experts_implementation",
+    "_experts_implementation_internal", "kernel_config", "use_kernels",
+]  # fmt: skip
+NESTED = ["__dict__", "__class__", "sub_configs", "per_layer_config", "text_config", "update"]
+CODE = [
+    "auto_map", "custom_pipelines", "quantization_config", "configuration_files",
+    "tokenizer_class", "trust_remote_code", "custom_generate", "architecture",
+]  # fmt: skip
 JUNK = [
-    None,
-    "x",
-    "",
-    -1,
-    0,
-    1,
-    3,
-    10**4,
-    10**10,
-    1.5,
-    float("nan"),
-    True,
-    [],
-    {},
-    "../x",
-    "é" * 99,
-]
+    None, "x", "", -1, 0, 1, 3, 10**4, 10**10, 1.5, float("nan"), True, [], {}, "../x", "é" * 99,
+]  # fmt: skip
 CLASSES = [
-    "BertModel",
-    "AutoModelForCausalLM",
-    "RagTokenizer",
-    "AutoTokenizer",
-    "BertTokenizerFast",
-    "GPT2Tokenizer",
-    "pipeline",
-    "os",
-    "../x",
-    7,
-    "",
-]
+    "BertModel", "AutoModelForCausalLM", "RagTokenizer", "AutoTokenizer", "BertTokenizerFast",
+    "GPT2Tokenizer", "pipeline", "os", "../x", 7, "",
+]  # fmt: skip
 
 
 def stub_kernels(folder: Path, version: str) -> None:
@@ -128,23 +94,9 @@ def mutate(draw: random.Random, found: dict) -> None:
         level["attribute_map"] = {"harmless": draw.choice(KEYS[:6])}
         level["harmless"] = evil
     elif kind == 4:
-        key = draw.choice(
-            ["__dict__", "__class__", "sub_configs", "per_layer_config", "text_config", "update"]
-        )
-        level[key] = draw.choice([{draw.choice(KEYS): evil}, "x", {"": {}}])
+        level[draw.choice(NESTED)] = draw.choice([{draw.choice(KEYS): evil}, "x", {"": {}}])
     elif kind == 5:
-        key = draw.choice(
-            [
-                "auto_map",
-                "custom_pipelines",
-                "quantization_config",
-                "configuration_files",
-                "tokenizer_class",
-                "trust_remote_code",
-                "custom_generate",
-                "architecture",
-            ]
-        )
+        key = draw.choice(CODE)
         value = draw.choice(
             [{"AutoConfig": "evil--x.C", "AutoModel": "m.M"}, ["config.4.0.0.json"], "hf-hub:e/x"]
         )
@@ -201,13 +153,9 @@ def main(seed: int, count: int) -> None:
         root = Path(place)
         text = {**SMALL, **IDS, "num_key_value_heads": 1, "head_dim": 16}
         vision = dict(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            image_size=16,
-            patch_size=8,
-        )
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+            image_size=16, patch_size=8,
+        )  # fmt: skip
         nested = transformers.Gemma3ForConditionalGeneration(
             transformers.Gemma3Config(
                 text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3

@@ -10,17 +10,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 
 SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=40,
-    pad_token_id=0,
-)
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=2, max_position_embeddings=40, pad_token_id=0,
+)  # fmt: skip
 IDS = dict(bos_token_id=1, eos_token_id=2)
 
 
@@ -35,17 +30,7 @@ def config_of(kind, **changes):
         "Roberta": {**SMALL, "pad_token_id": 1},
         "GPT2": dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=40, **IDS),
         "Bloom": dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=2, **IDS),
-        "OPT": dict(
-            vocab_size=64,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=40,
-            word_embed_proj_dim=32,
-            pad_token_id=0,
-            **IDS,
-        ),
+        "OPT": {**SMALL, **IDS, "ffn_dim": 48, "word_embed_proj_dim": 32},
         "Gemma2": {**SMALL, **IDS, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 2},
     }
     llama = {**SMALL, **IDS, "num_key_value_heads": 1}

@@ -41,7 +41,7 @@ def folder(good, tmp_path):
 
 
 @pytest.mark.timeout(900)  # of 500: about 20 s of processor time; minutes under load
-@pytest.mark.parametrize("folders", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("folders", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_mutated_folders_ask_for_no_kernel_and_end_in_no_raw_error(tmp_path, folders):
     version = transformers.utils.import_utils.KERNELS_MIN_VERSION
     stub_kernels(tmp_path, version)

@@ -227,36 +227,6 @@ def test_the_plan_places_every_parameter_and_nothing_else():
     assert plan["layers.1.attn.qkv"] == "colwise:48"
 
 
-def test_the_plan_split_over_two_ranks_computes_the_same():
-    # What a tensor-parallel strategy does, by hand: each rank holds half of what the plan splits,
-    # outputs of rowwise layers are summed over ranks, bias counted once; the rest is the same.
-    model = GPT(SMALL, seed=1).double()
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
-    plan, (tokens, _) = model.tp_plan(), batch()
-
-    def rank_of(block, i, rank):
-        half = copy.deepcopy(block)
-        for name, module in half.named_modules():
-            kind = plan.get(f"layers.{i}.{name}", "").partition(":")[0]
-            if kind == "colwise":
-                module.weight.data = module.weight.data.chunk(2, dim=0)[rank]
-                module.bias.data = module.bias.data.chunk(2, dim=0)[rank]
-            elif kind == "rowwise":
-                module.weight.data = module.weight.data.chunk(2, dim=1)[rank]
-                module.bias.data = module.bias.data * (rank == 0)
-        return half
-
-    x = model.wte(tokens) + model.wpe.weight[:24]
-    for i, block in enumerate(model.blocks()):
-        ranks = [rank_of(block, i, rank) for rank in range(2)]
-        x = x + sum(r.attn(r.attn_norm(x)) for r in ranks)
-        x = x + sum(r.mlp(r.mlp_norm(x)) for r in ranks)
-    # fp64 rounding of sums in another order, through two blocks.
-    torch.testing.assert_close(model.final_norm(x), model.hidden(tokens), rtol=0, atol=1e-12)
-
-
 def test_blocks_are_the_layers_in_order():
     model = GPT(SMALL)
     assert [model.get_submodule(f"layers.{i}") for i in range(2)] == model.blocks()

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.models.gpt.config import GPTConfig
+from halfstep.trainer.models.shapes import GPTConfig
 
 GOOD = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11)
 

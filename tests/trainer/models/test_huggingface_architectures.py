@@ -1,9 +1,10 @@
 """Hugging Face architectures, unchanged, through every policy: twenty steps and all that is kept.
 
 Models and batches are in :mod:`trainer.models.hf_zoo`; the loss is the model's own. A pair of
-architecture and policy is trained once and looked at from all sides. The eight architectures most
-in use go through one policy of each mechanism (fp32, casts per operation, masters, an optimizer of
-ours, pure 16 bits), the others through two; the rest is ``slow``.
+architecture and policy is trained once and looked at from all sides. The policies are one of each
+mechanism (fp32, casts per operation, masters, an optimizer of ours, pure 16 bits): what differs
+between the policies of one mechanism is the optimizer's and not the model's. The quick tier takes
+the mechanisms in turn, each architecture through one of them; the rest is ``slow``.
 """
 
 from __future__ import annotations
@@ -40,21 +41,13 @@ REFUSED = {
     "bf16-module": r"bf16-module computes in bf16 where FSDP2 gathers weights, and \S+ is not "
     r"sharded by it: .*policy bf16-mixed",
 }
-TRAINS = [name for name in POLICIES if name not in REFUSED]
-LOW = [name for name in TRAINS if POLICIES[name].param_dtype != F32]
-FIRST = {"bert", "roberta", "distilbert", "gpt2", "llama", "qwen2", "t5", "vit"}
-QUICK = {"fp32", "bf16-mixed"}
-MECHANISMS = {*QUICK, "fp16-master", "bf16-split", "bf16-pure"}
-SLOW = {(n, p) for n in ZOO for p in TRAINS if p not in (MECHANISMS if n in FIRST else QUICK)}
-
-
-def pairs(policies):
-    marks = {True: [pytest.mark.slow], False: []}
-    return [
-        pytest.param(n, p, marks=marks[(n, p) in SLOW], id=f"{n}-{p}")
-        for n in ZOO
-        for p in policies
-    ]
+LOW = [n for n, p in POLICIES.items() if n not in REFUSED and p.param_dtype != F32]
+MECHANISMS = ["fp16-master", "bf16-mixed", "bf16-split", "bf16-pure", "fp32"]
+PAIRS = [
+    pytest.param(n, p, marks=[pytest.mark.slow] * (p != MECHANISMS[i % 5]), id=f"{n}-{p}")
+    for i, n in enumerate(ZOO)
+    for p in MECHANISMS
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -336,7 +329,7 @@ def the_lost_update_meter_reads_every_model(name, policy):
                                                else value.param_dtype))  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "policy"), pairs(TRAINS))
+@pytest.mark.parametrize(("name", "policy"), PAIRS)
 def test_a_pair_trains_keeps_its_formats_and_resumes(name, policy):
     the_loss_falls(name, policy)
     the_curve_is_that_of_fp32(name, policy)
@@ -349,57 +342,15 @@ def test_a_pair_trains_keeps_its_formats_and_resumes(name, policy):
     a_fresh_model_goes_on_bit_for_bit(name, policy)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_explain_model_counts_every_parameter_once(name):
-    model = ZOO[name].make()
-    for policy, value in POLICIES.items():
-        *rows, total = halfstep.explain_model(policy, model).splitlines()[1:]
-        assert sum(int(row.split()[-1]) for row in rows) == pytest.approx(
-            int(total.split()[-1]),
-            abs=len(rows),  # each is rounded to whole bytes
-        )
-        per = sum(halfstep.precision.explain.bytes_per_parameter(value).values())
-        expected = sum(
-            p.numel() * (per if p.requires_grad else value.param_dtype.itemsize)
-            for p in model.parameters()
-        )
-        assert int(total.split()[-1]) == pytest.approx(expected, abs=1)
-
-
-@pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("dtype", [B16, torch.float16])
-def test_cast_module_casts_parameters_and_no_buffer(name, dtype):
-    model = ZOO[name].make()
-    before = dict(model.named_parameters())
-    buffers = {key: (value.dtype, value.clone()) for key, value in model.named_buffers()}
-    keep = [ZOO[name].keep] if ZOO[name].keep else []
-    reports = halfstep.cast_module_(model, dtype, keep_fp32=keep)
-    assert all(model.get_parameter(key) is value for key, value in before.items())
-    kept = {n for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    for key, value in before.items():
-        assert value.dtype == (F32 if key.rpartition(".")[0] in kept else dtype)
-    for key, (form, value) in buffers.items():
-        assert model.get_buffer(key).dtype == form
-        assert torch.equal(model.get_buffer(key), value)
-    # half an eps of a normal number, more of one that is subnormal in fp16, and no overflow
-    worst = max(report.max_abs_error for report in reports)
-    largest = max(float(p.detach().abs().max()) for p in before.values())
-    assert worst <= torch.finfo(dtype).eps / 2 * largest
-    assert not any(report.overflowed for report in reports)
-    output = model(**halfstep.precision.casting.cast.cast_floating(ZOO[name].batch(), dtype))
-    assert output.loss.isfinite()
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", REFUSED)
-@pytest.mark.parametrize("name", ZOO)
-def test_what_a_cpu_or_one_device_cannot_honour_is_refused_by_name(name, policy):
-    model = ZOO[name].make()
+def test_what_a_cpu_or_one_device_cannot_honour_is_refused_by_name(policy):
+    model = ZOO["bert"].make()
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     with pytest.raises(PrecisionError, match=REFUSED[policy]):
-        halfstep.Precision(policy, model, optimizer_for(model, ZOO[name], policy))
+        halfstep.Precision(policy, model, optimizer_for(model, ZOO["bert"], policy))
     assert all(torch.equal(value, before[key]) for key, value in model.named_parameters())
 
 
@@ -415,24 +366,11 @@ def test_running_statistics_under_16_bit_weights_are_refused_with_the_rule_that_
     assert {p.dtype for p in model.parameters()} == {F32}
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_eps_that_is_0_in_fp16_is_refused(name):
-    model = ZOO[name].make()
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-8)
-    with pytest.raises(PrecisionError, match=r"eps=1e-08 is 0 in fp16.*lift_eps_|BatchNorm2d"):
-        halfstep.Precision("fp16-pure", model, optimizer)
-
-
 @pytest.mark.parametrize("policy", ["bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"])
 def test_torchs_optimizer_is_refused_where_only_ours_keeps_the_weights(policy):
     model = ZOO["bert"].make()
     with pytest.raises(PrecisionError, match=f"{policy} needs an optimizer .*AdamW does not.*"):
         halfstep.Precision(policy, model, torch.optim.AdamW(model.parameters()))
-
-
-def test_fp8_is_no_policy():
-    with pytest.raises(PrecisionError, match=r"unknown precision policy 'fp8'.* Allowed: fp32, "):
-        halfstep.Precision("fp8", ZOO["bert"].make(), None)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2"])
@@ -571,17 +509,6 @@ def test_an_empty_row_of_low_scores_is_nan_in_eager_fp16_and_stops_with_its_caus
     with pytest.raises(NonFiniteError, match=r"loss is nan before any gradient: the forward pass"):
         precision.step(output.loss)
     assert all(torch.equal(value, before[name]) for name, value in precision.masters.items())
-
-
-def test_check_mask_tells_of_the_mask_that_transformers_makes():
-    model = ZOO["bert"].make(attn_implementation="eager").half()
-    lowest = torch.finfo(model.dtype).min
-    mask = torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=model.dtype)
-    mask[1] = lowest
-    with pytest.raises(PrecisionError, match=r"finfo\.min doubled"):
-        halfstep.check_mask(mask)
-    with pytest.raises(PrecisionError, match="masks everything in row"):
-        halfstep.check_mask(mask.masked_fill(mask == lowest, halfstep.mask_value(model.dtype)))
 
 
 # --- folders -------------------------------------------------------------------------------------

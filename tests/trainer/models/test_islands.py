@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from halfstep.trainer.models.cross_entropy import autocast_is_on, autocast_off, matmul_dtype
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
-from halfstep.trainer.models.losses.fp32_regions import autocast_is_on, autocast_off, matmul_dtype
 
 
 def test_autocast_off_is_off_inside_and_on_again_after():

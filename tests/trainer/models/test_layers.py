@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.trainer.models.gpt.config import GPTConfig
-from halfstep.trainer.models.gpt.gpt import Block, CausalSelfAttention, Embedding, LayerNorm
+from halfstep.trainer.models.gpt.gpt import CausalSelfAttention, Embedding, LayerNorm
+from halfstep.trainer.models.shapes import GPTConfig
 
 HALVES = [torch.bfloat16, torch.float16]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -152,12 +152,3 @@ def test_attention_is_the_definition():
         heads.append(torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v)
     want = torch.cat(heads, -1) @ attn.proj.weight.T + attn.proj.bias
     assert torch.allclose(y, want, rtol=0, atol=1e-13)  # fp64 rounding of sums of 16 terms near 1
-
-
-def test_block_adds_to_the_residual_stream_in_its_own_dtype():
-    block = Block(CONFIG)
-    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert block(x).dtype == torch.float32
-    for dtype in HALVES:
-        assert block.to(dtype)(x.to(dtype)).dtype == dtype

@@ -45,7 +45,7 @@ def loss_of(model, ids):
 
 
 @OURS
-@pytest.mark.parametrize("policy", ["fp16-mixed", "fp32"])
+@pytest.mark.parametrize("policy", ["fp16-mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_adapters_learn_beside_a_frozen_base(main, trained, policy, capsys):
     results, before, after = main(policy=policy)
     model, ids = trained

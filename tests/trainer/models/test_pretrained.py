@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.trainer.models.pretrained_folders import edit_json, save_classifier
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
-from halfstep.trainer.models.pretrained.hub import pin, require, resolve_source
+from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
+from halfstep.trainer.models.pretrained.hub import pin, quiet, require_library, resolve_source
 
 INDEX = "model.safetensors.index.json"
 
@@ -41,19 +41,13 @@ def shard(folder, place=lambda name: "model-1.safetensors"):
     return tensors
 
 
-def test_a_good_folder_opens(folder):
-    found = open_folder(folder)
-    assert found.config.model_type == "bert"
-    wanted = load_file(folder / "model.safetensors")
-    tensors = found.tensors
-    assert tensors.keys() == wanted.keys()
-    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
-
-
-def test_shards_open_as_one_file_does(folder):
+def test_a_good_folder_opens_in_one_file_or_in_shards(folder):
+    assert open_folder(folder).config.model_type == "bert"
+    whole = open_folder(folder).tensors
     wanted = shard(folder)
-    tensors = open_folder(folder).tensors
-    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    for tensors in (whole, open_folder(folder).tensors):
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
 def test_tensors_outlive_their_file(folder):
@@ -65,37 +59,26 @@ def test_tensors_outlive_their_file(folder):
     assert all(torch.equal(tensors[name], before[name]) for name in before)
 
 
-def test_a_folder_without_weights(folder):
+def test_files_that_are_missing_and_a_pickle_in_their_place(folder, monkeypatch):
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no weights"):
         open_folder(folder)
-
-
-def test_pickled_weights_are_refused_with_the_way_to_convert(folder):
-    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("opened a pickle"))
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04 not opened")
     with pytest.raises(CheckpointError, match=r"is a pickle.*save_pretrained"):
         open_folder(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_truncated_weights(folder, keep):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
-        open_folder(folder)
-
-
-def test_corrupt_weights(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
-    with pytest.raises(CheckpointError, match="damaged"):
-        open_folder(folder)
-
-
-def test_a_missing_config(folder):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:0], lambda b: b[:5], lambda b: b[:-1], lambda b: b"\xff" * 8 + b[8:]]
+)
+def test_damaged_weights(folder, damage):
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         open_folder(folder)
 
 
@@ -103,6 +86,7 @@ def test_a_missing_config(folder):
     ("text", "message"),
     [
         ("{", "not readable JSON"),
+        ("\udcff", "not readable JSON"),
         ("[" * 100_000, "not readable JSON"),
         ("[1]", "must hold a JSON object, got list"),
         ("{}", "model_type is missing"),
@@ -112,7 +96,7 @@ def test_a_missing_config(folder):
     ],
 )
 def test_an_invalid_config(folder, text, message):
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=message):
         open_folder(folder)
 
@@ -209,12 +193,6 @@ def test_code_of_a_folder_runs_where_it_is_trusted(remote):
     assert built.__name__ == "OwnModel"
 
 
-def test_quantized_weights_are_refused(folder):
-    edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(ConfigError, match="quantized"):
-        open_folder(folder)
-
-
 def test_an_adapter_is_not_a_model(folder):
     (folder / "config.json").rename(folder / "adapter_config.json")
     with pytest.raises(ConfigError, match="holds an adapter"):
@@ -252,16 +230,6 @@ def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
         resolve_source(name)
-
-
-def test_a_file_is_no_folder(good):
-    with pytest.raises(ConfigError, match="is a file"):
-        resolve_source(good / "config.json")
-
-
-def test_a_revision_is_for_hub_names(good):
-    with pytest.raises(ConfigError, match="revision 'v1' is for hub names"):
-        resolve_source(good, revision="v1")
 
 
 @pytest.fixture
@@ -385,17 +353,17 @@ def test_a_folder_has_no_commit(good):
 def test_a_missing_library(module, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ConfigError, match=rf"need {module}.*pip install 'halfstep\[hf\]'"):
-        require(module)
+        require_library(module)
 
 
 @pytest.mark.parametrize(
     "version", ["4.57.6", "5.0.0", "5.2.9", "5.3.0", "5.3.0.dev0", "5.23.0", "6.0"]
 )
 def test_a_transformers_without_the_gate_is_refused(version, monkeypatch):
-    found = require("transformers")  # a lazy module, which may have replaced itself
+    found = require_library("transformers")  # a lazy module, which may have replaced itself
     monkeypatch.setattr(found, "__version__", version)
     if version.startswith(("4.", "5.0", "5.2.")):
         with pytest.raises(ConfigError, match=r"5\.3 or newer"):
-            require("transformers")
+            require_library("transformers")
     else:
-        assert require("transformers") is found
+        assert require_library("transformers") is found

@@ -9,12 +9,20 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.trainer.models.pretrained_folders import edit_json, save_classifier, save_lm, silence
+from tests.trainer.models.pretrained_folders import (
+    edit_json,
+    save,
+    save_classifier,
+    save_lm,
+    silence,
+)
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained import weights
 from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
+from halfstep.trainer.models.pretrained.lm import open_causal_lm
+from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
 
 NAMES = ("joy", "anger", "fear")
@@ -43,7 +51,11 @@ def reload(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_encoder_trains_and_comes_back(tmp_path, kind):
     with silence():
-        model = open_classifier(save_classifier(tmp_path / "in", kind), NAMES)
+        model = open_classifier(save_classifier(tmp_path / "in", kind), NAMES, dropout=0.3)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
+    with silence():
+        model = open_classifier(tmp_path / "in", NAMES, dropout=0.0)
+    assert torch.equal(model.logits(batch()), model.logits(batch()))  # no number is drawn
     assert model.training
     assert model.head_is_new
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -175,17 +187,6 @@ def test_stored_16_bits_are_widened_exactly(tmp_path, dtype):
     assert reload(tmp_path / "out").dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout_reaches_every_layer(tmp_path, kind):
-    folder = save_classifier(tmp_path / "m", kind)
-    for p in (0.0, 0.3):
-        model = open_classifier(folder, NAMES, dropout=p)
-        found = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
-        assert found == {p}
-    model = open_classifier(folder, NAMES, dropout=0.0)  # in training mode: no number is drawn
-    assert torch.equal(model.logits(batch()), model.logits(batch()))
-
-
 def test_dropout_reaches_layers_that_no_setting_names(folder, monkeypatch):
     monkeypatch.setattr(weights, "set_dropout", lambda config, dropout: None)
     model = open_classifier(folder, NAMES, dropout=0.3)
@@ -207,80 +208,68 @@ def test_a_decoder_classifies_too(tmp_path):
     assert model.logits(batch()).shape == (4, 3)
 
 
-@pytest.mark.parametrize("names", [(), ("one",), ("a", "a"), ("a", "")])
-def test_labels_that_are_no_choice(folder, names):
-    with pytest.raises(ConfigError, match="two or more different, non-empty labels"):
-        open_classifier(folder, names)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("names", "weights", "message"),
     [
-        ({"class_weights": (1.0, 2.0)}, "class_weights must be 3 positive numbers"),
-        ({"class_weights": (1.0, 2.0, 0.0)}, "class_weights must be 3 positive numbers"),
-        ({"class_weights": (1.0, 2.0, float("nan"))}, "class_weights must be 3 positive numbers"),
-        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
-        ({"dropout": 1.0}, "dropout must be in"),
+        *(
+            (names, None, "two or more different, non-empty labels")
+            for names in ((), ("one",), ("a", "a"), ("a", ""))
+        ),
+        *(
+            (NAMES, weights, "class_weights must be 3 positive numbers")
+            for weights in ((1.0, 2.0), (1.0, 2.0, 0.0), (1.0, 2.0, float("nan")))
+        ),
     ],
 )
-def test_options_out_of_range(folder, options, message):
+def test_labels_that_are_no_choice_and_weights_that_are_none(folder, names, weights, message):
     with pytest.raises(ConfigError, match=message):
-        open_classifier(folder, NAMES, **options)
+        open_classifier(folder, names, class_weights=weights)
 
 
-def test_an_architecture_without_a_classifier(tmp_path):
+def test_architectures_that_are_no_classifier_or_no_causal_lm(tmp_path):
+    own = dict(vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    save(transformers.T5Model(transformers.T5Config(**own)), tmp_path / "t5")
+    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
+        open_classifier(tmp_path / "t5", NAMES)
     vit = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
-    with quiet():
-        transformers.ViTModel(vit).save_pretrained(tmp_path / "vit")
+    save(transformers.ViTModel(vit), tmp_path / "vit")
     with pytest.raises(ConfigError, match="'vit' has no classifier"):
         open_classifier(tmp_path / "vit", NAMES)
+    with pytest.raises(ConfigError, match="'vit' has no causal language model"):
+        open_causal_lm(tmp_path / "vit")
+    with pytest.raises(ConfigError, match="'bert' is an encoder"):
+        open_causal_lm(save_classifier(tmp_path / "bert-lm", head="ForMaskedLM"))
 
 
-def test_an_encoder_with_a_decoder_is_refused(tmp_path):
-    t5 = transformers.T5Config(
-        vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16
-    )
-    with quiet():
-        transformers.T5Model(t5).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
-        open_classifier(tmp_path / "t5", NAMES)
+def without(name):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
 
 
-def rewrite(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def test_missing_encoder_weights_are_never_drawn(folder):
-    rewrite(folder, lambda t: t.pop("encoder.layer.1.output.dense.weight"))
-    with pytest.raises(
-        CheckpointError, match=r"lacks 1 weights of the model, such as bert\.encoder\.layer\.1"
-    ):
-        open_classifier(folder, NAMES)
-
-
-def test_weights_of_another_model(folder, tmp_path):
-    other = save_classifier(tmp_path / "distil", "DistilBert")
-    (other / "model.safetensors").replace(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="are of different models"):
-        open_classifier(folder, NAMES)
-
-
-def test_wrong_shapes_are_never_drawn_anew(folder):
-    edit_json(folder / "config.json", intermediate_size=40)
-    with pytest.raises(
-        CheckpointError, match=r"intermediate\.dense\.bias' has shape \(48,\).*\(40,\)"
-    ):
-        open_classifier(folder, NAMES)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite(folder, value):
-    rewrite(folder, lambda t: t["pooler.dense.bias"].fill_(value))
-    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias' holds NaN or inf"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without("encoder.layer.1.output.dense.weight"),
+            r"lacks 1 weights of the model, such as bert\.encoder\.layer\.1",
+        ),
+        (lambda t: {f"distilbert.{n}": w for n, w in t.items()}, "are of different models"),
+        (
+            lambda t: t | {"encoder.layer.0.intermediate.dense.bias": torch.ones(40)},
+            r"intermediate\.dense\.bias' has shape \(40,\).*\(48,\)",
+        ),
+        (lambda t: t | {"pooler.dense.bias": torch.full((32,), torch.nan)}, "holds NaN or inf"),
+        (
+            lambda t: t | {"pooler.dense.bias": torch.full((32,), torch.inf)},
+            r"pooler\.dense\.bias'",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_never_drawn(folder, change, message):
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
         open_classifier(folder, NAMES)
 
 
@@ -290,6 +279,7 @@ def minilm():
     return Path(package.__file__).parent / "model"
 
 
+@pytest.mark.slow
 def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
     texts = (
         "the match ended with two late goals",
@@ -325,4 +315,8 @@ def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
 
 def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
     open_classifier(folder, ("a", "b")).save_(tmp_path / "out", {})
+    lm = open_causal_lm(save_lm(tmp_path / "lm"), gradient_checkpointing=True)
+    lm.save_(tmp_path / "whole", {})
+    add_lora(lm).save_(tmp_path / "adapter", {})
+    open_adapted_lm(tmp_path / "adapter").save_(tmp_path / "merged", {}, merge=True)
     assert capfd.readouterr() == ("", "")

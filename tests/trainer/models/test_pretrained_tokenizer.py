@@ -16,7 +16,7 @@ from tests.trainer.models.pretrained_folders import (
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.folder import quiet
+from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
 from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer, require_vocabulary
 
@@ -119,7 +119,7 @@ def test_the_vocabulary_must_fit_the_embedding(folder, tmp_path):
 def test_a_chat_template(tmp_path):
     folder = save_tokenizer(tmp_path / "t", chat_template=CHAT, model_max_length=30)
     tokenizer = open_tokenizer(folder)
-    assert tokenizer.has_chat_template
+    assert open_tokenizer(save_tokenizer(tmp_path / "n"), max_length=30).chat([]) is None
     assert tokenizer.chat([{"role": "the", "content": "cat"}]) == "the cat "
     bad = "{{ raise_exception('no system role') }}"
     refusing = open_tokenizer(save_tokenizer(tmp_path / "b", chat_template=bad), max_length=30)
@@ -132,13 +132,6 @@ def test_a_template_cannot_reach_python(tmp_path):
     folder = save_tokenizer(tmp_path / "t", chat_template=bad, model_max_length=30)
     with pytest.raises(ConfigError, match="refuses the messages"):
         open_tokenizer(folder).chat([{"role": "user", "content": "x"}])
-
-
-def test_no_chat_template(folder):
-    tokenizer = open_tokenizer(folder)
-    assert not tokenizer.has_chat_template
-    with pytest.raises(ConfigError, match="has no chat template"):
-        tokenizer.chat([])
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

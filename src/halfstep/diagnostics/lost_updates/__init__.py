@@ -1,1 +1,1 @@
-"""The lost-update meter: which updates leave the stored weights as they were."""
+"""The lost-update meter: which updates leave the stored weights unchanged."""

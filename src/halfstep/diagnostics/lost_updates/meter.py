@@ -1,22 +1,23 @@
-"""The lost-update meter: how many updates of a real step leave the stored weights as they were.
+"""The lost-update meter: how many updates of a real step leave the stored weights unchanged.
 
-A 16-bit weight cannot hold an update below half the gap between neighbouring numbers, and nothing
-says so: the loss falls more slowly, and gains stay at exactly 1. The meter looks at a sample of
+A 16-bit weight loses any update below half the gap between neighbouring numbers, without a warning:
+the loss falls more slowly, and gains of norms stay at exactly 1. The meter examines a sample of
 each parameter group on every N-th step, through the optimizer's own hooks::
 
     before the step   copy the sampled weights, remainders, gradients and moments
     after it          copy the sampled weights and remainders again
     at every step     average the sampled gradients into second moments in fp32, where the
                       optimizer keeps its own in less
-    when asked        replay the step on the sample in fp64 and compare bits
+    in report()       replay the step on the sample in fp64 and compare bits
 
-The loop stays as it is, no number of the training changes, and nothing waits for the device until
+The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
 :meth:`LostUpdateMeter.report`. ``docs/diagnostics.md`` is the how-to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ from halfstep.diagnostics.lost_updates.replay import (
     ExactMoments,
     intended_updates,
     is_documented,
-    is_own,
     plain,
     slowdowns,
 )
-from halfstep.diagnostics.lost_updates.report import GroupReport, measure, replay_agrees, table
+from halfstep.diagnostics.lost_updates.report import (
+    GroupReport,
+    lost_table,
+    measure,
+    replay_agrees,
+)
 from halfstep.diagnostics.lost_updates.sampling import (
     Chooser,
     GroupSample,
@@ -47,11 +52,11 @@ from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
 
-_UNREAD = 8  # measured steps kept while fused optimizers have not said whether they were applied
+_UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 
 
 class LostUpdateMeter:
-    """Measures lost updates in anybody's loop, without a change to it.
+    """Measures lost updates in any training loop, without changing the loop.
 
     Example:
         >>> gain = torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
@@ -76,20 +81,20 @@ class LostUpdateMeter:
         *,
         start: int = 0,
     ) -> None:
-        """Hook into the optimizers; from here on their steps are counted.
+        """Register hooks on the optimizers; their steps are counted from now on.
 
         Args:
-            source: An optimizer, several, or a :class:`halfstep.Precision`, whose 16-bit weights
-                and parameter names are then known as well.
+            source: An optimizer, several, or a :class:`halfstep.Precision`, which also provides its
+                16-bit weights and parameter names.
             every: Measure every this many applied steps; 0: never. A fused optimizer under a
-                ``GradScaler`` is also called on overflow: such a call counts, and is not measured.
-            samples: Elements looked at per parameter group, spread over its tensors by size; a few
-                of every tensor at least.
-            seed: Of the choice of elements, which depends on nothing else.
-            start: Applied steps before this one's first, of a resumed run.
+                ``GradScaler`` is also called on overflow: such a call is counted, not measured.
+            samples: Elements sampled per parameter group, spread over its tensors by size, with a
+                few of every tensor at least.
+            seed: Seed of the choice of elements, which depends on nothing else.
+            start: Applied steps before this meter's first, in a resumed run.
 
         Raises:
-            PrecisionError: If ``every`` is below 0 or ``samples`` below 1, or ``source`` is none.
+            PrecisionError: If ``every`` < 0, ``samples`` < 1, or ``source`` is none of these.
         """
         allowed = "every >= 0, samples >= 1"
         for name, number in (("every", every), ("samples", samples)):
@@ -104,49 +109,43 @@ class LostUpdateMeter:
             optimizers = source.optimizers
         else:
             optimizers = [source] if isinstance(source, Optimizer) else list(_optimizers(source))
-        self._watches = [
-            _Watch(
-                optimizer,
-                f"optimizer {i} " if len(optimizers) > 1 else "",
-                Chooser(samples, random_key(seed, i, 0)),
-                names,
-                visible,
-                every,
-                start,
-            )
-            for i, optimizer in enumerate(optimizers)
-        ]
+        self._watches = []
+        for i, optimizer in enumerate(optimizers):
+            prefix = f"optimizer {i} " if len(optimizers) > 1 else ""
+            choose = Chooser(samples, random_key(seed, i, 0))
+            exact = ExactMoments(choose)
+            watch = _Watch(optimizer, prefix, choose, names, visible, every, start, exact)
+            self._watches.append(watch)
         self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
 
     def report(self) -> tuple[GroupReport, ...]:
-        """What the newest measured step did, one report a parameter group with gradients.
+        """What the newest measured step did: one report per parameter group with gradients.
 
-        Waits for the device. Empty until a step has been measured.
+        It waits for the device, and is empty until a step has been measured.
         """
         return tuple(report for watch in self._watches for report in watch.report())
 
     @property
     def fresh(self) -> bool:
-        """Whether the newest step of some optimizer was measured; costs nothing."""
+        """Whether any optimizer's newest step was measured; costs nothing."""
         return any(watch.fresh for watch in self._watches)
 
-    def table(self) -> str:
-        """The reports as text."""
+    def lost_table(self) -> str:
+        """The reports as a table of text."""
         reports = self.report()
-        return table(reports) if reports else "no step has been measured yet"
+        return lost_table(reports) if reports else "no step has been measured yet"
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = lost_table
 
     def close(self) -> None:
-        """Unhook; what was measured can still be read."""
+        """Remove the hooks; existing measurements can still be read."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def _optimizers(source: object) -> Sequence[Optimizer]:
-    """Several optimizers, or an error for what is none."""
+    """A list of optimizers as it is, or an error for anything else."""
     several = source if isinstance(source, list | tuple) else ()
     if several and all(isinstance(one, Optimizer) for one in several):
         return several
@@ -156,35 +155,25 @@ def _optimizers(source: object) -> Sequence[Optimizer]:
     )
 
 
+@dataclass(eq=False)
 class _Watch:
-    """The hooks of one optimizer, and what they have seen."""
+    """The hooks on one optimizer, and the steps that they have sampled."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        prefix: str,
-        choose: Chooser,
-        names: Mapping[Tensor, str],
-        visible: torch.dtype | None,
-        every: int,
-        start: int,
-    ) -> None:
-        self._optimizer = optimizer
-        self._prefix = prefix
-        self._choose = choose
-        self._names = names
-        self._visible = visible
-        self._every = every
-        self._count = start
-        self._own = is_own(optimizer)
-        self._exact = ExactMoments(choose)
-        self._open: StepSample | None = None
-        self._unread: list[StepSample] = []
-        self._reports: tuple[GroupReport, ...] = ()
-        self.fresh = False
+    _optimizer: Optimizer
+    _prefix: str
+    _choose: Chooser
+    _names: Mapping[Tensor, str]
+    _visible: torch.dtype | None
+    _every: int
+    _count: int
+    _exact: ExactMoments
+    _open: StepSample | None = None
+    _unread: list[StepSample] = field(default_factory=list)
+    _reports: tuple[GroupReport, ...] = ()
+    fresh: bool = False
 
     def hook(self) -> list[RemovableHandle]:
-        """Register before and after the optimizer's step."""
+        """Register hooks before and after the optimizer's step."""
         before = self._optimizer.register_step_pre_hook(self._before)
         return [before, self._optimizer.register_step_post_hook(self._after)]
 
@@ -193,12 +182,10 @@ class _Watch:
         self._open = None
         self._exact.prepare(optimizer)
         if (self._count + 1) % self._every == 0:
+            number, exact = self._count + 1, self._exact.get
             self._open = before_step(
-                optimizer, self._count + 1, self._choose, self._names, args, kwargs, own=self._own
+                optimizer, number, self._choose, self._names, exact, args, kwargs
             )
-            for number, group in enumerate(self._open.groups):
-                for j, sample in zip(group.members, group.samples, strict=True):
-                    sample.exact = self._exact.get((number, j))
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,12 +194,12 @@ class _Watch:
         step, self._open = self._open, None
         self.fresh = step is not None
         if step is not None:
-            after_step(optimizer, step, own=self._own)
+            after_step(optimizer, step)
             kept = self._unread[1 - _UNREAD :] if step.found is not None else []
             self._unread = [*kept, step]
 
     def report(self) -> tuple[GroupReport, ...]:
-        """The newest measured step that was applied."""
+        """The reports of the newest measured step that was applied."""
         while self._unread:
             step = self._unread.pop()
             if step.found is None or not float(step.found):
@@ -264,7 +251,7 @@ class _Watch:
             updates,
             slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
             visible=self._visible,
-            linear=type(self._optimizer) is not optim.Rprop,  # its step sizes forget the rate
+            linear=type(self._optimizer) is not optim.Rprop,  # its step sizes adapt away from lr
             note="; ".join(notes),
         )
 

@@ -1,50 +1,44 @@
-"""What an optimizer step would have done to some elements, had their weights been held in fp64.
+"""Replays an optimizer step on sampled elements as if their weights were held in fp64.
 
-The step is replayed on the sampled elements alone, on the CPU and afterwards, so it costs the loop
-nothing: by the update rule itself for halfstep's optimizers, and by a second optimizer of the same
-class for others. That is right for rules that treat every element by itself: most do.
+The replay runs later, on the CPU and on the sampled elements only, so it costs the loop nothing. It
+uses the update rule itself for halfstep's optimizers, and a second optimizer of the same class for
+others. That is valid for element-wise rules, which most are.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.lost_updates.sampling import Chooser, Sample, in_memory, local
+from halfstep.diagnostics.lost_updates.sampling import (
+    Chooser,
+    Sample,
+    is_own,
+    local,
+    sampled_state,
+)
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import Algorithm
-from halfstep.optim.storage.moments import BLOCK, decode_elements
+from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import stored_moment
 
-# Every element by itself, as torch.optim documents them.
+# Optimizers whose rule is element-wise according to torch.optim's documentation.
 _ELEMENTWISE = frozenset(
     {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
      optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
 )  # fmt: skip
-# Rows, columns, products of matrices or a history of whole gradients: a sample says nothing.
+# These use rows, columns, matrix products or whole gradients, so that a sample cannot be replayed.
 _WHOLE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 _PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 
 
-def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
-    """Whether it is one of halfstep's, whose rule can be called by itself."""
-    return isinstance(optimizer, LowPrecisionOptimizer)
-
-
-def why_unknown(kind: type[Optimizer], samples: Sequence[Sample]) -> str:
-    """Why a class's updates cannot be replayed on single elements; empty if they can."""
-    if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
-        return f"{kind.__name__} does not update every element by itself"
-    return ""
-
-
 def is_documented(optimizer: Optimizer) -> bool:
-    """Whether the replay is right by the optimizer's definition, not only by what is observed."""
+    """Whether the optimizer is documented as element-wise, so that its replay is valid."""
     return type(optimizer) in _ELEMENTWISE or is_own(optimizer)
 
 
@@ -54,10 +48,10 @@ def intended_updates(
     """Replay a step in fp64.
 
     Args:
-        optimizer: Only its class is used.
+        optimizer: The optimizer, of which only the class is used.
         options: Its group's options at the step, all plain numbers.
-        samples: Of that group, on the CPU.
-        multiplier: What the step multiplies every gradient by.
+        samples: The samples of that group, on the CPU.
+        multiplier: The step's factor of every gradient.
 
     Returns:
         For each sample the change of its elements, fp64 of shape (k,); or why it is not known.
@@ -67,17 +61,17 @@ def intended_updates(
     gradients = [sample.gradient.double() * multiplier for sample in samples]
     if is_own(optimizer):
         return _by_rule(optimizer, options, samples, gradients)
-    reason = why_unknown(type(optimizer), samples)
-    if reason:
-        return reason
+    kind = type(optimizer)
+    if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
+        return f"{kind.__name__} does not update every element by itself"
     try:
-        return _by_twin(type(optimizer), options, samples, gradients)
-    except Exception as error:  # somebody's class: anything may go wrong
-        return f"replaying {type(optimizer).__name__} on single elements failed ({error})"
+        return _by_twin(kind, options, samples, gradients)
+    except Exception as error:  # a user's class may raise anything
+        return f"replaying {kind.__name__} on single elements failed ({error})"
 
 
 def plain(value: Any) -> Any:
-    """A group's option without tensors: a learning rate may be one; synchronises then."""
+    """A group's option with tensors, such as a learning rate, as numbers; may synchronise."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -106,13 +100,8 @@ def slowdowns(
 ) -> list[Tensor]:
     """How many times smaller each update is than it would be with an fp32 second moment.
 
-    Weight decay, which knows no moments, is left out on both sides.
-
-    Args:
-        optimizer: As for :func:`intended_updates`, like the other arguments.
-        options: Its group's.
-        samples: Of that group, on the CPU.
-        multiplier: What the step multiplies every gradient by.
+    Weight decay, which does not use moments, is excluded on both sides. The arguments are those of
+    :func:`intended_updates`.
 
     Returns:
         For each sample fp64 of shape (k,); 1 where the second moment is kept in fp32, where there
@@ -138,19 +127,20 @@ def _before(
     rule: Algorithm, options: dict[str, Any], sample: Sample
 ) -> tuple[Tensor, Tensor, tuple[float, ...]]:
     """First and second moment in fp64, and the constants of the step that follows."""
-    first, *rest = (_moment(name, sample, signed=i == 0) for i, name in enumerate(rule.moments))
-    constants = rule.constants(options, int(sample.state.get("step", 0)) + 1)
+    state, shape = sample.state, sample.weight.shape
+    found = [_moment(m, state, signed=i == 0) for i, m in enumerate(rule.moments)]
+    first, *rest = (torch.zeros(shape, dtype=torch.float64) if m is None else m for m in found)
+    constants = rule.constants(options, int(state.get("step", 0)) + 1)
     return first, rest[0] if rest else first, constants
 
 
-def _moment(name: str, sample: Sample, *, signed: bool) -> Tensor:
-    """A sampled moment in fp64, whatever its format."""
-    values, tops = stored_moment(sample.state, name)
+def _moment(name: str, state: Mapping[str, Any], *, signed: bool) -> Tensor | None:
+    """A sampled moment in fp64, whatever its format; None before the first step."""
+    values, tops = stored_moment(state, name)
     if values is None:
-        return torch.zeros(sample.weight.shape, dtype=torch.float64)
-    if tops is None:
-        return values.double()
-    return decode_elements(values, tops, signed=signed).double()
+        return None
+    decoded = values if tops is None else decode_elements(values, tops, signed=signed)
+    return decoded.double()
 
 
 def _by_twin(
@@ -175,22 +165,21 @@ def _by_twin(
 
 
 def _in_fp64(value: Any) -> Any:
-    """State as the twin keeps it: vectors in fp64, counters as they are."""
+    """A state value for the fp64 optimizer: tensors with dims in fp64, counters as they are."""
     if not isinstance(value, Tensor):
         return value
     return value.double() if value.dim() and value.is_floating_point() else value.clone()
 
 
-# Second moments of the sampled elements in fp32, beside an optimizer that keeps them in less.
+# Second moments of the sampled elements in fp32, for an optimizer that keeps its own in less.
 #
-# A meter that replays a step from the stored moments sees what weights lose and not what moments
-# lose: an element whose second moment 8 bits hold too large is moved too little, and its replay
-# too. So the second moment of the sampled elements is averaged in fp32 at every step, from the
-# gradients that the step is given. It costs the gathering of a few thousand gradients and no
-# waiting.
+# A replay from the stored moments shows what weights lose, but not what moments lose: if 8 bits
+# store an element's second moment too large, its update is too small, and so is the replayed one.
+# Therefore the second moment of the sampled elements is also averaged in fp32 at every step, from
+# the gradients that the step gets. This gathers a few thousand gradients and does not wait.
 
 
-_Place = tuple[int, int]  # number of the group, and of the tensor in it
+_Place = tuple[int, int]  # index of the group, and of the tensor in it
 
 
 class ExactMoments:
@@ -203,14 +192,14 @@ class ExactMoments:
         self._steps: dict[_Place, Tensor | None] = {}
 
     def get(self, place: _Place) -> Tensor | None:
-        """The moments after the last step, fp32 of shape (k,); None where fp32 itself is kept."""
+        """The moments after the last step, fp32 of shape (k,); None if the optimizer keeps fp32."""
         return self._values.get(place)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Before a step: start from the stored moments where these do not follow from the last.
+        """Before a step: start from the stored moments if the last step did not lead to this one.
 
-        That is so at the first step, and where somebody has loaded a state or changed parameters:
-        the step counter is another tensor then.
+        That is so at the first step, and after a state was loaded or parameters were changed: the
+        step counter is another tensor then.
         """
         for number, group in enumerate(optimizer.param_groups):
             if not _is_coarse(optimizer, group):
@@ -219,29 +208,24 @@ class ExactMoments:
                 state, place = optimizer.state.get(parameter, {}), (number, j)
                 step = state.get("step")
                 index = self._index.get(place)
-                if (
-                    index is None
-                    or step is not self._steps[place]
-                    or index.device != parameter.device
-                ):
+                follows = index is not None and index.device == parameter.device
+                if not follows or step is not self._steps[place]:
                     total = sum(local(p).numel() for p in group["params"])
-                    self._index[place] = self._choose(place, local(parameter.detach()), total)
-                    self._values[place] = _stored(state, self._index[place])
-                    self._steps[place] = step
+                    index = self._choose(place, local(parameter.detach()), total)
+                    sampled = sampled_state(state, parameter, index)
+                    stored = _moment("exp_avg_sq", sampled, signed=False)
+                    zeros = torch.zeros(index.shape, device=index.device)
+                    self._values[place] = zeros if stored is None else stored.float()
+                    self._index[place], self._steps[place] = index, step
 
     def update(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-        """After a step: average the gradients that it was given into the moments.
-
-        Args:
-            optimizer: That has stepped, one of halfstep's.
-            kwargs: The keyword arguments of its ``step``.
-        """
+        """After a step of one of halfstep's optimizers: update the moments by its gradients."""
         if not self._values:
             return
         given = kwargs.get("gradients")
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for number, group in enumerate(optimizer.param_groups):
-            # One gathering per tensor, and all else once per group and dtype: this runs every step.
+            # Only the gathering is per tensor, the rest per group and dtype: this runs every step.
             gathered: dict[torch.dtype, list[tuple[_Place, Tensor]]] = {}
             for j, parameter in enumerate(group["params"]):
                 index = self._index.get((number, j))
@@ -266,19 +250,5 @@ class ExactMoments:
 
 def _is_coarse(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether a group's second moments are kept in less than fp32."""
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        return False
-    return len(optimizer.algorithm.moments) > 1 and group["moments"] not in (None, "fp32")
-
-
-def _stored(state: Mapping[str, Any], index: Tensor) -> Tensor:
-    """The optimizer's own second moments of some elements, as fp32."""
-    values, tops = stored_moment(state, "exp_avg_sq")
-    if values is None:
-        return torch.zeros(index.shape, device=index.device)
-    taken = torch.take(local(values), index)
-    if tops is None:
-        return taken.float()
-    return decode_elements(
-        taken, torch.take(tops, in_memory(index, local(values)) // BLOCK), signed=False
-    )
+    several = is_own(optimizer) and len(optimizer.algorithm.moments) > 1
+    return several and group["moments"] not in (None, "fp32")

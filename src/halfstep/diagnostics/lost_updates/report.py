@@ -1,4 +1,4 @@
-"""What one step did to a parameter group: shares, the learning rate that freezes it, a verdict."""
+"""The meter's report on one step of a parameter group: lost shares, freezing rate, verdict."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, half_gap
 from halfstep.precision.policy.policy import dtype_name
 
 LOUD = 0.1
-"""Share of lost updates from which on a person should hear of it unasked."""
-_ADVISE = 0.01  # share of lost updates that another way of keeping weights is worth
-_SLOW = 2.0  # times smaller than with fp32 moments: rounded moments scatter by a tenth at most
-_STANDS = 0.99  # of a group's elements: then it is called wholly frozen
+"""The share of lost updates from which on the user is warned without asking."""
+_ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
+_SLOW = 2.0  # factor from which an update counts as slowed: mere rounding gives a tenth at most
+_STANDS = 0.99  # share of a group's elements at which it counts as wholly frozen
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,8 +25,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class GroupReport:
     """One parameter group on one measured step; shares are from 0 to 1, estimated from a sample.
 
-    An *update* is an element whose intended change is not zero: what the same step would have done
-    to a weight held in fp64, from the same gradient and moments.
+    An *update* is an element whose intended change is not zero. The intended change is what the
+    same step would do to a weight held in fp64, from the same gradient and moments.
     """
 
     group: str
@@ -34,44 +34,44 @@ class GroupReport:
     step: int
     """The measured step, counted from 1 over applied steps."""
     learning_rate: float
-    """Of that step; NaN if the group has no ``lr``."""
+    """The learning rate of that step; NaN if the group has no ``lr``."""
     elements: int
-    """Elements of the group that had a gradient."""
+    """Number of elements of the group that had a gradient."""
     sampled: int
-    """Elements that were looked at."""
+    """Number of elements in the sample."""
     stored: str
-    """How the weights are kept: ``"bf16"``, ``"bf16 split"``, ``"fp32"``."""
+    """How the weights are stored: ``"bf16"``, ``"bf16 split"``, ``"fp32"``."""
     lost: float
-    """Share of updates that are lost for good: the stored bits (weight and remainder) are as
-    before, and stochastic rounding would not move them on average either. NaN where the intended
+    """Share of updates that are lost for good: the stored bits (weight and remainder) did not
+    change, and stochastic rounding would not move them on average either. NaN if the intended
     update is not known."""
     unmoved: float
-    """Share of updates after which the stored bits are as before, by chance or for good. Where the
-    intended update is not known: of the elements with a gradient that is not zero."""
+    """Share of updates that did not change the stored bits, by chance or for good. If the intended
+    update is not known, it is the share of the elements with a nonzero gradient."""
     weight_unchanged: float
-    """Share of all elements whose visible 16-bit weight (that of the model, or its copy in the
-    compute format) did not change."""
+    """Share of all elements whose visible 16-bit weight (the model's, or its copy in the compute
+    dtype) did not change."""
     zero: float
     """Share of all elements whose intended update is exactly zero."""
     frozen_below: float
-    """Learning rate below which half of the updates would be lost; NaN where not known."""
+    """Learning rate below which half of the updates would be lost; NaN if not known."""
     wholly_frozen_below: float
-    """Learning rate below which 99 % of the updates would be lost; NaN where not known."""
+    """Learning rate below which 99 % of the updates would be lost; NaN if not known."""
     stuck: tuple[str, ...]
-    """Tensors all of whose sampled updates were lost."""
+    """Names of tensors all of whose sampled updates were lost."""
     tensors: int
-    """Tensors of the group that had a gradient."""
+    """Number of tensors of the group that had a gradient."""
     note: str = ""
     """What is not known, and why."""
     slowed: float = 0.0
-    """Share of updates that are less than half of what an fp32 second moment would make them: 8
-    bits hold 32 binades below the largest of 128 neighbours. 0 where moments are kept in fp32."""
+    """Share of updates less than half as large as with an fp32 second moment, since 8 bits span 32
+    binades below the largest of 128 neighbours. 0 if moments are kept in fp32."""
     slowest: float = 1.0
     """How many times smaller the most slowed update is."""
 
     @property
     def verdict(self) -> str:
-        """One line for people: what is lost, at which learning rate, and what helps."""
+        """One line of text: what is lost, at which learning rate, and what helps."""
         if math.isnan(self.lost):
             text = f"{_percent(self.unmoved)} of weights with a gradient did not change"
             return f"{text}; {self.note}"
@@ -87,7 +87,7 @@ class GroupReport:
 
     @property
     def _loss(self) -> str:
-        """What happens to the weights."""
+        """The part of the verdict on what the weights lose."""
         if self.lost == 0:
             if self._random:
                 return (
@@ -120,15 +120,15 @@ class GroupReport:
     def _advice(self) -> str:
         if "fp16" in self.stored:
             return "fp16-master"
-        # none where 23 mantissa bits are kept: only a larger learning rate helps
+        # no advice if 23 mantissa bits are kept: only a larger learning rate helps then
         return next((mode.advice for mode in self._modes if mode.advice), "")
 
     def _noted(self, text: str) -> str:
         return f"{text}; {self.note}" if self.note else text
 
 
-def table(reports: Sequence[GroupReport]) -> str:
-    """Reports as lines of text: one row a group, then one verdict a group."""
+def lost_table(reports: Sequence[GroupReport]) -> str:
+    """Reports as text: a table with one row per group, then one verdict per group."""
     head = ("group", "stored", "elements", "lr", "lost", "unmoved", "16-bit unchanged", "zero",
             "half frozen below", "all frozen below")  # fmt: skip
     rows = [head] + [
@@ -166,29 +166,25 @@ def measure(
     linear: bool,
     note: str,
 ) -> GroupReport:
-    """Compare what was intended with what is stored.
+    """Make a group's report by comparing intended updates with the stored weights.
 
-    Args:
-        group: Its name.
-        step: Number of the step.
-        learning_rate: Of the step, or NaN.
-        samples: One or more, on the CPU.
-        updates: From ``intended_updates``: fp64 (k,) each, or why they are not known.
-        slowdowns: How many times smaller updates are than with fp32 moments: fp64 (k,) each.
-        visible: The format of the weights that matrix products see; None: as stored.
-        linear: Whether updates grow with the learning rate in proportion.
-        note: Added to the report.
+    ``samples`` are on the CPU. ``updates`` and ``slowdowns`` come from the replay, fp64 (k,) each;
+    ``updates`` may be text that says why they are not known. ``visible`` is the dtype of weights in
+    matrix products, None as stored. ``linear``: updates are proportional to the learning rate.
     """
-    shares = torch.cat(  # an element stands for as many as its tensor has elements per sample
+    shares = torch.cat(  # weight of a sampled element: its tensor's elements per sample
         [torch.full_like(s.weight, s.numel / len(s.weight), dtype=torch.float64) for s in samples]
     )
     same = torch.cat([_unmoved(s) for s in samples])
-    hidden = torch.cat([_unseen(s, visible) for s in samples])
-    known = not isinstance(updates, str)
-    note = note if known else f"the intended update is not known: {updates}"
-    changes = list(updates) if not isinstance(updates, str) else [s.gradient for s in samples]
+    seen = [visible or s.weight.dtype for s in samples]
+    hidden = [_same_bits(s.weight.to(d), s.after.to(d)) for s, d in zip(samples, seen, strict=True)]
+    known, changes = not isinstance(updates, str), [s.gradient for s in samples]
+    if isinstance(updates, str):
+        note = f"the intended update is not known: {updates}"
+    else:
+        changes = [*updates]
     moving = torch.cat([change != 0 for change in changes])
-    lost = same & moving
+    lost, every = same & moving, torch.ones_like(moving)
     slow = torch.cat(list(slowdowns))
     frozen = wholly = float("nan")
     stuck: tuple[str, ...] = ()
@@ -211,8 +207,8 @@ def measure(
         stored=", ".join(sorted({_stored(s) for s in samples})),
         lost=_share(lost, moving, shares) if known else float("nan"),
         unmoved=_share(same & moving, moving, shares),
-        weight_unchanged=_share(hidden, torch.ones_like(hidden), shares),
-        zero=_share(~moving, torch.ones_like(moving), shares),
+        weight_unchanged=_share(torch.cat(hidden), every, shares),
+        zero=_share(~moving, every, shares),
         frozen_below=frozen,
         wholly_frozen_below=wholly,
         stuck=stuck,
@@ -224,10 +220,10 @@ def measure(
 
 
 def replay_agrees(samples: Sequence[Sample], updates: Sequence[Tensor]) -> bool:
-    """Whether replayed updates explain the weights that a step left.
+    """Whether replayed updates explain the weights after a step.
 
-    One gap is for the rounding of the weight, whichever way; a twentieth of the update for a rule
-    that rounds its intermediate results to the weight's format (a few bf16 roundings of 2^-9).
+    The tolerance is one gap, for the rounding of the weight in either direction, and a twentieth of
+    the update, for a rule that rounds intermediate results to bf16 (a few roundings of 2^-9).
     """
     good, total = 0, 0
     for sample, update in zip(samples, updates, strict=True):
@@ -244,16 +240,11 @@ def _stored(sample: Sample) -> str:
 
 
 def _unmoved(sample: Sample) -> Tensor:
-    """Where the stored bits are as before."""
+    """A mask of the elements whose stored bits did not change."""
     same = _same_bits(sample.weight, sample.after)
     if sample.remainder is not None and sample.remainder_after is not None:
         same &= _same_bits(sample.remainder, sample.remainder_after)
     return same
-
-
-def _unseen(sample: Sample, visible: torch.dtype | None) -> Tensor:
-    dtype = visible or sample.weight.dtype
-    return _same_bits(sample.weight.to(dtype), sample.after.to(dtype))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -262,7 +253,7 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _below_fp32(sample: Sample, update: Tensor) -> Tensor:
-    """Where a weight that did not move never will: everywhere, unless it is rounded by chance."""
+    """A mask of weights that this update can never move; with random rounding only some."""
     if not ROUNDING[sample.update].random:
         return torch.ones_like(update, dtype=torch.bool)
     value = sample.value()

@@ -1,80 +1,55 @@
-"""A few elements of every tensor, copied before and after an optimizer's step.
+"""Copies a few elements of every tensor before and after an optimizer's step.
 
-Only copies from device to device are queued: nothing waits, and nothing of the training is changed.
+It only queues copies from device to device: nothing waits, and training is not changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import Update, random_key
 
-_FEW = 16  # elements of every tensor, however small
+_FEW = 16  # least number of elements sampled from a tensor
 
 
 @dataclass(slots=True)
 class Sample:
-    """Some elements of one tensor around a step; all tensors of shape (k,), on one device.
-
-    Attributes:
-        name: The tensor's name, for people.
-        numel: Its number of elements.
-        update: How the weight is kept.
-        weight: Before the step.
-        gradient: What the step was given, before ``multiplier`` and loss scale;
-            without elements if it got none.
-        state: The optimizer's state before the step; tensors of the parameter's shape are sampled.
-        whole: Whether some state has another shape, so that elements are not on their own.
-        after: The weight after the step.
-        remainder: What was stored beside the weight before, or None.
-        remainder_after: And after.
-        exact: The second moment before the step, had it been kept in fp32; None where it is, or
-            there is none.
-    """
+    """Some elements of one tensor before and after a step; its tensors have shape (k,)."""
 
     name: str
-    numel: int
-    update: Update
-    weight: Tensor
+    numel: int  # number of elements of the whole tensor
+    update: Update  # rounding mode of the weight
+    weight: Tensor  # the weight before the step
+    # The step's gradient, before ``multiplier`` and loss scale; empty if there was none.
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))
+    # The optimizer's state before the step; tensors of the parameter's shape are sampled.
     state: dict[str, Any] = field(default_factory=dict)
-    whole: bool = False
-    after: Tensor = field(default_factory=lambda: torch.empty(0))
-    remainder: Tensor | None = None
+    whole: bool = False  # some state has another shape, so that the rule is not element-wise
+    after: Tensor = field(default_factory=lambda: torch.empty(0))  # the weight after the step
+    remainder: Tensor | None = None  # the remainder before the step
     remainder_after: Tensor | None = None
-    exact: Tensor | None = None
+    exact: Tensor | None = None  # the second moment before the step, had it been kept in fp32
 
     def on_cpu(self) -> Sample:
-        """A copy on the host; synchronises."""
-        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in self.state.items()}
-        held, held_after = self.remainder, self.remainder_after
-        if held_after is not None and held is None:  # the step has made it
-            held = torch.zeros_like(held_after)
-        return Sample(
-            self.name,
-            self.numel,
-            self.update,
-            self.weight.cpu(),
-            self.gradient.cpu(),
-            state,
-            self.whole,
-            self.after.cpu(),
-            None if held is None else held.cpu(),
-            None if held_after is None else held_after.cpu(),
-            None if self.exact is None else self.exact.cpu(),
-        )
+        """A copy on the CPU; synchronises."""
+        copy = Sample(**{f.name: _on_cpu(getattr(self, f.name)) for f in fields(self)})
+        if copy.remainder is None and copy.remainder_after is not None:  # created by the step
+            copy.remainder = torch.zeros_like(copy.remainder_after)
+        return copy
 
     def value(self) -> Tensor:
-        """What the weight stood for before the step: fp32, or fp64 for an fp64 weight."""
+        """The exact weight before the step: fp32, or fp64 for an fp64 weight."""
         if self.weight.dtype == torch.float64:
             return self.weight
         return master(self.weight, self.remainder, self.update)
@@ -82,46 +57,29 @@ class Sample:
 
 @dataclass(slots=True)
 class GroupSample:
-    """One parameter group around a step.
+    """The samples of one parameter group before and after a step."""
 
-    Attributes:
-        options: Its options at the step.
-        samples: One a tensor with a gradient.
-        sparse: How many tensors were left out, as their gradients are sparse.
-        places: The samples' tensors and element numbers; emptied after the step.
-        members: The samples' numbers in the group.
-    """
-
-    options: dict[str, Any]
-    samples: list[Sample] = field(default_factory=list)
-    sparse: int = 0
+    options: dict[str, Any]  # the group's options at the step
+    samples: list[Sample] = field(default_factory=list)  # one per tensor with a gradient
+    sparse: int = 0  # number of tensors left out because their gradients are sparse
+    # The samples' tensors and element indices; emptied after the step.
     places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    members: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepSample:
-    """One optimizer around a step, still on the device.
+    """The samples of one optimizer before and after a step, still on the device."""
 
-    Attributes:
-        number: Of the step, from 1.
-        multiplier: What the step multiplies gradients by.
-        scale: What it divides them by: a ``GradScaler``'s scale, or None.
-        found: That scaler's flag, not 0 if the step does nothing; or None.
-        late: Whether a closure computes the gradients within the step.
-        groups: One a parameter group.
-    """
-
-    number: int
-    multiplier: float
-    scale: Tensor | None
-    found: Tensor | None
-    late: bool
+    number: int  # number of the step, from 1
+    multiplier: float  # the step's factor of gradients
+    scale: Tensor | None  # a GradScaler's scale, by which the step divides gradients
+    found: Tensor | None  # that scaler's flag, nonzero if the step changes nothing
+    late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
 
 class Chooser:
-    """Which elements of a tensor are looked at: always the same."""
+    """Chooses the elements to sample of each tensor, the same ones at every step."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self._samples = samples
@@ -129,12 +87,10 @@ class Chooser:
         self._chosen: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     def __call__(self, place: tuple[int, int], tensor: Tensor, total: int) -> Tensor:
-        """Element numbers, int64 in rising order, on the tensor's device.
+        """Element indices, int64 in ascending order, on the tensor's device.
 
-        Args:
-            place: Number of the group, and of the tensor in it.
-            tensor: The parameter.
-            total: Elements of the group.
+        ``place`` is the index of the group and of the tensor in it; ``total`` is the number of the
+        group's elements.
         """
         size = tensor.numel()
         key = (*place, size, tensor.device)
@@ -145,10 +101,15 @@ class Chooser:
         generator = torch.Generator().manual_seed(random_key(self._seed, *place))
         if size <= 4 * count:
             index = torch.randperm(size, generator=generator)[:count].sort().values
-        else:  # doubles are few, and a permutation of a large tensor is large
+        else:  # duplicates are rare, and a permutation of a large tensor is large
             index = torch.unique(torch.randint(size, (count,), generator=generator))
         self._chosen[key] = index.to(tensor.device)
         return self._chosen[key]
+
+
+def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
+    """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
+    return isinstance(optimizer, LowPrecisionOptimizer)
 
 
 def before_step(
@@ -156,22 +117,17 @@ def before_step(
     number: int,
     choose: Chooser,
     names: Mapping[Tensor, str],
+    exact: Callable[[tuple[int, int]], Tensor | None],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    own: bool,
 ) -> StepSample:
-    """Copy what a step is about to use.
+    """Sample everything that step ``number`` is about to use.
 
-    Args:
-        optimizer: About to step.
-        number: Of the step.
-        choose: Which elements.
-        names: Of parameters, where known.
-        args: The step's arguments as hooks get them: the optimizer, and perhaps a closure.
-        kwargs: And keyword arguments; ``gradients`` and ``multiplier`` are those of halfstep's.
-        own: Whether it is one of halfstep's optimizers.
+    ``exact`` gives the second moment in fp32, by the indices of the group and of the tensor in it;
+    ``args`` are the step's as hooks get them: the optimizer, and perhaps a closure. ``gradients``
+    and ``multiplier`` in ``kwargs`` are used if the optimizer is halfstep's.
     """
+    own = is_own(optimizer)
     given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
     step = StepSample(
         number,
@@ -195,27 +151,29 @@ def before_step(
                 continue
             index = choose((i, j), tensor, total)
             name = own_names[j] if own_names else f"tensor {j} of shape {tuple(parameter.shape)}"
+            update = group["update"] if own and tensor.dtype == torch.bfloat16 else None
+            state = optimizer.state.get(parameter, {})
             sample = Sample(
                 names.get(parameter, name),
                 tensor.numel(),
-                (group["update"] or "nearest")
-                if own and tensor.dtype == torch.bfloat16
-                else "nearest",
+                update or "nearest",
                 torch.take(tensor, index),
+                state=sampled_state(state, parameter, index),
+                whole=any(_is_whole(key, value, parameter) for key, value in state.items()),
+                exact=exact((i, j)),
             )
             if gradient is not None:
                 sample.gradient = torch.take(local(gradient), index)
-            _copy_state(sample, optimizer.state.get(parameter, {}), parameter, index)
             if own:
                 sample.remainder = sample.state.pop(REMAINDER, None)
             step.groups[i].samples.append(sample)
             step.groups[i].places.append((parameter, index))
-            step.groups[i].members.append(j)
     return step
 
 
-def after_step(optimizer: Optimizer, step: StepSample, *, own: bool) -> None:
-    """Copy what the step has left, into what :func:`before_step` gave."""
+def after_step(optimizer: Optimizer, step: StepSample) -> None:
+    """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
+    own = is_own(optimizer)
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):
             sample.after = torch.take(local(parameter.detach()), index)
@@ -227,23 +185,29 @@ def after_step(optimizer: Optimizer, step: StepSample, *, own: bool) -> None:
         group.places = []
 
 
-def _copy_state(sample: Sample, state: Mapping[str, Any], parameter: Tensor, index: Tensor) -> None:
+def sampled_state(state: Mapping[str, Any], parameter: Tensor, index: Tensor) -> dict[str, Any]:
+    """The state of some elements; values without the parameter's shape are copied whole."""
+    found: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor):
-            sample.state[key] = value
-            sample.whole |= isinstance(value, list | tuple | dict)
-        elif key.endswith(TOPS):
+        if isinstance(value, Tensor) and key.endswith(TOPS):
             codes = local(state[key.removesuffix(TOPS) + CODES])
-            sample.state[key] = torch.take(value, in_memory(index, codes) // BLOCK)
-        elif value.shape == parameter.shape:
-            sample.state[key] = torch.take(local(value), index)
+            found[key] = torch.take(value, _in_memory(index, codes) // BLOCK)
+        elif isinstance(value, Tensor) and value.shape == parameter.shape:
+            found[key] = torch.take(local(value), index)
         else:
-            sample.state[key] = value.clone()
-            sample.whole |= value.numel() != 1
+            found[key] = _copy(value)
+    return found
 
 
-def in_memory(index: Tensor, tensor: Tensor) -> Tensor:
-    """The places in memory of elements given by their numbers, for a tensor without holes."""
+def _is_whole(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether a state value does not belong to single elements."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, list | tuple | dict)
+    return value.shape != parameter.shape and value.numel() != 1 and not key.endswith(TOPS)
+
+
+def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
+    """The memory offsets of elements given by their indices, for a dense tensor."""
     if tensor.is_contiguous():
         return index
     place = torch.zeros_like(index)
@@ -254,11 +218,14 @@ def in_memory(index: Tensor, tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process' part of a distributed tensor."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:  # a missing attribute is slow
-        return tensor
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    """This process' part of a tensor; the type check avoids slow look-ups of attributes."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else local_part(tensor)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_cpu(held) for key, held in value.items()}
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _copy(value: Any) -> Any:

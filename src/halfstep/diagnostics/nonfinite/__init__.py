@@ -1,1 +1,1 @@
-"""Where the first NaN or infinity was made."""
+"""Finds the operation that made the first NaN or infinity."""

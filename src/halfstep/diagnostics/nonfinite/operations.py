@@ -1,4 +1,4 @@
-"""What an operation of torch reads and writes, and what made its output not finite."""
+"""What a torch operation reads and writes, and why its output is not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILLS = frozenset(
         *("where", "constant_pad_nd", "scatter"),
     ]
 )
-# Sums and sums of products: from finite inputs only an overflow within makes NaN, as inf - inf.
+# Sums and sums of products: with finite inputs, NaN comes only from an inner overflow (inf - inf).
 _SUMS = frozenset(
     [
         *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr"),
@@ -40,36 +40,24 @@ _SUMS = frozenset(
     ]
 )
 _POLES = frozenset(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "div"])
-_SCALARS = frozenset(  # names of arguments that are data though they are numbers
+_SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options
     ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Facts about an operator, from its schema.
+    """Facts about an operator, from its schema."""
 
-    Attributes:
-        name: Such as ``"aten.add.Tensor"``.
-        base: Such as ``"add"``, without the underscore of an operation in place.
-        names: Of its arguments.
-        writes: Names of arguments that it writes to.
-        reads_what_it_writes: Whether their old values matter.
-        view: Whether its output is its input, seen otherwise.
-        allocates: Whether its output is memory as it is found.
-        attention: Whether it is an attention whole, softmax and all.
-        first_counts: Whether only its first output is meant to be finite.
-    """
-
-    name: str
-    base: str
-    names: tuple[str, ...]
-    writes: tuple[str, ...]
-    reads_what_it_writes: bool
-    view: bool
-    allocates: bool
-    attention: bool
-    first_counts: bool
+    name: str  # such as "aten.add.Tensor"
+    base: str  # such as "add", without the underscore of an in-place operation
+    names: tuple[str, ...]  # names of its arguments
+    writes: tuple[str, ...]  # names of arguments that it writes to
+    reads_what_it_writes: bool  # whether their old values matter
+    view: bool  # whether its output is a view of its input
+    allocates: bool  # whether its output is uninitialised memory
+    attention: bool  # whether it is a whole attention, including the softmax
+    first_counts: bool  # whether only its first output should be finite
 
     @property
     def softmax(self) -> bool:
@@ -79,7 +67,7 @@ class Operation:
 
 @cache
 def operation(func: Any) -> Operation:
-    """Read the schema of an operator; of a higher-order one, which has none, only the name."""
+    """The facts from an operator's schema; a higher-order operator has none but its name."""
     name = str(func)
     schema = getattr(func, "_schema", None)
     base = name.split(".")[1] if name.count(".") else name
@@ -117,7 +105,7 @@ def floating(value: Any) -> Iterator[Tensor]:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """The numbers that a tensor holds here, dense and real."""
+    """The values that a tensor stores on this rank, dense and real."""
     to_local = getattr(tensor, "to_local", None)  # of a distributed tensor
     tensor = tensor if to_local is None else to_local()
     if tensor.is_mkldnn:
@@ -130,17 +118,17 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number for the memory that a tensor is in; views have their base's."""
+    """An id of the storage of a tensor; views share their base's."""
     key: int = stored(tensor).untyped_storage()._cdata
     return key
 
 
 def look_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all is finite; False may be wrong where a sum overflows fp32. One host sync."""
+    """Whether all values are finite; False may be wrong if a sum overflows fp32. One host sync."""
     total: Tensor | None = None
     for tensor in tensors:
         value = stored(tensor)
-        # torch's CPU sum of 16 bits in fp32 is 7 times slower than one of a widened copy.
+        # On a CPU torch's fp32 sum of a 16-bit tensor is 7 times slower than that of an fp32 copy.
         widen = value.device.type == "cpu" or value.element_size() == 1
         part = value.float().sum() if widen else value.sum(dtype=torch.float32)
         total = part if total is None else total + part.to(total.device)
@@ -148,7 +136,7 @@ def look_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 class Counts(NamedTuple):
-    """Of one tensor or number, how many elements are what."""
+    """How many elements of a tensor, or number, are NaN, infinite or 0; and the largest value."""
 
     nan: int
     plus_inf: int
@@ -159,12 +147,12 @@ class Counts(NamedTuple):
 
     @property
     def inf(self) -> int:
-        """Infinities of both signs."""
+        """The number of infinities of both signs."""
         return self.plus_inf + self.minus_inf
 
 
 def count(value: Tensor | float) -> Counts:
-    """Count; synchronises with the host."""
+    """Count the elements of a tensor or number; synchronises with the host."""
     if not isinstance(value, Tensor):
         finite = abs(value) if math.isfinite(value) else 0.0
         plus, minus = int(value == math.inf), int(value == -math.inf)
@@ -185,31 +173,20 @@ def count(value: Tensor | float) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of an operation, as it was before.
+    """One input of an operation, with its values before the operation."""
 
-    Attributes:
-        name: Of the argument.
-        original: The tensor that was handed over, or a number.
-        value: Its values before the operation: a copy if it wrote to them.
-        counts: Of ``value``.
-    """
-
-    name: str
-    original: Tensor | float
-    value: Tensor | float
-    counts: Counts
+    name: str  # name of the argument
+    original: Tensor | float  # the argument itself
+    value: Tensor | float  # its values before the operation: a copy if it was written to
+    counts: Counts  # of ``value``
 
 
 def inputs(
     known: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], before: Mapping[int, Tensor]
 ) -> list[Input]:
-    """What an operation read: floating tensors, and the numbers that are data.
+    """The inputs that an operation read: floating tensors, and numbers that are data.
 
-    Args:
-        known: Of the operation.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        before: Copies of what it wrote to, by the id of the tensor.
+    ``before`` holds copies of the tensors that it wrote to, by the tensor's id.
     """
     names = known.names or tuple(f"argument {i}" for i in range(len(args)))
     found = []
@@ -230,14 +207,10 @@ def inputs(
 def kind_of(
     func: Any, known: Operation, given: Sequence[Input], outputs: Sequence[Tensor], made: Counts
 ) -> Kind | None:
-    """What made an output not finite, or None if the operation only passes on what came in.
+    """Why outputs are not finite, or None if the operation only passes on its inputs.
 
-    Args:
-        func: The operator.
-        known: Facts about it.
-        given: Its inputs; those that are not finite are allowed to be.
-        outputs: Its outputs that are not finite.
-        made: Counts over them.
+    Non-finite inputs have been allowed before. ``outputs`` are the outputs that are not finite, and
+    ``made`` counts their elements.
     """
     tensors = [i.counts for i in given if isinstance(i.value, Tensor)]
     numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
@@ -267,7 +240,7 @@ def kind_of(
 
 
 def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
-    """Whether a softmax had nothing left to choose from; takes its NaN as given."""
+    """Whether some row of a softmax was wholly masked, given that its output has NaN."""
     if not known.attention:  # there is no other way to NaN from finite scores and -inf
         return known.base == "_masked_softmax" or any(i.counts.minus_inf for i in given)
     rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
@@ -275,7 +248,7 @@ def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
 
 
 def _at_zero(known: Operation, given: Sequence[Input], output: Tensor) -> bool:
-    """Whether an infinity stands where the divisor, or the only operand, is 0."""
+    """Whether some output element is infinite where the divisor, or the only operand, is 0."""
     name = "other" if known.base == "div" else "self"
     (divisor,) = [i.value for i in given if i.name == name]
     zero = stored(divisor) == 0 if isinstance(divisor, Tensor) else torch.tensor(divisor == 0)
@@ -283,7 +256,7 @@ def _at_zero(known: Operation, given: Sequence[Input], output: Tensor) -> bool:
 
 
 def _new_infinities(given: Sequence[Input], output: Tensor) -> bool:
-    """Whether a pointwise operation has an infinity where no input was without being finite."""
+    """Whether a pointwise operation's output is infinite where all inputs were finite."""
     came = torch.zeros_like(stored(output), dtype=torch.bool)
     for i in given:
         if isinstance(i.value, Tensor):
@@ -291,7 +264,7 @@ def _new_infinities(given: Sequence[Input], output: Tensor) -> bool:
     return bool((stored(output).isinf() & ~came).any())
 
 
-# What :func:`halfstep.trace_nonfinite` reports: one operation, told in full.
+# What :func:`halfstep.trace_nonfinite` reports: one operation in full detail.
 
 
 Kind = Literal[
@@ -307,11 +280,11 @@ _SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What went into an operation.
+    """One input of the reported operation.
 
     Attributes:
-        name: Of the argument, and of the parameter or buffer if it is one.
-        dtype: None for a Python number.
+        name: The argument's name, and the parameter's or buffer's if it is one.
+        dtype: The dtype of a tensor; None for a Python number.
         largest: The largest finite absolute value; 0 if there is none.
         nan: Number of NaN.
         inf: Number of infinities.
@@ -331,19 +304,19 @@ class Cause:
     Attributes:
         kind: What happened: ``"overflow"`` is an infinity from finite inputs that no pole explains;
             ``"not finite in the input data"`` means that the operation is only the first to read
-            what came from outside: data, weights, a literal, or uninitialised memory.
-        op: Such as ``"aten.add.Tensor"``.
+            values from outside: data, weights, a literal, or uninitialised memory.
+        op: The operation's name, such as ``"aten.add.Tensor"``.
         module: Qualified name of the innermost module in whose forward the operation ran, or, in
             the backward, in whose forward its autograd node was made; "" for the model itself.
         class_name: The module's class; "" outside of all modules.
-        block: Qualified name of the item of a ``ModuleList`` (else of a ``Sequential``) that it is,
-            or is in; "" if there is none.
-        direction: ``"forward"`` also for what checkpointing computes again in the backward.
-        dtype: Of the output.
+        block: Qualified name of the item of a ``ModuleList`` (else of a ``Sequential``) that the
+            module is, or is in; "" if there is none.
+        direction: ``"forward"`` or ``"backward"``; recomputation by checkpointing is forward.
+        dtype: The dtype of the output.
         nan: Number of NaN in the output.
-        inf: Number of infinities in it.
-        elements: Its number of elements.
-        inputs: What went in.
+        inf: Number of infinities in the output.
+        elements: Number of elements of the output.
+        inputs: The operation's inputs.
         node: The autograd node, in the backward.
         source: File and line that called the operation, in the forward.
     """
@@ -364,7 +337,7 @@ class Cause:
 
     @property
     def share(self) -> float:
-        """Of the output, the share that is not finite."""
+        """The share of the output's elements that are not finite."""
         return (self.nan + self.inf) / self.elements
 
     def __str__(self) -> str:
@@ -391,7 +364,7 @@ class Cause:
         return "\n  ".join([*lines, f"at {self.source}"] if self.source else lines)
 
     def _bound(self, maximum: float) -> list[str]:
-        """The sum or product that is too large, where the operation is as simple as that."""
+        """The sum or product that overflows, as text, if the operation is that simple."""
         sign = _SIGNS.get(self.op.split(".")[1].rstrip("_"))
         if self.kind != "overflow" or sign is None or len(self.inputs) != 2:
             return []
@@ -401,7 +374,7 @@ class Cause:
 
 
 def short(value: float) -> str:
-    """Three digits: ``4.10e4``; whole numbers below 100,000 in full, as 65504."""
+    """A number with three digits, as ``4.10e4``; integers below 1000, and 65504, in full."""
     if value == int(value) and abs(value) < 1e5 and (value < 1e3 or value == 65504):
         return str(int(value))
     if 1e-3 <= abs(value) < 1e3:
@@ -411,14 +384,9 @@ def short(value: float) -> str:
 
 
 def block_of(model: nn.Module, name: str) -> str:
-    """The innermost item of a ``ModuleList`` that a module is or is in; else of a ``Sequential``.
+    """The innermost item of a ``ModuleList`` (else ``Sequential``) that is or holds a module.
 
-    Args:
-        model: The root.
-        name: Qualified, of a module in it.
-
-    Returns:
-        Its qualified name. Items of a ``Sequential`` without children, as in an MLP, are no blocks.
+    Items of a ``Sequential`` without children, as in an MLP, do not count as blocks.
     """
     parts = name.split(".") if name else []
     for container in (nn.ModuleList, nn.Sequential):

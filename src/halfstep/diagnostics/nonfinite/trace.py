@@ -1,17 +1,17 @@
-"""The first operation that made a NaN or an infinity, and the module in which it ran.
+"""Finds the first operation that made a NaN or an infinity, and the module in which it ran.
 
-A NaN loss is seen where it ends up. Within :func:`trace_nonfinite` every operation of forward and
-backward is looked at, functional ones too::
+A NaN shows in the loss, far from its cause. Inside :func:`trace_nonfinite` every operation of
+forward and backward is checked, functional ones too::
 
-    outputs finite                                     go on: one sum on the device, one host sync
-    an input not finite that no operation here made    it came with data or weights: remember that
-    NaN or inf where inputs had none                   this is the PRODUCER: remember it
-    else                                               an operation passes on what was allowed
+    outputs are finite                               continue: one sum on the device, one host sync
+    a non-finite input came from no operation seen   data or weights are the cause: report that
+    NaN or inf that the inputs do not explain        this operation is the cause: report it
+    otherwise                                        it passes on values that were allowed
 
-Intended infinities are allowed: -inf that comes in (a mask) or is a literal, and +inf as the
-literal of a fill. What they turn into NaN is reported. Storages that hold allowed values are
-remembered by weak references, so that reading them again is no news. Views, and operations that
-only allocate, are no producers.
+Intended infinities are allowed: -inf as an input (a mask) or a literal, and +inf as the literal of
+a fill. A NaN made from them is reported. Storages with allowed values are remembered by weak
+references, so that reading them again is not reported. Views, and operations that only allocate,
+are never reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,28 +55,28 @@ from halfstep.precision.scaling import calibrate, gradients
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(str(Path(__file__).with_name(n)) for n in ("trace.py", "operations.py"))
 _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
-# Here overflow is tried on purpose, or looked for: it is no cause.
+# Code that provokes overflows on purpose, or looks for them, so that it is never the cause.
 _TRIALS = (calibrate.__file__, gradients.__file__)
 
 
 def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFiniteTrace:
     """Watch every operation of forward and backward for the first NaN or infinity.
 
-    A diagnosis: it waits for the device after every operation. Losses, gradients and random
-    numbers stay as they are, bit for bit. Enter it around forward and backward, outside or inside
+    It is slow, since it waits for the device after every operation, but does not change a bit of
+    losses, gradients and random numbers. Enter it around forward and backward, outside or inside
     of ``precision.autocast()``.
 
     Args:
-        model: Whose modules are named. It has hooks until the context is left.
+        model: The model whose modules the report names. It has hooks until the context is left.
         allow: Globs of operations (``"aten.log.*"``) and of modules (``"*.sampler"``) that may
             make NaN and infinities.
 
     Returns:
-        A context manager that gives itself; read its ``first_cause``.
+        A context manager that returns itself on entry; read its ``first_cause``.
 
     Raises:
-        PrecisionError: For what is no model, or no glob.
-        RuntimeError: When it is entered within another one.
+        PrecisionError: If ``model`` is not a module, or ``allow`` is not a glob or several.
+        RuntimeError: When it is entered inside another one.
 
     Example:
         >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -94,10 +94,10 @@ def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFin
 
 
 class NonFiniteTrace(TorchDispatchMode):
-    """What :func:`trace_nonfinite` gives.
+    """The context manager that :func:`trace_nonfinite` returns.
 
     Attributes:
-        first_cause: None as long as everything is finite, or as intended.
+        first_cause: The first cause found; None as long as all values are finite or intended.
     """
 
     supports_higher_order_operators = True
@@ -109,8 +109,8 @@ class NonFiniteTrace(TorchDispatchMode):
         self._modules = ModuleCalls(model)
         self._allow = as_texts(allow, "trace_nonfinite(allow)", "globs of operations and modules")
         self._thread = 0
-        self._names: dict[int, tuple[str, bool]] = {}  # whether a parameter
-        self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether unwritten
+        self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
+        self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # True: unwritten
         self._prune_at = 1024
 
     def __enter__(self) -> NonFiniteTrace:
@@ -168,10 +168,10 @@ class NonFiniteTrace(TorchDispatchMode):
         before: dict[int, Tensor],
         outputs: list[Tensor],
     ) -> None:
-        """Remember an operation as the cause, or its outputs as allowed."""
+        """Record an operation as the first cause, or its outputs as allowed."""
         counts = [(t, c) for t in outputs if (c := count(t)).nan or c.inf]
         if not counts:
-            return  # their sum is not finite, but they are
+            return  # only their sum overflowed
         outputs = [t for t, _ in counts]
         made = Counts(*(sum(numbers) for numbers in zip(*(c for _, c in counts), strict=True)))
         given = inputs(known, args, kwargs, before)
@@ -186,7 +186,7 @@ class NonFiniteTrace(TorchDispatchMode):
         dtype, low = outputs[0].dtype, None
         if simulated is not None:
             low = dtype = simulated["self"].dtype
-            if operation(simulated["func"]) != known:  # the conversion that ends a product
+            if operation(simulated["func"]) != known:  # func is its final conversion
                 known = operation(simulated["func"])
                 given = inputs(known, simulated["args"], simulated["kwargs"], {})
         place = self._modules.place(self._names)
@@ -198,32 +198,30 @@ class NonFiniteTrace(TorchDispatchMode):
         self.first_cause = Cause(
             kind=kind,
             op=known.name,
-            module=module,
-            class_name=place.class_name,
             block=block_of(self._model, module),
-            direction="backward" if place.backward else "forward",
             dtype=dtype,
             nan=made.nan,
             inf=made.inf,
             elements=made.elements,
             inputs=tuple(self._operand(i, low) for i in given),
-            node=place.node,
-            source="" if place.backward else source,
+            source=source if place.direction == "forward" else "",
+            **place._asdict(),
         )
 
     def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
-        """From now on it is no news that these hold NaN or infinities."""
+        """Remember that these tensors may hold NaN or infinities from now on."""
         for tensor in tensors:
             storage = stored(tensor).untyped_storage()
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._allowed[ref.cdata] = ref, unwritten
         if len(self._allowed) > self._prune_at:
-            alive = [(k, v) for k, v in self._allowed.items() if not _expired(v[0])]
-            self._allowed = dict(alive)
+            # A weak reference keeps the key of freed memory from being reused: drop expired ones.
+            for key in [k for k, (ref, _) in self._allowed.items() if ref.expired()]:  # type: ignore[no-untyped-call]
+                del self._allowed[key]
             self._prune_at = 1024 + 2 * len(self._allowed)
 
     def _is_news(self, given: Input, known: Operation) -> bool:
-        """Whether an input is not finite, unlike a mask, and nothing that was seen made it so."""
+        """Whether an input is not finite, is not a mask, and was made by no operation seen here."""
         if not isinstance(given.original, Tensor):
             return False
         counts, key = given.counts, storage_key(given.original)
@@ -248,10 +246,10 @@ class NonFiniteTrace(TorchDispatchMode):
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf)
 
     def _caller(self) -> tuple[dict[str, Any] | None, str]:
-        """What a simulation of 16 bits is about to compute, and the user's line.
+        """The locals of a 16-bit simulation that is running, if any, and the user's source line.
 
-        The simulation may stand above this mode; then its frame alone knows the operation whose
-        parts are seen here.
+        The simulation may be above this mode in the stack. Then this mode sees only the parts of
+        an operation, and the operation itself is known from the simulation's frame.
         """
         simulated = None
         frame: FrameType | None = sys._current_frames().get(self._thread)
@@ -266,54 +264,34 @@ class NonFiniteTrace(TorchDispatchMode):
         return simulated, ""
 
 
-def _expired(ref: StorageWeakRef) -> bool:
-    """Whether the memory is gone; its key stays taken while ``ref`` lives."""
-    return bool(ref.expired())  # type: ignore[no-untyped-call]
+# Finds the module in whose forward an operation runs, or whose forward a backward belongs to.
 
 
-# In which module's forward an operation runs, and of which forward a backward is.
-
-
-class Place(NamedTuple):
-    """Where an operation runs.
-
-    Attributes:
-        module: Qualified name of the innermost module; "" for the root, or outside of all.
-        class_name: Its class; "" outside of all modules.
-        backward: Whether autograd runs it, other than to compute a forward again.
-        node: The autograd node that runs.
-    """
+class Location(NamedTuple):
+    """Where an operation runs; the fields are those of :class:`Cause`."""
 
     module: str = ""
     class_name: str = ""
-    backward: bool = False
+    direction: Literal["forward", "backward"] = "forward"
     node: str = ""
 
 
 class _Call(NamedTuple):
-    """One run of a module's forward.
-
-    Attributes:
-        name: Of the module.
-        class_name: Its class.
-        task: The backward pass in which it ran, -1 for none.
-        first: The number that autograd gives to the first node made in it.
-        end: One more than the last node's.
-    """
+    """One run of a module's forward."""
 
     name: str
     class_name: str
-    task: int
-    first: int
-    end: int = sys.maxsize
+    task: int  # the backward pass in which it ran, -1 for none
+    first: int  # the number that autograd gives to the first node made in it
+    end: int = sys.maxsize  # one more than the last node's
 
 
 class ModuleCalls:
-    """Follows the forwards of a model's modules by hooks.
+    """Tracks the forwards of a model's modules by hooks.
 
     Autograd numbers its nodes in the order in which a thread makes them, so the numbers at a
-    forward's start and end tell which nodes it made. That needs no hooks on tensors, and holds for
-    whatever a module returns.
+    forward's start and end tell which nodes it made. That needs no hooks on tensors, and works for
+    any type of module output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -323,7 +301,7 @@ class ModuleCalls:
         self._calls: list[_Call] = []
 
     def hook(self) -> None:
-        """Start; after an error no hook is left."""
+        """Register the hooks; if that fails, none is left."""
         try:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -351,32 +329,28 @@ class ModuleCalls:
             call = self._stack.pop()
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
 
-    def place(self, names: Mapping[int, tuple[str, bool]]) -> Place:
-        """Where the operation that runs now is.
-
-        Args:
-            names: Of parameters, by the key of their storage.
-        """
+    def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
+        """The location of the current operation; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
         top = self._stack[-1] if self._stack else None
         if task == -1 or (top is not None and top.task == task):
-            return Place() if top is None else Place(top.name, top.class_name)
+            return Location() if top is None else Location(top.name, top.class_name)
         node = torch._C._current_autograd_node()
         if node is None:
-            return Place(backward=True)
+            return Location(direction="backward")
         kind = node.name().removeprefix("torch::autograd::")
         variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
         if isinstance(variable, Tensor) and storage_key(variable) in names:
             parameter = names[storage_key(variable)][0]
             module = parameter.rpartition(".")[0]
             class_name = type(self._model.get_submodule(module)).__name__
-            return Place(module, class_name, True, f"{kind} of {parameter}")
-        # Forwards that a backward pass runs again may number their nodes anew, and make none that
-        # this same pass goes through.
+            return Location(module, class_name, "backward", f"{kind} of {parameter}")
+        # A forward recomputed by this backward pass may reuse node numbers, but makes no node that
+        # the pass itself goes through, so such calls are excluded.
         number = node._sequence_nr()
         runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
         runs = [c for c in runs if c.task == runs[-1].task]
         if not runs:
-            return Place("", "", True, kind)
+            return Location("", "", "backward", kind)
         call = min(runs, key=lambda run: run.end - run.first)
-        return Place(call.name, call.class_name, True, kind)
+        return Location(call.name, call.class_name, "backward", kind)

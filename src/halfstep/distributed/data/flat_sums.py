@@ -1,29 +1,28 @@
-"""Sums of flat buffers over the ranks, in phases that overlap with other work.
+"""Sums flat buffers over the ranks, in phases that overlap with other work.
 
-In fp32 that is one all-reduce. In 16 bits a ring all-reduce would round after every one of its
-n - 1 additions; here each rank sends every other one its part, adds what it received in fp32, and
-sends the sum around::
+In fp32 this is one all-reduce. In 16 bits a ring all-reduce would round after every one of its
+n - 1 additions; here each rank sends every other rank that one's part, adds what it received in
+fp32, and sends the sum to all::
 
     buffer    = round16(gradients)                       one rounding on each rank
     received  = all_to_all(parts of buffer)              (n - 1) / n of the bytes
     part      = round16(received[0] + received[1] + ...) in fp32, by rank; one rounding
     result    = all_gather(part)                         (n - 1) / n of the bytes
 
-The bytes are those of a ring all-reduce in 16 bits, and the order of the additions is fixed, so the
-bits of the result do not depend on how the numbers are spread over buffers.
+This sends as many bytes as a ring all-reduce in 16 bits. The order of additions is fixed, so the
+bits of the result do not depend on how the elements are spread over buffers.
 
-Out of a machine, though, all its ranks' parts go in such an exchange, and in a ring one rank's. So
-where a machine has several of the ranks, ``part`` is their sum alone, and before it is gathered it
-is summed in the same way over the ranks with the same place on every machine: one rounding more.
-
-An fp16 overflow becomes inf and stays it; NaN stays NaN.
+Such an exchange, though, sends the parts of all a machine's ranks out of that machine, where a ring
+sends one rank's. So where machines have several of the ranks, ``part`` is first the sum within the
+machine, and before it is gathered it is summed in the same way over the ranks at the same position
+of every machine, with one more rounding. An fp16 overflow becomes inf and stays so; NaN stays NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,32 +31,18 @@ from torch import Tensor, nn
 from halfstep.distributed.traffic import all_gather, all_reduce, reduce_scatter
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_dtype
+from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import DTYPES, dtype_name
 
 
-class FlatSum(Protocol):
-    """One buffer's sum; every rank makes the same calls in the same order."""
-
-    buffer: Tensor
-    """This rank's numbers, 1-D, written before :meth:`start`."""
-    result: Tensor
-    """The sum, after :meth:`wait`; it may be the same memory."""
-    sent_bytes: int
-    """What one rank sends for one sum."""
-
-    def phases(self) -> Iterator[None]:
-        """Launch one phase after the other, in each step of the iterator one.
-
-        Buffers share memory between their phases: before one's n-th, those that started earlier
-        launch their later ones, the oldest first.
-        """
-
-    def wait(self) -> None:
-        """After all phases, let the host (on CUDA: the current stream) wait for ``result``."""
-
-
 class DirectSum:
-    """An all-reduce in place."""
+    """A sum by an all-reduce in place.
+
+    Every kind of sum has a 1-D ``buffer`` for this rank's elements, a ``result``, in the same
+    memory or not, which holds the sum after all :meth:`phases` and :meth:`wait`, and
+    ``sent_bytes``, which a rank sends for it. Each step of the iterator launches one phase. Sums
+    share scratch memory, so whenever one advances, those that started earlier advance before it.
+    """
 
     def __init__(self, elements: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.result = self.buffer = torch.zeros(elements, device=device)
@@ -66,7 +51,7 @@ class DirectSum:
         self._work: Any = None
 
     def phases(self) -> Iterator[None]:
-        """One phase: the all-reduce of the whole buffer."""
+        """Launch the only phase, the all-reduce of the whole buffer."""
         self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
         yield
 
@@ -77,19 +62,12 @@ class DirectSum:
 
 
 class Level:
-    """Ranks that add among themselves, and what buffers need meanwhile, one after the other."""
+    """A group of ranks that add among themselves, with scratch memory that buffers take in turn."""
 
     def __init__(
         self, elements: int, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate.
-
-        Args:
-            elements: Of the largest buffer.
-            group: The ranks.
-            dtype: On the wire.
-            device: Of the buffers.
-        """
+        """Allocate for the largest buffer, of ``elements`` elements, with ``dtype`` on the wire."""
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.received = torch.zeros(elements, dtype=dtype, device=device)
@@ -97,15 +75,15 @@ class Level:
 
 
 class RoundedSum:
-    """16 bits on the wire, additions in fp32."""
+    """A sum with 16 bits on the wire and additions in fp32."""
 
     def __init__(self, elements: int, levels: Sequence[Level], result_dtype: torch.dtype) -> None:
-        """Allocate.
+        """Allocate the buffer, the result and this rank's part.
 
         Args:
-            elements: A multiple of the number of ranks.
-            levels: Who adds: all ranks; or those of a machine, then those between machines.
-            result_dtype: Of ``result``: the wire's dtype or fp32.
+            elements: Size of the buffer, a multiple of the number of ranks.
+            levels: The groups that add: all ranks; or ranks within machines, then between them.
+            result_dtype: Dtype of ``result``: the wire's or fp32.
         """
         self._level, *further = levels
         ranks = self._level.ranks
@@ -124,7 +102,7 @@ class RoundedSum:
         self._work: Any = None
 
     def phases(self) -> Iterator[None]:
-        """Exchange parts, add them by rank, sum that over the next level, and gather it."""
+        """Exchange parts, add them in rank order, sum that over the next level, and gather it."""
         level, elements = self._level, self.buffer.numel()
         received = level.received[:elements]
         self._work = dist.all_to_all_single(received, self.buffer, group=level.group, async_op=True)
@@ -138,7 +116,7 @@ class RoundedSum:
         yield
 
     def wait(self) -> None:
-        """Wait for all parts, and widen them."""
+        """Wait for all parts, and widen them to the result's dtype."""
         self._work.wait()
         self._work = None
         if self.result is not self.buffer:
@@ -149,11 +127,11 @@ def add_by_rank(received: Tensor, total: Tensor, part: Tensor) -> None:
     """Write the sum of the rows, added in fp32 from the first to the last and rounded once.
 
     Args:
-        received: (ranks, elements), 16 bit.
-        total: (elements,) fp32, overwritten.
-        part: (elements,), 16 bit: the result.
+        received: (ranks, elements), 16-bit.
+        total: (elements,) fp32, scratch memory.
+        part: (elements,), 16-bit: the result.
     """
-    if len(received) == 2:  # torch adds 16 bits in fp32 and rounds once: a quarter of the time
+    if len(received) == 2:  # torch also adds two 16-bit tensors in fp32, in a quarter of the time
         torch.add(received[0], received[1], out=part)
         return
     total.copy_(received[0])
@@ -163,16 +141,16 @@ def add_by_rank(received: Tensor, total: Tensor, part: Tensor) -> None:
 
 
 def gather(result: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to gather the ranks' parts one after the other; torch 2.13 has a new name for it."""
+    """Start an all-gather of the ranks' parts in rank order; torch 2.13 renames the function."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, name)(result, part, group=group, async_op=True)
 
 
 def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
-    """The format that gradients are summed in, by name or by value.
+    """Return the dtype that gradients are summed in, given by name or value.
 
     Raises:
-        PrecisionError: If it is none of fp32, bf16 and fp16.
+        PrecisionError: If it is not fp32, bf16 or fp16.
     """
     dtype = as_dtype(value)
     if dtype not in DTYPES.values():
@@ -180,42 +158,32 @@ def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
-# Gradients of many parameters in one flat buffer, so that they are summed together.
+# Buckets: the gradients of many parameters in one flat buffer, so that they are summed together.
 #
-# A buffer holds, one after the other, each parameter's gradient in the parameter's own layout of
-# memory, filled up to a multiple of 16 numbers; then for each parameter a 1 if this rank has a
-# gradient for it, or else 0. The sum of these tells who has one at all, without a message of its
-# own.
+# A buffer holds, one after the other, each parameter's gradient in the parameter's own memory
+# order, padded to a multiple of 16 elements; then for each parameter a 1 if this rank has a
+# gradient for it, or else 0. The sum of these flags tells whether any rank has a gradient, without
+# another message.
 
 
-ALIGNMENT = 16  # numbers: 64 bytes of fp32, a cache line and the widest vector register
-
-
-class HoldsGradients(Protocol):
-    """Where finished gradients are: :class:`halfstep.precision.masters.masters.MasterWeights`."""
-
-    def gradients(self, parameters: Sequence[nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
-        """The finished gradients of those that have one."""
-
-    def replace(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Put these in the places of the finished gradients; others stay."""
+ALIGNMENT = 16  # elements: 64 bytes of fp32, a cache line and the widest vector register
 
 
 class Bucket:
-    """Parameters whose gradients travel together."""
+    """A set of parameters whose gradients are summed together."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], total: FlatSum) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter], total: DirectSum | RoundedSum) -> None:
         """Lay the parameters out in the buffer.
 
         Args:
-            named: What the optimizer updates, by name.
-            total: Of :func:`elements` numbers or more.
+            named: The tensors that the optimizer updates, by name.
+            total: A sum of :func:`elements` elements or more.
         """
         self.sum = total
         self.names = [*named]
         self.started = False
         self.pending = set(self.names)
-        """Parameters that the last micro-batch has not reached yet."""
+        """Parameters whose gradient the last micro-batch has not finished yet."""
         self._parameters = [*named.values()]
         self._absent: list[int] = []
         offset, inputs, results = 0, [], []
@@ -228,17 +196,17 @@ class Bucket:
         end = offset + len(inputs)
         self._have, self._anyone_has = total.buffer[offset:end], total.result[offset:end]
 
-    def fill(self, masters: HoldsGradients, scale: float = 1.0) -> None:
-        """Copy this rank's gradients into the buffer; those that it has not are zeros.
+    def fill(self, masters: MasterWeights, scale: float = 1.0) -> None:
+        """Copy this rank's gradients into the buffer, with zeros for those that it does not have.
 
-        Their memory is freed: until :meth:`sums` the buffer stands for them.
+        The gradients' own memory is freed: views of the buffer take their place.
 
         Args:
-            masters: Have the gradients.
-            scale: Multiplies them before they are rounded to the buffer's format.
+            masters: Hold the gradients.
+            scale: Multiplies the gradients before they are rounded to the buffer's dtype.
 
         Raises:
-            PrecisionError: If one is sparse.
+            PrecisionError: If a gradient is sparse.
         """
         self.started = True
         found = masters.gradients(self._parameters)
@@ -253,24 +221,19 @@ class Bucket:
         gradients = [*found.values()]
         if scale != 1.0 and gradients:
             gradients = list(torch._foreach_mul(gradients, scale))
-        if not self._absent:
-            torch._foreach_copy_(self._inputs, gradients)
-            self._have.fill_(1)
-            masters.replace(self._results)
-            return
-        torch._foreach_zero_([self._inputs[i] for i in self._absent])
-        present = [
-            view for view, p in zip(self._inputs, self._parameters, strict=True) if p in found
-        ]
-        if present:
-            torch._foreach_copy_(present, gradients)
-        self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
+        self._have.fill_(1)
+        if self._absent:
+            torch._foreach_zero_([self._inputs[i] for i in self._absent])
+            self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
+        if gradients:
+            pairs = zip(self._inputs, self._parameters, strict=True)
+            torch._foreach_copy_([view for view, p in pairs if p in found], gradients)
         masters.replace({p: self._results[p] for p in found})
 
     def sums(self) -> dict[nn.Parameter, Tensor]:
-        """The summed gradients of those that have one on any rank; views of the buffer.
+        """Return the summed gradients of parameters that have one on any rank, as buffer views.
 
-        The host waits for the device only where this rank had none.
+        The host waits for the device only if this rank lacked some gradient.
         """
         if not self._absent:
             return self._results
@@ -278,7 +241,7 @@ class Bucket:
         return {p: g for (p, g), yes in zip(self._results.items(), found, strict=True) if yes}
 
     def reset(self) -> None:
-        """Be ready for the next step."""
+        """Mark all gradients as pending again, for the next step."""
         self.started = False
         self.pending = set(self.names)
 
@@ -291,15 +254,15 @@ def make_buckets(
     bucket_bytes: int,
     first_bytes: int,
 ) -> list[Bucket]:
-    """Spread parameters over buckets in their order.
+    """Distribute parameters over buckets in their order.
 
     Args:
-        named: What the optimizer updates, by name; on one device.
-        groups: Whose ranks add: one, or within a machine and between machines (16 bits only).
-        reduce_dtype: On the wire.
-        result_dtype: Of the sums: ``reduce_dtype`` or fp32.
-        bucket_bytes: On the wire; a bucket holds more only where a single parameter does.
-        first_bytes: The same for the first, which is ready first.
+        named: The tensors that the optimizer updates, by name; on one device.
+        groups: Groups that add: one, or within a machine and between machines (16 bits only).
+        reduce_dtype: Dtype on the wire.
+        result_dtype: Dtype of the sums: ``reduce_dtype`` or fp32.
+        bucket_bytes: Largest size on the wire; only a single larger parameter exceeds it.
+        first_bytes: The same for the first bucket, which is smaller so that sums start early.
     """
     ranks = math.prod(dist.get_world_size(group) for group in groups)
     device = next(iter(named.values())).device
@@ -329,13 +292,13 @@ def make_buckets(
 
 
 def elements(parameters: Sequence[Tensor], ranks: int) -> int:
-    """Numbers in a buffer for these parameters that ``ranks`` can share equally."""
+    """Return the size of a buffer for these parameters that ``ranks`` can share equally."""
     numbers = sum(_aligned(parameter.numel()) for parameter in parameters) + len(parameters)
     return -(-numbers // (ranks * ALIGNMENT)) * ranks * ALIGNMENT
 
 
 def sparse_gradients(name: str) -> PrecisionError:
-    """The error for a parameter whose gradient is sparse."""
+    """Make the error for a parameter whose gradient is sparse."""
     return PrecisionError(
         f"the gradient of {name} is sparse, and sums over ranks are of dense gradients; use "
         "sparse=False in the embedding"
@@ -347,6 +310,6 @@ def _aligned(numbers: int) -> int:
 
 
 def _view(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
-    """A view in the parameter's order of memory, or contiguous if that has holes."""
+    """Make a view with the parameter's memory order, or a contiguous one if that has gaps."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return flat.as_strided(parameter.shape, strides, offset)

@@ -1,15 +1,16 @@
-"""Sums of gradients over data-parallel ranks, for every precision policy, while backward runs.
+"""Sums gradients over data-parallel ranks, for every precision policy, while backward runs.
 
 torch's DistributedDataParallel reduces ``parameter.grad`` in the parameter's dtype, after every
-micro-batch, and averages. Here gradients add up first, and are summed in the policy's format::
+micro-batch, and averages. Here micro-batches accumulate first, and the policy's ``reduce_dtype`` is
+used to sum over ranks::
 
     backward of the last micro-batch    a parameter's gradient is finished: count it
       all of a bucket are, and earlier  copy them into its flat buffer, start its sum
       buckets have started
-    finish()                            start the rest, wait, hand the sums back as views
+    finish()                            start the rest, wait, return the sums as views
 
-Buckets start in the same order on every rank, in whatever order gradients get finished there. The
-result is a SUM: the loss is to be divided by what the whole batch of all ranks counts.
+Buckets start in the same order on every rank, in whatever order gradients are finished there. The
+result is a SUM: divide the loss by the count of the whole batch of all ranks.
 
 **Source:** Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020, section 3.2: buckets in reverse order, and overlap.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -36,7 +37,8 @@ from halfstep.distributed.data.flat_sums import (
     make_buckets,
     sparse_gradients,
 )
-from halfstep.distributed.traffic import all_reduce
+from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.traffic import Traffic, all_reduce
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.masters.local_part import local_part
@@ -48,7 +50,7 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, MIB
 
 
 class GradientReducer:
-    """Gives every rank of a group the same gradients: the sums of all ranks'.
+    """Gives every rank of a group the same gradients: the sums over all of them.
 
     ::
 
@@ -59,8 +61,8 @@ class GradientReducer:
         reducer.finish()
         precision.step()
 
-    Gradients are views of the reducer's buffers from then on; a copy is needed to keep them beyond
-    the next backward.
+    From then on, gradients are views of the reducer's buffers; to keep them beyond the next
+    backward, copy them.
     """
 
     def __init__(
@@ -72,21 +74,20 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
         ranks_per_machine: int | None = None,
     ) -> None:
-        """Lay out buffers and watch for finished gradients. All ranks of the group together.
+        """Allocate buffers and register hooks; all ranks of the group call it together.
 
-        The buffers stay, and hold the gradients: 4 bytes per trainable number; with 16 bits on the
-        wire 2 more, or 2 in all where the gradients may stay in 16 bits.
+        The buffers are permanent and hold the gradients: 4 bytes per trainable element; with 16
+        bits on the wire 2 more, or only 2 in all where the gradients may stay in 16 bits.
 
         Args:
-            precision: What its optimizers update is reduced, each parameter once.
-            group: The ranks with different data; its backend serves the model's device.
-            reduce_dtype: On the wire, by name or value. fp32: as the group's all-reduce adds. bf16,
-                fp16: every rank's gradient is rounded once, the sum is made in fp32 and rounded
-                once; where the group has several ranks on each of several machines, a machine's sum
-                too.
+            precision: Each parameter that its optimizers update is reduced, once.
+            group: The ranks with different data; its backend must support the model's device.
+            reduce_dtype: Dtype on the wire, by name or value. fp32 adds by the group's all-reduce.
+                bf16 and fp16 round every rank's gradient once, add in fp32 and round the sum once;
+                with several ranks on each of several machines, each machine's sum is rounded too.
             bucket_bytes: Size of a bucket on the wire.
-            ranks_per_machine: Of all processes of the run, numbered machine by machine; None: what
-                torchrun says (LOCAL_WORLD_SIZE).
+            ranks_per_machine: Number of the run's processes on each machine, numbered machine by
+                machine; None: what torchrun says (LOCAL_WORLD_SIZE).
 
         Raises:
             PrecisionError: If ``reduce_dtype`` is none of these, an embedding has sparse gradients,
@@ -97,25 +98,25 @@ class GradientReducer:
         if bucket_bytes < 1:
             raise PrecisionError(f"bucket_bytes={bucket_bytes}; allowed: integers >= 1")
         self.armed = False
-        """Whether the backward that runs is the last of the step."""
+        """Whether the backward that is running is the last of the step."""
         self._precision = precision
         self._reduce_dtype = reduce_dtype
         self._ranks = dist.get_world_size(group)
         self._trained = _trained(precision)
         self._stamp = _stamp(precision)
         self._buckets: list[Bucket] = []
-        self._next = 0  # the first bucket that has not started
-        self._running: list[Iterator[None]] = []  # phases of sums, the oldest first
-        self._checked = False  # that the same parameters are trained, for this step
+        self._next = 0  # index of the first bucket that has not started
+        self._running: list[Iterator[None]] = []  # remaining phases of sums, the oldest first
+        self._checked = False  # whether this step has checked that the same parameters are trained
         self._stream = None
         if self._ranks == 1:
-            return  # the sums are there, and no wire to round for
+            return  # one rank's gradients are the sums, and are not rounded for sending
         self._check(group, reduce_dtype, bucket_bytes)
         groups = [group]
         if reduce_dtype != torch.float32:
             groups = split_by_machine(group, ranks_per_machine, precision.device)
         policy, device = precision.policy, precision.device
-        # halfstep's optimizers take 16-bit gradients as they are, others want the weights' dtype.
+        # halfstep's optimizers accept 16-bit gradients; others need the weights' dtype.
         low = policy.update != "nearest" or policy.grad_dtype != torch.float32
         self._buckets = make_buckets(
             {name: parameter for name, (_, parameter) in reversed(self._trained.items())},
@@ -134,22 +135,22 @@ class GradientReducer:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in one step, with all that fills up the buffers."""
+        """Bytes that this rank sends in one step, padding included."""
         return sum(bucket.sum.sent_bytes for bucket in self._buckets)
 
     @property
     def fp32_bytes_per_step(self) -> int:
-        """What it would be with ``reduce_dtype`` fp32 and the same buffers."""
+        """Bytes that this rank would send with ``reduce_dtype`` fp32 and the same buffers."""
         sizes = [bucket.sum.buffer.numel() * torch.float32.itemsize for bucket in self._buckets]
         return sum(all_reduce(size, self._ranks) for size in sizes)
 
     @contextlib.contextmanager
     def last(self) -> Iterator[None]:
-        """The context for the backward of a step's last micro-batch; one backward only.
+        """Return the context for the backward of a step's last micro-batch; one backward only.
 
         Raises:
-            PrecisionError: If other parameters are trainable than at the start, or
-                :meth:`finish` was not called after the step before.
+            PrecisionError: If the set of trainable parameters has changed, or :meth:`finish` was
+                not called after the step before.
         """
         if self._checked:
             raise PrecisionError("last() came twice; call finish() once after the last backward")
@@ -162,14 +163,14 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Let every rank have the sums of all gradients, bit for bit the same. All ranks together.
+        """Complete the sums of all gradients, the same bits on every rank; all ranks call it.
 
-        A parameter without a gradient on this rank counts as zeros; without one on any rank it has
-        none afterwards, as on one device.
+        A gradient that is missing on this rank counts as zeros; one that is missing on every rank
+        stays None, as on one device.
 
         Raises:
-            PrecisionError: If a gradient is sparse; or, without :meth:`last`, if other parameters
-                are trainable than at the start.
+            PrecisionError: If a gradient is sparse; or, without :meth:`last`, if the set of
+                trainable parameters has changed.
         """
         self.armed = False
         if not self._checked:
@@ -194,7 +195,7 @@ class GradientReducer:
         self._next = 0
 
     def _finished(self, bucket: Bucket, name: str, weight: Tensor) -> None:
-        """Count a gradient that backward has finished, and start what is complete."""
+        """Count a gradient that backward has finished, and start complete buckets in order."""
         if not self.armed:
             return
         if bucket.started:
@@ -209,7 +210,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
-        """Launch the next bucket's sum, after the next phases of those before."""
+        """Fill the next bucket and launch its sum, after the next phases of earlier sums."""
         bucket.fill(self._precision.masters, self._wire_scale)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._precision.device))
@@ -220,7 +221,7 @@ class GradientReducer:
 
     @property
     def _wire_scale(self) -> float:
-        """What gradients are multiplied by on the wire: fp16 could not hold them unscaled."""
+        """Factor of gradients on the wire: the loss scale for fp16, where small ones underflow."""
         scale = self._precision.loss_scale.value
         return scale if self._reduce_dtype == torch.float16 else 1.0
 
@@ -229,7 +230,7 @@ class GradientReducer:
         self._running = [phases for phases in self._running if next(phases, True) is None]
 
     def _aside(self) -> AbstractContextManager[object]:
-        """On CUDA a stream of our own: to wait for other ranks there does not hold up backward."""
+        """Return a context with a separate CUDA stream, so that waiting does not delay backward."""
         if self._stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
@@ -248,7 +249,7 @@ class GradientReducer:
     def _check(
         self, group: dist.ProcessGroup, reduce_dtype: torch.dtype, bucket_bytes: int
     ) -> None:
-        """Refuse sparse embeddings, and ranks that would wait for each other for ever."""
+        """Refuse sparse embeddings, and ranks whose buckets differ, which would deadlock."""
         model = self._precision.model
         weights: dict[Tensor, str] = {weight: name for name, (weight, _) in self._trained.items()}
         for module in model.modules():
@@ -271,8 +272,40 @@ class GradientReducer:
             )
 
 
+class DataParallel(Strategy):
+    """Sums gradients over the ``data`` axis, in ``reduce_dtype``, while backward runs."""
+
+    _reducer: GradientReducer | None = None
+
+    def attach_(self, precision: Precision) -> None:
+        """Attach as on one device, and make a reducer if there are several shares of the batch."""
+        super().attach_(precision)
+        if self.layout.data > 1:
+            assert self.mesh is not None
+            group = self.mesh.get_group("data")
+            self._reducer = GradientReducer(precision, group, self.policy.reduce_dtype)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Return the context; in the last micro-batch, sums start as gradients are finished."""
+        if last and self._reducer is not None:
+            return self._reducer.last()
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Wait for the sums of gradients over the ranks."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
+        """Return the reducer's bytes; micro-batches accumulate before anything is sent."""
+        if self._reducer is None:
+            return Traffic(), Traffic()
+        sent, fp32 = self._reducer.bytes_per_step, self._reducer.fp32_bytes_per_step
+        return Traffic(gradients=sent), Traffic(gradients=fp32)
+
+
 def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """Name to the model's parameter and to what the optimizer updates for it, in model order."""
+    """Map names to the model's parameter and the tensor that the optimizer updates for it."""
     owned = {p for o in precision.optimizers for group in o.param_groups for p in group["params"]}
     targets = precision.named_parameters()
     named = precision.model.named_parameters()
@@ -280,31 +313,36 @@ def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter
 
 
 def _stamp(precision: Precision) -> list[int]:
-    """Which tensors are trainable, in the model and in the optimizers; cheap, as each step asks."""
+    """Identify the trainable tensors of model and optimizers; cheap, as every step checks it."""
     owned = [p for o in precision.optimizers for group in o.param_groups for p in group["params"]]
     return [id(p) for p in (*precision.model.parameters(), *owned) if p.requires_grad]
 
 
-@torch.no_grad()
 def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of the group's first, bit for bit.
+    """Copy the parameters and buffers of the group's first rank to all its ranks, bit for bit.
 
-    Call it before :class:`~halfstep.precision.step.Precision`, whose masters start from the weights
-    as they are then. Of sharded parameters the parts are given on.
+    Call it before making :class:`~halfstep.precision.step.Precision`, whose masters start from the
+    weights at that time. Of sharded parameters, the local parts are copied.
 
     Args:
-        model: The same on every rank, but for the values; changed in place.
+        model: The same model on every rank, except for its values; changed in place.
         group: The ranks with different data.
 
     Raises:
-        PrecisionError: For what is no model.
+        PrecisionError: If ``model`` is not a module.
     """
     require_model(model, "broadcast_(model)")
+    broadcast_tensors_((*model.parameters(), *model.buffers()), group)
+
+
+@torch.no_grad()
+def broadcast_tensors_(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Copy the tensors (DTensors' local parts) of the group's first rank to all; collective."""
     waiting = []
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
+    for tensor in {id(t): t for t in tensors}.values():
         part = local_part(tensor)
         values = part.contiguous()
-        # as bytes: some backends do not know every dtype
+        # sent as bytes, because some backends do not support every dtype
         data = values.reshape(-1).view(torch.uint8)
         work = dist.broadcast(data, group_src=0, group=group, async_op=True)
         waiting.append((work, part, values))
@@ -314,22 +352,22 @@ def broadcast_(model: nn.Module, group: dist.ProcessGroup) -> None:
             part.copy_(values)
 
 
-# Which ranks of a group are on one machine, for sums in two levels.
+# Grouping of ranks by machine, for sums in two levels.
 
 
 def neighbours(ranks: Sequence[int], rank: int, per_machine: int) -> list[list[int]]:
-    """Whom a rank adds with.
+    """List the ranks that a rank adds with at each level.
 
     Args:
-        ranks: Of the group, by their numbers in the run.
+        ranks: The group's ranks, by their numbers in the run.
         rank: One of them.
-        per_machine: Ranks of the run on every machine, numbered machine by machine.
+        per_machine: Number of the run's ranks on every machine, numbered machine by machine.
 
     Returns:
         Two lists: the group's ranks on this rank's machine, and one rank of each machine, the one
-        at the same position there. A single list of all ranks where two levels would not help: one
-        machine has them all, each machine has one, machines have different numbers of ranks, or the
-        group is not in the order of ranks.
+        at the same position there. Or a single list of all ranks where two levels would not help:
+        one machine has them all, each machine has one, machines have different numbers of ranks, or
+        the group is not in the order of ranks.
     """
     machines = [[*own] for _, own in groupby(ranks, lambda other: other // per_machine)]
     count = len(machines[0])
@@ -344,19 +382,19 @@ def neighbours(ranks: Sequence[int], rank: int, per_machine: int) -> list[list[i
 def split_by_machine(
     group: dist.ProcessGroup, ranks_per_machine: int | None, device: torch.device
 ) -> list[dist.ProcessGroup]:
-    """The levels of a sum over the group: within machines and between them, or the group alone.
+    """Make the groups for a sum within machines and between them, or return the group alone.
 
-    All ranks of the group together; with NCCL and a ``device_id`` in ``init_process_group``, whose
-    communicators are split from one, all ranks of the run, each in its group.
+    All ranks of the group call it together. With NCCL and a ``device_id`` in
+    ``init_process_group``, where communicators are split from one, all ranks of the run must.
 
     Args:
         group: The ranks that add.
-        ranks_per_machine: See :func:`neighbours`; None: what torchrun says, or else 1. Where ranks
-            differ in it there is one level.
-        device: Of the buffers, whose timeout the new groups take.
+        ranks_per_machine: See :func:`neighbours`; None: what torchrun says, or else 1. If ranks
+            differ in it, there is one level.
+        device: Device of the buffers; its backend's timeout is used for the new groups.
 
     Raises:
-        PrecisionError: If it is below 1.
+        PrecisionError: If ``ranks_per_machine`` is below 1.
     """
     if ranks_per_machine is None:
         ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

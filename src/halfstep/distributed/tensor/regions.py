@@ -1,8 +1,7 @@
-"""The borders of tensor-parallel regions: what crosses them forward, and its transpose backward.
+"""Collectives at the borders of tensor-parallel regions, each with its transpose in backward.
 
 Outside of a region every rank of the tensor axis holds the same activations (or its part of the
-sequence); inside, each rank holds its own part of the features. A border is an identity one way and
-a sum or a gathering the other way:
+sequence); inside, each rank holds its own part of the features. These functions cross a border:
 
     function                forward                     backward
     copy_to                 identity                    sum over ranks
@@ -11,13 +10,13 @@ a sum or a gathering the other way:
     reduce_scatter_sequence sum, keep own part of T     gather the parts of T
     gather_replicated       gather the parts of a dim   keep own part
 
-The first four pair a region's own work; the last hands parts to something that every rank computes
-alike, whose gradient therefore is whole on every rank and must not be summed.
+The first four enter and leave regions. The last one feeds work that every rank computes alike,
+whose gradient is therefore complete on every rank and must not be summed.
 
-Sums of 16-bit tensors travel in 16 bits, are added in fp32 in the order of the ranks and rounded
-once, and every sum has the same bits on all ranks: parameters that ranks hold in common never part.
+Sums of 16-bit tensors are sent in 16 bits, added in fp32 in the order of the ranks and rounded
+once. Every sum has the same bits on all ranks, so that replicated parameters never diverge.
 
-Shapes: B batch, T positions, C width; t is the number of ranks, R.
+Shapes: B batch, T positions, C width; t is the number of ranks, and R the dim over ranks.
 
 **Source:** Shoeybi et al. 2019, "Megatron-LM", §3 (f and g); Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjugate).
@@ -25,7 +24,8 @@ Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjug
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -37,59 +37,70 @@ from halfstep.distributed.data.flat_sums import gather
 from halfstep.errors import DataError
 
 SEQUENCE_DIM = 1
-"""T of ``(B, T, C)``."""
+"""The dim of T in ``(B, T, C)``."""
+Crossing: TypeAlias = Callable[[Tensor, DeviceMesh], Tensor]
+"""What a border does to a tensor, in forward or in backward."""
 
 
 def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x`` itself; the gradients that ranks compute for it are summed.
+    """Return ``x`` itself; backward sums the gradients that the ranks compute for it.
 
     Args:
         x: Any shape, the same on all ranks.
         mesh: The tensor axis.
     """
-    return cast(Tensor, _CopyTo.apply(x, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x, mesh, _same, sum_over_ranks)
 
 
 def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' ``x``, in its dtype, with the same bits on all ranks."""
-    return cast(Tensor, _ReduceFrom.apply(x, mesh))  # type: ignore[no-untyped-call]
+    """Sum all ranks' ``x`` in its dtype, with the same bits on all ranks."""
+    return _cross(x, mesh, sum_over_ranks, _same)
 
 
 def gather_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The whole sequence, ``(B, T, C)``, of parts ``(B, T / t, C)``."""
-    return cast(Tensor, _GatherSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+    """Gather the whole sequence, ``(B, T, C)``, from parts ``(B, T / t, C)``."""
+    return _cross(x_BTC, mesh, _gather, _sum_own_part)
 
 
 def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
+    """Return this rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
 
     Raises:
-        DataError: The number of ranks does not divide T.
+        DataError: If the number of ranks does not divide T.
     """
     require_divisible(x_BTC.shape[SEQUENCE_DIM], mesh)
-    return cast(Tensor, _ReduceScatterSequence.apply(x_BTC, mesh))  # type: ignore[no-untyped-call]
+    return _cross(x_BTC, mesh, _sum_own_part, _gather)
 
 
 def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
-    """All parts of ``dim`` side by side, for work that every rank does alike.
+    """Gather all parts of ``dim``, for work that every rank does alike.
 
     Args:
         x: This rank's part.
         mesh: The tensor axis.
-        dim: Of which the ranks hold parts, as ``torch.chunk`` makes them.
-        size: Of the whole dim; None where all parts are as long as this.
+        dim: The dim of which ranks hold parts, as ``torch.chunk`` makes them.
+        size: Size of the whole dim; None if all parts are as long as this one.
     """
     dim %= x.ndim
-    size = x.shape[dim] * mesh.size() if size is None else size
-    gathered = _GatherReplicated.apply(x, mesh, dim, size)  # type: ignore[no-untyped-call]
-    return cast(Tensor, gathered)
+    whole = x.shape[dim] * mesh.size() if size is None else size
+    missing = -(-whole // mesh.size()) - x.shape[dim]
+
+    def there(x: Tensor, mesh: DeviceMesh) -> Tensor:
+        if missing:  # collectives need equal parts
+            x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+        return _gather(x, mesh, dim).narrow(dim, 0, whole)
+
+    def back(grad: Tensor, mesh: DeviceMesh) -> Tensor:
+        return grad.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
+
+    return _cross(x, mesh, there, back)
 
 
 def own_part(indices: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of the last dim, T, of indices ``(..., T)``: it has no gradient.
+    """Return this rank's part of the last dim, T, of indices ``(..., T)``; without gradient.
 
     Raises:
-        DataError: The number of ranks does not divide T.
+        DataError: If the number of ranks does not divide T.
     """
     require_divisible(indices.shape[-1], mesh)
     return indices.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()]
@@ -99,7 +110,7 @@ def require_divisible(length: int, mesh: DeviceMesh) -> None:
     """Refuse a sequence that cannot be cut into equal parts.
 
     Raises:
-        DataError: The number of ranks does not divide ``length``.
+        DataError: If the number of ranks does not divide ``length``.
     """
     if length % mesh.size():
         below = length // mesh.size() * mesh.size()
@@ -110,73 +121,30 @@ def require_divisible(length: int, mesh: DeviceMesh) -> None:
         )
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
+class _Border(torch.autograd.Function):
+    """Applies one function of a tensor and the mesh in forward, and its transpose in backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks(grad, ctx.mesh), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return sum_over_ranks(x, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return _gather(x_BTC, mesh, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
-        return _sum_own_part(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return _sum_own_part(x_BTC, mesh, SEQUENCE_DIM)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_BTC, ctx.mesh, SEQUENCE_DIM), None
-
-
-class _GatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
-        ctx.mesh, ctx.dim = mesh, dim
-        longest = -(-size // mesh.size())
-        missing = longest - x.shape[dim]
-        if missing:  # collectives want equal parts
-            padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
-            x = torch.nn.functional.pad(x, padding)
-        return _gather(x, mesh, dim).narrow(dim, 0, size)
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
+        ctx.mesh, ctx.back = mesh, back
+        return there(x, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        part = grad.chunk(ctx.mesh.size(), dim=ctx.dim)[ctx.mesh.get_local_rank()]
-        return part.contiguous(), None, None, None
+        return ctx.back(grad, ctx.mesh), None, None, None
+
+
+def _cross(x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
+    return cast(Tensor, _Border.apply(x, mesh, there, back))  # type: ignore[no-untyped-call]
+
+
+def _same(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return x.view_as(x)
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of all ranks' ``x`` without gradient; 16-bit numbers are added in fp32.
+    """Sum all ranks' ``x`` without gradient; 16-bit elements are added in fp32.
 
     Returns:
         A new tensor of the shape and dtype of ``x``.
@@ -185,30 +153,30 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=mesh.get_group())
         return total
-    # The two halves of a ring all-reduce, and its bytes; but partial sums are never rounded.
+    # Reduce-scatter and all-gather send what a ring all-reduce does, but never round partial sums.
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, [0, -len(flat) % mesh.size()])
     return _gather(_sum_own_part(padded, mesh, 0), mesh, 0)[: len(flat)].view(x.shape)
 
 
 def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The element-wise largest of all ranks' ``x`` without gradient; NaN need not survive."""
+    """Return the elementwise maximum over the ranks, without gradient; NaN may be lost."""
     largest = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return largest
 
 
-def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """All ranks' ``x``, of one shape, joined along ``dim`` in the order of the ranks."""
+def _gather(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Concatenate all ranks' ``x``, of equal shape, along ``dim`` in the order of the ranks."""
     parts_R = x.new_empty((mesh.size(), *x.shape))
     gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
     return parts_R.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of ``dim`` of the sum, added in rank order in fp32 or wider, rounded once.
+def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
+    """Sum this rank's part of ``dim`` in rank order, in fp32 or wider, rounded once.
 
-    The sum starts at the first rank's numbers, not at 0: adding -0.0 changes no bit.
+    The sum starts at the first rank's values, not at 0, because 0 + -0.0 would lose the sign.
     """
     mine_R = torch.stack(x.chunk(mesh.size(), dim))
     theirs_R = torch.empty_like(mine_R)

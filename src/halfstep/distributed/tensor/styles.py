@@ -1,8 +1,8 @@
-"""The styles of a tensor-parallel plan: how a module computes with its part on every rank.
+"""The styles of a tensor-parallel plan: how each rank computes a module with its part of it.
 
-:mod:`halfstep.distributed.tensor.tensor_parallel` says what each does and makes a model of them.
+:mod:`halfstep.distributed.tensor.tensor_parallel` describes each style and applies a plan.
 
-Shapes: B batch, T positions, C width, F features of which a rank has a part.
+Shapes: B batch, T positions, C width, F this rank's part of the features.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from halfstep.errors import ConfigError
 
 
 class ParallelForward:
-    """The forward of a module of which each rank holds a part; a child is a style of the plan.
+    """Replaces the forward of a module of which each rank holds a part; each style subclasses it.
 
-    It stands as ``forward`` in the module's own attributes, as regions of a precision policy do:
-    it is copied and pickled with its module, and parameters keep their names.
+    It is set as the instance attribute ``forward``, as a precision policy's regions are: so it is
+    copied and pickled with its module, and parameters keep their names.
     """
 
     arguments: ClassVar[tuple[str, ...]] = ()
-    """What may stand behind the style's colon."""
+    """Arguments allowed after the style's colon."""
 
     def __init__(
         self, name: str, module: nn.Module, argument: str, mesh: DeviceMesh, sequence: bool
@@ -51,7 +51,7 @@ class ParallelForward:
         self.read(argument)
 
     def read(self, argument: str) -> None:
-        """Check that module and number of ranks fit the style; raises ConfigError."""
+        """Raise ConfigError unless argument, module and number of ranks fit the style."""
         if argument and argument not in self.arguments:
             allowed = ", ".join(self.arguments) or "none"
             raise ConfigError(
@@ -60,16 +60,16 @@ class ParallelForward:
         self.argument = argument
 
     def placement(self, parameter: str) -> Placement:
-        """How one of the module's own parameters lies on the axis."""
+        """Return the placement on the axis of one of the module's own parameters."""
         return Replicate()
 
     def install_(self) -> None:
-        """Become the module's forward."""
+        """Replace the module's forward by this object."""
         self.module.forward = self
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
+        """The module's own forward, so that ``inspect`` shows its signature."""
         return MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class ParallelForward:
         raise NotImplementedError
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The class's forward, with plain tensors for parameters: see :meth:`local`."""
+        """Run the class's forward with plain tensors for parameters; see :meth:`local`."""
         module = copy.copy(self.module)  # shallow; the module itself never changes
         module.__dict__["_parameters"] = {}
         for name in self.module._parameters:
@@ -85,18 +85,18 @@ class ParallelForward:
         return type(self.module).forward(module, *args, **kwargs)
 
     def local(self, name: str) -> Tensor | None:
-        """The part of a parameter that this rank computes with; differentiable."""
+        """Return the part of a parameter that this rank computes with; differentiable."""
         parameter = self.module._parameters[name]
         if parameter is None:
             return None
         assert isinstance(parameter, DTensor), f"{self.name}.{name} was replaced"
         part: Tensor = parameter.to_local(grad_placements=parameter.placements)
-        # On a part of the sequence a whole parameter gets a part of its gradient.
+        # Each rank's part of the sequence gives only a part of a whole parameter's gradient.
         split = self.sequence and not parameter.placements[0].is_shard()
         return copy_to(part, self.mesh) if split else part
 
     def require_linear(self) -> nn.Linear:
-        """The module, which the style needs to be an ``nn.Linear``."""
+        """Return the module, or raise ConfigError if it is not an ``nn.Linear``."""
         if not isinstance(self.module, nn.Linear):
             raise ConfigError(
                 f"{self.name} is a {type(self.module).__name__}; its style splits nn.Linear only: "
@@ -105,7 +105,7 @@ class ParallelForward:
         return self.module
 
     def require_shares(self, what: str, size: int, unit: int) -> None:
-        """Refuse ``size`` features, in units that stay together, that ranks cannot share."""
+        """Refuse ``size`` features that ranks cannot share equally in whole units."""
         ranks = self.mesh.size()
         if size % unit:
             raise ConfigError(f"{self.name}: {size} {what} are no multiple of the unit {unit}")
@@ -120,7 +120,7 @@ class ParallelForward:
 
 
 class Colwise(ParallelForward):
-    """Outputs split: each rank computes its own, of the whole input."""
+    """Splits the outputs: each rank computes some of them from the whole input."""
 
     def read(self, argument: str) -> None:
         """Check the style's argument, the module and the number of ranks."""
@@ -135,14 +135,14 @@ class Colwise(ParallelForward):
         return Shard(0)
 
     def __call__(self, x_BTC: Tensor) -> Any:
-        """This rank's outputs, ``(B, T, F)``, of ``(B, T, C)`` or a part of its T."""
-        x_BTC = _as_matmul_takes_it(x_BTC)  # so that half as much is sent
+        """Compute this rank's outputs ``(B, T, F)`` from ``(B, T, C)`` or a part of its T."""
+        x_BTC = _as_matmul_takes_it(x_BTC)  # cast before sending, to send half the bytes
         enter = gather_sequence if self.sequence else copy_to
         return self.run(enter(x_BTC, self.mesh))
 
 
 class Rowwise(ParallelForward):
-    """Inputs split: each rank has its own, and the results are summed."""
+    """Splits the inputs: each rank multiplies its own part, and the results are summed."""
 
     def read(self, argument: str) -> None:
         """Check the style's argument, the module and the number of ranks."""
@@ -154,11 +154,11 @@ class Rowwise(ParallelForward):
         return Shard(1) if parameter == "weight" else Replicate()
 
     def local(self, name: str) -> Tensor | None:
-        """As every style's, but the bias waits until the results are summed."""
+        """Return the local part, but no bias: it is added once, after the results are summed."""
         return None if name == "bias" else super().local(name)
 
     def __call__(self, x_BTF: Tensor) -> Tensor:
-        """The outputs, ``(B, T, C)`` or a part of its T, of this rank's inputs ``(B, T, F)``."""
+        """Compute the outputs, ``(B, T, C)`` or a part of its T, from all ranks' ``(B, T, F)``."""
         leave = reduce_scatter_sequence if self.sequence else reduce_from
         y_BTC = leave(self.run(x_BTF), self.mesh)
         bias_C = super().local("bias")
@@ -166,12 +166,12 @@ class Rowwise(ParallelForward):
 
 
 class Replicated(ParallelForward):
-    """Whole on every rank, on the whole sequence or a rank's part of it."""
+    """Keeps the module whole on every rank, for the whole sequence or a rank's part of it."""
 
     arguments = ("scatter", "gather")
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What one device computes, of its part of the sequence where that is split."""
+        """Compute what one device would, on this rank's part of the sequence if it is split."""
         if self.sequence and self.argument == "scatter":
             x = own_part(x, self.mesh)
         output = self.run(x, *args, **kwargs)
@@ -181,10 +181,9 @@ class Replicated(ParallelForward):
 
 
 class VocabularyParallel(ParallelForward):
-    """An embedding's rows split; a module that serves as head too is told where they are.
+    """Splits the rows of an embedding, which may be the model's head too.
 
-    The head's part is the module's attribute ``vocabulary``, which becomes a
-    :class:`ShardedVocabulary`.
+    If it is, it has the attribute ``vocabulary``, which becomes a :class:`ShardedVocabulary`.
     """
 
     def read(self, argument: str) -> None:
@@ -208,15 +207,15 @@ class VocabularyParallel(ParallelForward):
         return Shard(0)
 
     def install_(self) -> None:
-        """Become the module's forward, and its vocabulary if it has one."""
+        """Replace the module's forward, and its vocabulary if it has one."""
         super().install_()
         if hasattr(self.module, "vocabulary"):
             self.module.__dict__["vocabulary"] = self.vocabulary
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
-        """Rows of the whole table, ``(B, T, C)`` or a part of its T; exact."""
+        """Look up rows of the whole table, ``(B, T, C)`` or a part of its T, exactly."""
         row_BT, elsewhere_BT = self.vocabulary.index(tokens_BT)
-        # -0.0, not 0.0: what is added to it keeps every bit, the sign of a zero too.
+        # -0.0, not 0.0: adding it keeps every bit of the other summand, even the sign of a zero.
         mine_BTC = self.run(row_BT).masked_fill(elsewhere_BT.unsqueeze(-1), -0.0)
         leave = reduce_scatter_sequence if self.sequence else reduce_from
         return leave(mine_BTC, self.mesh)
@@ -228,21 +227,21 @@ STYLES: Mapping[str, type[ParallelForward]] = {
     "replicate": Replicated,
     "vocab": VocabularyParallel,
 }
-"""Every style of a plan."""
+"""Name of each style in a plan to its class."""
 
 
 def _as_matmul_takes_it(x: Tensor) -> Tensor:
-    """What autocast would make of a linear layer's input; else the input."""
+    """Cast a linear layer's input as autocast would; without autocast, return it unchanged."""
     kind = x.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype != torch.float64 else x
 
 
-# A vocabulary whose rows are spread over the ranks of the tensor axis: lookup, logits and loss.
+# A vocabulary whose rows are split over the ranks of the tensor axis: lookup, logits and loss.
 #
-# Every rank holds the hidden states of all tokens and the table's rows of its own words. It meets
-# the others in numbers per token, never in logits: the largest logit, the sum of exponentials and
-# the target's log-probability.
+# Every rank holds the hidden states of all tokens and its own rows of the table. For the loss,
+# ranks exchange scalars per token, never logits: the largest logit, the sum of exponentials and the
+# target's log-probability.
 #
 # Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary (on this rank, its part).
 #
@@ -250,20 +249,20 @@ def _as_matmul_takes_it(x: Tensor) -> Tensor:
 
 
 class ShardedVocabulary:
-    """The rows ``[start, end)`` of a table of ``size`` rows are here, as ``torch.chunk`` cuts them.
+    """A table of ``size`` rows, of which this rank has ``[start, end)``, as ``torch.chunk`` cuts.
 
-    It stands in the place of the models' ``Vocabulary`` and has its methods.
+    It takes the place of the models' ``Vocabulary`` and has the same methods.
     """
 
     def __init__(self, size: int, mesh: DeviceMesh) -> None:
-        """Finds this rank's rows.
+        """Determine this rank's rows.
 
         Args:
-            size: V of the whole table.
+            size: Number of rows, V, of the whole table.
             mesh: The tensor axis.
 
         Raises:
-            ConfigError: Some rank would have no row.
+            ConfigError: If some rank would have no row.
         """
         self.size = size
         self.mesh = mesh
@@ -279,14 +278,14 @@ class ShardedVocabulary:
         self.end = min(self.start + self.largest_part, size)
 
     def index(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where tokens stand among this rank's rows.
+        """Translate token ids to this rank's row numbers.
 
         Args:
             tokens: Ids, int64, any shape.
 
         Returns:
-            The row, 0 for a token of another rank; and whether it is of another rank. An id that is
-            in nobody's part stays out of range on every rank, so that all of them fail on it as one
+            The row, 0 for a token of another rank; and whether it is of another rank. An id outside
+            of the whole vocabulary stays out of range on every rank, so that all ranks fail as one
             device does.
         """
         elsewhere = ((tokens >= 0) & (tokens < self.start)) | (
@@ -295,40 +294,40 @@ class ShardedVocabulary:
         return (tokens - self.start).masked_fill(elsewhere, 0), elsewhere
 
     def local(self, weight_VD: Tensor) -> Tensor:
-        """This rank's rows of a table that is stored as DTensor."""
+        """Return this rank's rows of a table that is stored as DTensor."""
         assert isinstance(weight_VD, DTensor), "a sharded vocabulary has a sharded table"
         rows_VD: Tensor = weight_VD.to_local(grad_placements=weight_VD.placements)
         return rows_VD
 
     def share(self, x: Tensor) -> Tensor:
-        """Hidden states as every rank's head takes them; their gradients are summed over ranks."""
+        """Return hidden states for every rank's head; backward sums their gradients over ranks."""
         return copy_to(x, self.mesh)
 
     def gather(self, logits_V: Tensor) -> Tensor:
-        """All logits ``(..., V)`` of every rank's own."""
+        """Gather every rank's logits to those of the whole vocabulary, ``(..., V)``."""
         return gather_replicated(logits_V, self.mesh, -1, self.size)
 
     def columns(self, vocab: int) -> int:
-        """The most columns that one rank's logits have."""
+        """Return the most columns that any rank's logits have."""
         return self.largest_part
 
     def largest(self, value: Tensor) -> Tensor:
-        """The largest of the ranks' values."""
+        """Return the elementwise maximum over the ranks."""
         return max_over_ranks(value, self.mesh)
 
     def log_softmax(
         self, logits_RV: Tensor, target_R1: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of this rank's words, and of the targets wherever they are.
+        """Compute log-probabilities of this rank's tokens, and of the targets on any rank.
 
         Args:
-            logits_RV: ``(R, V)``, of this rank's words; used up.
-            target_R1: ``(R, 1)`` int64, of the whole vocabulary.
-            dtype: To compute in.
+            logits_RV: ``(R, V)``, this rank's logits; may be overwritten.
+            target_R1: ``(R, 1)`` int64, ids in the whole vocabulary.
+            dtype: Dtype to compute in.
 
         Returns:
             ``(R, V)`` and ``(R, 1)`` in ``dtype``, in nats; the second is the same on all ranks.
-            A NaN in any rank's logits makes the row NaN on all: its exponential is in the sum.
+            A NaN in any rank's logits makes the row NaN on all, through the sum of exponentials.
         """
         z_RV = logits_RV.to(dtype)
         z_RV -= max_over_ranks(z_RV.amax(dim=1, keepdim=True), self.mesh)
@@ -340,7 +339,7 @@ class ShardedVocabulary:
         return z_RV.sub_(log_sum_R1), z_target_R1 - log_sum_R1
 
     def put_(self, error_RV: Tensor, target_R1: Tensor, value_R1: Tensor) -> None:
-        """Sets the targets' columns where they are here; other rows stay as they are."""
+        """Set the targets' columns where this rank has them; other rows stay as they are."""
         row_R1, elsewhere_R1 = self.index(target_R1)
         kept_R1 = torch.where(elsewhere_R1, error_RV.gather(1, row_R1), value_R1)
         error_RV.scatter_(1, row_R1, kept_R1)

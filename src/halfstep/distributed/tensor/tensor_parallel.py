@@ -1,4 +1,4 @@
-"""Tensor parallel, with or without copies: ranks share every matrix product."""
+"""Tensor parallelism: splits a model's layers by its plan, so that ranks share matrix products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from halfstep.distributed.data.data_parallel import DataParallel
+from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
@@ -20,27 +20,27 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 
 # Tensor parallelism: every rank of one mesh axis holds, and computes with, a part of each layer.
 #
-# Parameters become DTensors, which know how they lie on the mesh; modules compute on the local
-# parts, so what runs on a rank is a smaller layer of the same code, and autograd gives gradients as
-# DTensors placed like their parameters. The plan is the model's data; nothing here knows a model.
+# Parameters become DTensors, which carry their placement on the mesh. Modules compute on the local
+# parts, so that each rank runs a smaller layer of the same code, and autograd returns gradients as
+# DTensors placed like their parameters. The plan is data; nothing here knows a particular model.
 # Styles:
 #
 #     colwise[:U]       linear: outputs split, in units of U that stay together; the input is whole
 #     rowwise           linear: inputs split; results are summed, then the bias is added, once
 #     replicate[:...]   whole on every rank; scatter and gather: see sequence parallelism
-#     vocab             embedding split over its rows; results are summed, and each is of one rank
+#     vocab             embedding split over its rows; one rank has each result, the others add 0
 #
-# **Sequence parallelism** also splits what lies between those regions, ``(B, T, C)``, over T:
+# **Sequence parallelism** also splits the activations between those regions, ``(B, T, C)``, over T:
 # colwise layers gather their input, rowwise layers and the vocabulary scatter their sums, and
 # replicated modules work on a part. ``replicate:scatter`` takes the rank's part of indices
-# ``(..., T)``; ``replicate:gather`` makes its output whole again. Gradients of whole parameters are
-# then summed over the axis, so every rank has all of them.
+# ``(..., T)``; ``replicate:gather`` gathers its output to the whole sequence. Gradients of whole
+# parameters are then summed over the axis, so that every rank has all of them.
 #
-# **Dropout.** Ranks must seed torch's default generator alike: what they hold in common must be
-# dropped alike. All draw the same amounts, so they stay in step. Attention drops weights of a
-# rank's own heads, and under sequence parallelism a rank its own positions, so head i (position i)
-# of every rank has the same mask: the probability is what was asked for, independence between ranks
-# is not given, and masks are not those of one device.
+# **Dropout.** Ranks must seed torch's default generator alike, as replicated activations must be
+# dropped alike. All ranks draw equally many random numbers, so they stay in step. A rank's own
+# heads (attention dropout) or positions (sequence parallelism) use the same draws as on the other
+# ranks, so head i (position i) of every rank has the same mask: the dropout probability is right,
+# but masks are not independent between ranks, and differ from those of one device.
 #
 # **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing Activation
 # Recomputation in Large Transformer Models", §4.2.2.
@@ -55,21 +55,21 @@ def parallelize_(
     *,
     sequence_parallel: bool = False,
 ) -> None:
-    """Leave each rank its part of the model, in place; nothing is sent.
+    """Reduce the model in place to this rank's part, without communication.
 
-    Names and order of the parameters stay; the parameters are new objects, so make the optimizer,
-    and :class:`halfstep.Precision`, afterwards.
+    Names and order of the parameters stay, but the parameters are new objects, so make the
+    optimizer and :class:`halfstep.Precision` afterwards.
 
     Args:
-        model: With the same, whole parameters on every rank of the axis, in any dtypes.
+        model: A model with the same, whole parameters on every rank of the axis, in any dtypes.
         plan: Module name to style, for every module that owns parameters.
-        mesh: The tensor axis: a mesh of one dim, as ``mesh["tensor"]``.
+        mesh: The tensor axis, a one-dim mesh such as ``mesh["tensor"]``.
         sequence_parallel: Whether activations between blocks are split over T. The number of ranks
             must then divide T.
 
     Raises:
-        ConfigError: The plan and the model, or the model and the number of ranks, do not fit.
-            Nothing is changed then.
+        ConfigError: If the plan does not fit the model, or the model the number of ranks. Nothing
+            is changed then.
     """
     if mesh.ndim != 1:
         raise ConfigError(
@@ -89,7 +89,7 @@ def parallelize_(
 def _forwards(
     model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence: bool
 ) -> list[ParallelForward]:
-    """Each module of the plan with its style; raises ConfigError for a plan that does not fit."""
+    """Make the style of each module in the plan; raise ConfigError for a plan that does not fit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     forwards = []
     for name, text in plan.items():
@@ -124,7 +124,7 @@ def _forwards(
 
 
 def _check_head(name: str, module: nn.Module, style: str) -> None:
-    """Refuse to keep whole the table of a head, which computes with its part of one."""
+    """Refuse any style but vocab for a table that the head uses too, as the head expects a part."""
     head = isinstance(module, nn.Embedding) and hasattr(module, "vocabulary")
     if head and style != "vocab":
         table = ", ".join(f"{name}.{own}" for own, _ in module.named_parameters(recurse=False))
@@ -136,7 +136,7 @@ def _check_head(name: str, module: nn.Module, style: str) -> None:
 
 
 def _check_tied(forwards: list[ParallelForward]) -> None:
-    """Refuse a parameter that two modules own and the plan splits in two ways."""
+    """Refuse a tied parameter that the plan splits in two different ways."""
     seen: dict[int, tuple[Placement, str]] = {}
     for forward in forwards:
         for name, parameter in forward.module.named_parameters(recurse=False):
@@ -150,7 +150,7 @@ def _check_tied(forwards: list[ParallelForward]) -> None:
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """This rank's part as DTensor, in memory of its own, so that the whole can be freed."""
+    """Make this rank's part a DTensor in new memory, so that the whole parameter can be freed."""
     whole = parameter.detach()
     part = whole
     if isinstance(placement, Shard):
@@ -167,7 +167,7 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn
 
 
 class TensorParallel(DataParallel):
-    """The ``tensor`` axis splits matrices, the ``data`` axis the batch."""
+    """Splits matrices over the ``tensor`` axis, and the batch over the ``data`` axis."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class TensorParallel(DataParallel):
         device: str | torch.device,
         sequence_parallel: bool = False,
     ) -> None:
-        """As the parent; ``sequence_parallel`` splits residual streams between tensor ranks too."""
+        """Make the mesh; ``sequence_parallel`` also splits residual streams over tensor ranks."""
         super().__init__(layout, policy, device)
         self._sequence_parallel = sequence_parallel
 
@@ -186,7 +186,7 @@ class TensorParallel(DataParallel):
         """Split the model as its plan says.
 
         Raises:
-            ConfigError: If it has no plan, or its sizes cannot be split so.
+            ConfigError: If there is no plan, or the model's sizes cannot be split by it.
         """
         if not plan.tensor:
             raise ConfigError(

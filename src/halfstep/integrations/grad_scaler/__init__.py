@@ -1,1 +1,1 @@
-"""The drop-in for ``torch.amp.GradScaler``."""
+"""The drop-in replacement for ``torch.amp.GradScaler``."""

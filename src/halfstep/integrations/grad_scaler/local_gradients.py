@@ -1,10 +1,10 @@
-"""Gradients of DTensors beside plain ones, and complex ones, for code of torch that takes neither.
+"""Lets torch's scaler and optimizers work on mixes of DTensors and plain or complex tensors.
 
-Tensor parallelism by a plan leaves the parameters that no plan names plain, and torch's overflow
-check, its foreach and its fused optimizers refuse lists that mix them with DTensors. What they do
-is element by element, so the check can look at this rank's parts alone, and a step of a mixed
-optimizer can be taken as one of its DTensors and one of its plain tensors. halfstep's optimizers
-take plain tensors only, and so this rank's parts.
+A tensor-parallel plan leaves the parameters that it does not name plain, and torch's overflow
+check and its foreach and fused optimizers refuse lists that mix plain tensors with DTensors. They
+work element-wise, so the check can use only this rank's parts, and the step of a mixed optimizer
+can be taken as one step of its DTensors and one of its plain tensors. halfstep's optimizers take
+only plain tensors, and so get this rank's parts.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.integrations.grad_scaler.parameter_names import owned, with_gradients
 from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part
 from halfstep.precision.masters.stepping import KeepsMasters
 
 
 class LocalGradients:
-    """Stands in for an optimizer where only its gradients are asked for: this rank's parts.
+    """A stand-in for an optimizer whose gradients are this rank's parts, for torch's check.
 
-    They share memory with the gradients, placed as their parameters are: what is still a partial
-    sum can overflow when it is added up.
+    The parts share memory with the gradients, which are first redistributed like their parameters:
+    partial sums could still overflow when they are added up.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        found = (local_gradient(parameter) for parameter in _with_gradients(optimizer))
+        found = (local_gradient(parameter) for parameter in with_gradients(optimizer))
         parts = [_carrying(gradient) for gradient in found if gradient is not None]
         self.param_groups = [{"params": parts}]
 
 
 def _carrying(gradient: Tensor) -> Tensor:
-    """A real tensor with this ``grad``, whatever parameter the gradient belongs to."""
+    """A real tensor whose ``grad`` is this gradient, in place of the parameter."""
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     carrier = gradient.detach().requires_grad_()
@@ -45,14 +46,14 @@ def _carrying(gradient: Tensor) -> Tensor:
 
 
 def kinds(optimizer: Optimizer) -> set[str]:
-    """What its gradients are: ``"sharded"``, ``"plain"``, and ``"complex"`` where any is."""
-    every = _with_gradients(optimizer)
+    """The kinds of an optimizer's gradients: ``"sharded"``, ``"plain"``, ``"complex"``."""
+    every = with_gradients(optimizer)
     found = {"sharded" if is_sharded(p) else "plain" for p in every}
     return found | {"complex"} if any(p.is_complex() for p in every) else found
 
 
 def stepping(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """The context in which ``optimizer.step`` takes whatever kinds of tensors it has."""
+    """The context in which ``optimizer.step`` works for all kinds of tensors that it has."""
     if isinstance(optimizer, KeepsMasters):
         return _on_parts(optimizer) if "sharded" in kinds(optimizer) else nullcontext()
     kernels = any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
@@ -62,13 +63,13 @@ def stepping(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 @contextmanager
 def _one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
-    """Let ``optimizer.step`` take its DTensors and its plain tensors in two calls of its own."""
+    """Make ``optimizer.step`` step its DTensors and its plain tensors in two separate calls."""
     method = optimizer.step
     replaced = optimizer.__dict__.get("step")
 
     @functools.wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
-        every = [(p, p.grad) for p in _with_gradients(optimizer)]
+        every = [(p, p.grad) for p in with_gradients(optimizer)]
         value = None
         try:
             for sharded in (True, False):
@@ -92,9 +93,9 @@ def _one_kind_at_a_time(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _on_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Put this rank's parts in the DTensors' places; what is kept for them stays theirs."""
+    """Replace the DTensors of an optimizer, and the keys of its state, by this rank's parts."""
     parts: dict[Tensor, Tensor] = {}
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+    for parameter in owned(optimizer):
         if is_sharded(parameter):
             parts[parameter] = nn.Parameter(local_part(parameter), parameter.requires_grad)
             parts[parameter].grad = local_gradient(parameter)
@@ -110,14 +111,3 @@ def _exchange(optimizer: Optimizer, new: dict[Tensor, Tensor]) -> None:
         group["params"] = [new.get(p, p) for p in group["params"]]
     for old in [p for p in optimizer.state if p in new]:
         optimizer.state[new[old]] = optimizer.state.pop(old)
-
-
-def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
-    owned = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in owned if isinstance(p, Tensor) and p.grad is not None]
-
-
-def flag_of(flags: dict[torch.device, Tensor], device: torch.device) -> Tensor:
-    """1 if any of the flags is set, else 0, in a new tensor on the device, without waiting."""
-    moved = [flag.to(device, non_blocking=True) for flag in flags.values()]
-    return torch.stack(moved).sum().clamp_(max=1.0)

@@ -1,4 +1,4 @@
-"""Names for an optimizer's tensors, and what to do about those in 16 bits."""
+"""Names of an optimizer's tensors for messages, and refusals of those in 16 bits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require
-from halfstep.precision.casting.cast import upcast_
 from halfstep.precision.checks import some
 from halfstep.precision.policy.policy import dtype_name
 
 Names = Mapping[Tensor, str] | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""What a user may give: ``model.named_parameters()``, a dict of it, or the dict turned round."""
+"""The accepted forms: ``model.named_parameters()``, a dict of it, or the inverse dict."""
 
 
 def name_table(names: Names | None) -> dict[Tensor, str]:
-    """Parameter to name, from any of the forms a user may give."""
+    """A dict from parameter to name, made from any of the accepted forms."""
     where, allowed = "names", "model.named_parameters(), or a dict of it"
     if names is not None:
         require(names, Iterable, where, allowed)
@@ -38,8 +37,18 @@ def name_table(names: Names | None) -> dict[Tensor, str]:
     return table
 
 
+def owned(*optimizers: Optimizer) -> list[Any]:
+    """All parameters of some optimizers, in order."""
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+def with_gradients(*optimizers: Optimizer) -> list[Tensor]:
+    """The tensors of some optimizers that have a gradient."""
+    return [p for p in owned(*optimizers) if isinstance(p, Tensor) and p.grad is not None]
+
+
 def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """A name for every tensor of the optimizer: given, the optimizer's own, or its place."""
+    """A name for every tensor of the optimizer: from ``known``, its groups, or its position."""
     table: dict[Tensor, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         own = group.get("param_names") or ()  # made from model.named_parameters()
@@ -51,19 +60,15 @@ def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[T
 
 
 def accepts_low_precision(optimizer: Optimizer) -> bool:
-    """Whether the optimizer says that it takes 16-bit gradients."""
+    """Whether the optimizer declares that it accepts 16-bit gradients."""
     return bool(getattr(optimizer, "accepts_low_precision_gradients", False))
 
 
 def refuse_half(
     optimizer: Optimizer, found: Iterable[Tensor], known: Mapping[Tensor, str], what: str
 ) -> None:
-    """Raise for fp16 tensors, naming them, with the ways out and what they cost.
-
-    Raises:
-        PrecisionError: If ``found`` holds anything.
-    """
-    half = list(dict.fromkeys(found))
+    """Raise for fp16 tensors; the error names them, the remedies and their costs."""
+    half = [*dict.fromkeys(found)]
     if not half:
         return
     names = parameter_names(optimizer, known)
@@ -78,30 +83,11 @@ def refuse_half(
     )
 
 
-def half_gradients(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters that have an fp16 gradient."""
-    owned = (p for group in optimizer.param_groups for p in group["params"])
-    return [
-        p
-        for p in owned
-        if isinstance(p, Tensor) and p.grad is not None and p.grad.dtype == torch.float16
-    ]
-
-
-def half_trainable(optimizer: Optimizer) -> list[Tensor]:
-    """Trainable parameters in fp16."""
-    owned = (p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in owned if p.requires_grad and p.dtype == torch.float16]
-
-
 def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
-    """Raise for trainable 16-bit weights of which nothing keeps the small updates.
+    """Raise for trainable 16-bit weights whose small updates would be lost.
 
-    halfstep's optimizers keep them, or were told ``update="nearest"``; those that say
-    ``accepts_low_precision_gradients = True`` answer for themselves.
-
-    Raises:
-        PrecisionError: Naming the parameters, the ways out and their bytes.
+    Optimizers with ``accepts_low_precision_gradients = True`` pass, halfstep's among them: those
+    keep small updates, or were given ``update="nearest"``.
     """
     if not accepts_low_precision(optimizer):
         names = parameter_names(optimizer, known)
@@ -109,12 +95,8 @@ def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
 
 
 def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
-    """As :func:`refuse_pure`, for an optimizer that is still to be made: its class's name.
-
-    Raises:
-        PrecisionError: Naming the parameters, the ways out and their bytes.
-    """
-    low = [p for p in names if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    """Like :func:`refuse_pure`, for an optimizer not made yet, of which ``kind`` is the name."""
+    low = low_trainable(names)
     if not low:
         return
     count = sum(parameter.numel() for parameter in low)
@@ -129,18 +111,6 @@ def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
     )
 
 
-def upcast_trainable_(optimizer: Optimizer, known: Mapping[Tensor, str]) -> int:
-    """Make the trainable 16-bit parameters fp32 in place; see the scaler's method."""
-    owned = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    low = [p for p in owned if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
-    if not low:
-        return 0
-    if optimizer.state:
-        names = parameter_names(optimizer, known)
-        dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in low}))
-        raise PrecisionError(
-            f"{type(optimizer).__name__} has stepped already, so its state is in {dtypes} like "
-            f"{some(tuple(names[p] for p in low))}; convert the weights before the first step, or "
-            "make a new optimizer after model.float()"
-        )
-    return upcast_(low)
+def low_trainable(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The trainable parameters in 16 bits."""
+    return [p for p in parameters if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]

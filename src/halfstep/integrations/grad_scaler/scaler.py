@@ -1,19 +1,20 @@
-"""torch.amp.GradScaler, drop-in, that says what each step did and can refuse to fail in silence.
+"""A drop-in for torch.amp.GradScaler that reports each step and can prevent silent failures.
 
 With its extra options off, every call behaves as torch's, bit for bit: returned values, exception
-types, warnings, scales, states, gradients and weights. What it adds then is only what can be read
-(:attr:`GradScaler.last_step`) and better texts of errors. ``docs/grad-scaler.md`` is the how-to.
+types, warnings, scales, states, gradients and weights. It then only adds
+:attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
 
-With any option on, the scale moves between a floor and a ceiling, so torch's two silent failures
-cannot happen: up to 2^-128 torch turns finite gradients into NaN and applies them, and in the end
-the scale is 0 for ever. ``update`` then reads the overflow flag (one host synchronisation, which
-optimizers that are not fused have paid in ``step`` already) and stops where no scale can help.
+With any option on, the scale stays between a floor and a ceiling, which prevents two silent
+failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and applies them, and
+finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host synchronisation,
+which non-fused optimizers have already paid in ``step``) and raises where no scale can help.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
@@ -21,53 +22,148 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.guard import (
-    EXTRA_KEY,
-    STRICT_CEILING,
-    STRICT_FLOOR,
-    Guard,
-    check_factors,
-    check_state,
-    make_guard,
-)
 from halfstep.integrations.grad_scaler.parameter_names import Names, refuse_pure
-from halfstep.integrations.grad_scaler.record import SkipCount, total
-from halfstep.integrations.grad_scaler.recording import AgreeingScaler
+from halfstep.integrations.grad_scaler.recording import RecordingScaler, SkipCount, total
 from halfstep.precision.agreement import as_ranks
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.result import Reason
 from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Ranks
-from halfstep.precision.scaling.loss_scale import ScaleState
+from halfstep.precision.scaling.loss_scale import Limits, ScaleState
 
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32 number. **Source:** IEEE 754 binary32; 1/S is infinite in fp32 for every
+S up to 2^-128, and torch then turns finite gradients into NaN and applies them."""
+LARGEST_SCALE = 2.0**126
+"""The largest scale whose reciprocal is a normal fp32 number."""
+STRICT_FLOOR, STRICT_CEILING = 1.0, 2.0**24
+"""The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
+
+EXTRA_KEY = "halfstep"
+"""The key of a state dict's extra entry, which torch's scaler ignores."""
+_EXTRA = {
+    "hysteresis_left": int,
+    "skipped_total": int,
+    "skipped_in_a_row": int,
+    "calibrating": bool,
+    "calibrate_next": bool,
+    "losses": Mapping,
+}
 _STARTS = "a number above 0, or 'auto'"
 
 
-class GradScaler(AgreeingScaler):
-    """Dynamic loss scaling with torch's interface and an account of every step.
+@dataclass(frozen=True, slots=True)
+class ScaleGuard:
+    """The bounds of a scale, and the conditions under which a run stops."""
 
-    Where ``torch.distributed`` is initialised for several ranks, all of them step or none does, and
-    their scales stay equal: the flag is the MAX over ranks, one small collective an optimizer and
-    step. All must then call ``unscale_``, ``step`` and ``update`` together.
+    floor: float
+    ceiling: float
+    hysteresis: int
+    max_consecutive_skips: int | None
+
+    def limits(self, growth: float, backoff: float, interval: int) -> Limits:
+        """The scale's limits with torch's factors and interval."""
+        return Limits(growth, backoff, interval, self.floor, self.ceiling, self.hysteresis)
+
+    def require(self, scale: object, where: str) -> None:
+        """Refuse a scale outside the bounds."""
+        if not isinstance(scale, int | float) or not self.floor <= scale <= self.ceiling:
+            raise PrecisionError(
+                f"{where} is {scale!r}; allowed: numbers from {self.floor:g} (min_scale) to "
+                f"{self.ceiling:g} (max_scale). Give another scale, or other bounds"
+            )
+
+
+def make_guard(
+    init_scale: object,
+    growth_factor: float,
+    backoff_factor: float,
+    *,
+    strict: bool,
+    min_scale: float | None,
+    max_scale: float | None,
+    hysteresis: int,
+    max_consecutive_skips: int | None,
+) -> ScaleGuard | None:
+    """The guard that the options describe, or None if none of them is on."""
+    skips = 1 if max_consecutive_skips is None else max_consecutive_skips
+    for name, count in (("hysteresis", hysteresis), ("max_consecutive_skips", skips)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PrecisionError(f"{name} is {count!r}; allowed: integers >= 1")
+    bounds = []
+    low, high = (STRICT_FLOOR, STRICT_CEILING) if strict else (SMALLEST_SCALE, LARGEST_SCALE)
+    for name, given, default in (("min_scale", min_scale, low), ("max_scale", max_scale, high)):
+        value = default if given is None else given
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+            raise PrecisionError(
+                f"{name} is {value!r}; allowed: numbers from 2^-126 to 2^126, whose reciprocals "
+                "are normal fp32 numbers"
+            )
+        bounds.append(torch.tensor(value, dtype=torch.float32).item())  # as the scale is stored
+    if bounds[0] > bounds[1]:
+        raise PrecisionError(
+            f"min_scale {bounds[0]:g} is above max_scale {bounds[1]:g}; allowed: at most equal"
+        )
+    options = (min_scale, max_scale, max_consecutive_skips)
+    auto = isinstance(init_scale, str)
+    if not strict and not auto and hysteresis == 1 and options == (None, None, None):
+        return None
+    if not math.isfinite(growth_factor) or not backoff_factor > 0:
+        raise PrecisionError(
+            f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; allowed "
+            "with halfstep's options: a finite growth and a back-off above 0"
+        )
+    guard = ScaleGuard(bounds[0], bounds[1], hysteresis, max_consecutive_skips)
+    if not auto:
+        guard.require(init_scale, "init_scale")
+    return guard
+
+
+def check_scaler_state(
+    state: Mapping[str, Any], guard: ScaleGuard | None, where: str = "saved scale"
+) -> None:
+    """Refuse a state that cannot be continued, before anything is changed."""
+    if guard is not None and "scale" in state:
+        guard.require(state["scale"], where)
+    extra = state.get(EXTRA_KEY)
+    if extra is None:
+        return
+    fits = isinstance(extra, Mapping) and set(extra) == set(_EXTRA)
+    if not fits or not all(isinstance(extra[key], kind) for key, kind in _EXTRA.items()):
+        raise PrecisionError(
+            f"the saved scaler state's {EXTRA_KEY!r} entry is damaged: {extra!r}; allowed: what "
+            f"state_dict() gives, with {', '.join(_EXTRA)}"
+        )
+    for name, loss in extra["losses"].items():
+        check_scaler_state(loss, guard, f"saved scale of loss {name!r}")
+
+
+class GradScaler(RecordingScaler):
+    """Dynamic loss scaling with torch's interface and a report on every step.
+
+    Where ``torch.distributed`` is initialised for several ranks, either all of them step or none
+    does, and their scales stay equal: the flag is the MAX over ranks, one small collective per
+    optimizer and step. All must then call ``unscale_``, ``step`` and ``update`` together.
 
     Args:
-        device: As torch's, and so are ``growth_factor``, ``backoff_factor``, ``growth_interval``
-            and ``enabled``.
+        device: As in torch, like ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
+            ``enabled``.
         init_scale: The first scale, or ``"auto"``: the first call of :meth:`scale`, with a scalar
-            loss, looks for the largest scale whose gradients are finite.
-        strict: Floor 1 and ceiling 2^24, unless given; and trainable 16-bit weights of which
-            nothing keeps the small updates are refused at the first step, as :meth:`check` does
-            before training.
+            loss, searches for the largest scale whose gradients are finite.
+        strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
+            16-bit weights whose small updates would be lost. :meth:`check` refuses them before
+            training.
         min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
         max_scale: The ceiling; 2^126 if any other option is on.
-        hysteresis: Overflows that are needed for a back-off; refilled by a growth only.
-        max_consecutive_skips: Rounds in a row with a skipped step at which ``update`` raises; not
-            before the first applied step, while the scale is finding its level.
-        names: For messages: ``model.named_parameters()``, or a dict of it. Changes nothing else.
-        allow_pure: Train 16-bit weights as they are, under any optimizer.
-        ranks: Who must agree on a skip; None: all of ``torch.distributed``'s default group where it
-            is initialised. ``OneRank()`` where each process trains a model of its own.
+        hysteresis: Number of overflows before a back-off; only a growth resets the count.
+        max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
+            raises; not before the first applied step, while the scale is finding its level.
+        names: For messages only: ``model.named_parameters()``, or a dict of it.
+        allow_pure: Allow 16-bit weights under any optimizer, although small updates are lost.
+        ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
+            group, if initialised. ``OneRank()`` if each process trains a model of its own.
 
     Raises:
         PrecisionError: If an option cannot be honoured.
@@ -85,7 +181,7 @@ class GradScaler(AgreeingScaler):
     """
 
     _always_saves_counts: ClassVar[bool] = False  # torch's own state dict where no option is on
-    _always_refuses_pure: ClassVar[bool] = False  # torch trains them
+    _always_refuses_pure: ClassVar[bool] = False  # torch allows them
 
     def __init__(
         self,
@@ -113,8 +209,10 @@ class GradScaler(AgreeingScaler):
             as_ranks(ranks)
         start: Any = 2.0**16 if auto else init_scale
         factors = (growth_factor, backoff_factor)
-        super().__init__(device, start, *factors, growth_interval, enabled, names, ranks=ranks)
-        self._allow_pure = allow_pure
+        super().__init__(
+            device, start, *factors, growth_interval, enabled,
+            names=names, ranks=ranks, allow_pure=allow_pure,
+        )  # fmt: skip
         self._refuses_pure = (strict or self._always_refuses_pure) and not allow_pure
         self._options: dict[str, Any] = {
             "strict": strict,
@@ -124,14 +222,10 @@ class GradScaler(AgreeingScaler):
             "max_consecutive_skips": max_consecutive_skips,
         }
         self._made_with: tuple[Any, ...] = (device, init_scale, *factors, growth_interval)
-        self._guard: Guard | None = make_guard(**self._options, auto=auto)
+        self._guard = make_guard(init_scale, *factors, **self._options)
         self._calibrate_next = auto
-        if self._guard is not None:
-            check_factors(growth_factor, backoff_factor)
-            if auto:  # a number to show until it is calibrated
-                self._init_scale = min(max(start, self._guard.floor), self._guard.ceiling)
-            else:
-                self._guard.require(init_scale, "init_scale")
+        if auto and self._guard is not None:  # a number to show until it is calibrated
+            self._init_scale = min(max(start, self._guard.floor), self._guard.ceiling)
         self._hysteresis_left = hysteresis
         self._losses: dict[str, Self] = {}
         self._saved_losses: dict[str, dict[str, Any]] = {}  # loaded, and not asked for yet
@@ -145,7 +239,7 @@ class GradScaler(AgreeingScaler):
     @overload
     def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or tensors in lists and tuples, by the scale; as torch's.
+        """Multiply a tensor, or tensors in lists and tuples, by the scale, like torch's.
 
         Raises:
             PrecisionError: If ``init_scale="auto"`` and this first call has no finite scalar loss
@@ -160,7 +254,7 @@ class GradScaler(AgreeingScaler):
         return super().scale(outputs)
 
     def _calibrate(self, loss: Tensor | None) -> None:
-        """Find the scale; of several ranks', the smallest."""
+        """Find the scale; of several ranks' scales, take the smallest."""
         device = torch.device(self._device) if loss is None else loss.device
         ranks = self._agreeing(device)
         usable = loss is not None and loss.requires_grad and bool(loss.isfinite())
@@ -204,7 +298,7 @@ class GradScaler(AgreeingScaler):
         Raises:
             NonFiniteError: With an option on: an overflow at the floor (``cause`` is
                 ``"loss_scale_floor"``) or too many skips in a row (``"skip_limit"``). The skipped
-                weights are unchanged and the scaler can go on.
+                weights are unchanged and the scaler can still be used.
             PrecisionError: With an option on: a ``new_scale`` out of bounds.
         """
         guard = self._guard if self._enabled else None
@@ -237,11 +331,17 @@ class GradScaler(AgreeingScaler):
             self._stop_if_hopeless(guard, *culprits, before, at_floor=at_floor)
 
     def _stop_if_hopeless(
-        self, guard: Guard, reason: Reason, names: tuple[str, ...], scale: float, *, at_floor: bool
+        self,
+        guard: ScaleGuard,
+        reason: Reason,
+        names: tuple[str, ...],
+        scale: float,
+        *,
+        at_floor: bool,
     ) -> None:
         what = "NaN" if reason == "nan_gradients" else "overflow (inf)"
         whose = some(names) or (
-            "parameters that are not known here: they are another rank's, or their gradients gone"
+            "parameters that are not known here: another rank's, or their gradients were cleared"
         )
         where = f"{what} in the gradients of {whose}"
         same = "the weights of the skipped optimizer are unchanged"
@@ -264,7 +364,7 @@ class GradScaler(AgreeingScaler):
     def for_loss(self, name: str) -> Self:
         """A scaler for one of several losses, with a scale and a state of its own.
 
-        It begins with the options this scaler was made with, and is the same object every time.
+        It starts with this scaler's options; the same name gives the same object every time.
         Every parameter must get its gradients through one scaler only. Call its ``update`` too.
         It is saved and loaded with this scaler, under an extra key that torch's scaler ignores.
         """
@@ -281,7 +381,7 @@ class GradScaler(AgreeingScaler):
         return self._losses[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries; plus one, that torch's scaler ignores, if options or losses are used."""
+        """Torch's entries, plus one that torch's scaler ignores if options or losses are used."""
         state = super().state_dict()
         losses = {name: loss.state_dict() for name, loss in self._losses.items()}
         losses |= self._saved_losses
@@ -299,15 +399,15 @@ class GradScaler(AgreeingScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state of this scaler or of torch's.
 
-        A state without the extra entry is taken as a run that has found its scale: hysteresis is
-        full and skips are counted from 0. Scalers of losses that it does not hold stay as they are.
+        A state without the extra entry counts as a run that has found its scale: hysteresis is
+        reset and skips are counted from 0. Scalers of losses that it lacks stay as they are.
 
         Raises:
             PrecisionError: If, with an option on, the scale is out of bounds, or the extra entry
                 is damaged; nothing is changed then.
         """
         if self._enabled:
-            check_state(state_dict, self._guard)
+            check_scaler_state(state_dict, self._guard)
         super().load_state_dict(state_dict)
         if not self._enabled:
             return

@@ -1,1 +1,1 @@
-"""One optimizer step of many tensors, on a CPU and on a GPU."""
+"""Kernels that take one optimizer step on many tensors, on a CPU or a GPU."""

@@ -1,12 +1,12 @@
 // One optimizer step of many tensors on a CPU, in one pass over memory.
 //
-// The definition of every operation stands in reference.py, rules.py, moments.py and
-// precision/masters/rounding.py; the bits are the same, which needs -ffp-contract=off.
+// reference.py, rules.py, moments.py and precision/masters/rounding.py define every operation; the
+// results here have the same bits, which requires -ffp-contract=off (no fused multiply-add).
 //
-// A few blocks of 128 elements are decoded into fp32 arrays on the stack, updated and stored again:
-// the arrays stay in the first-level cache, so the kernels for weights, moments and algorithms add
-// up instead of multiplying. What is fp32 already is updated where it lies. Each loop is plain, for
-// the compiler to vectorise.
+// A few blocks of 128 elements are decoded into fp32 arrays on the stack, updated and stored again.
+// The arrays stay in the L1 cache. So weight formats, moment formats and update rules need one
+// routine each, not one for every combination. fp32 data is updated in place. All loops are simple,
+// so that the compiler can vectorise them.
 
 #include <algorithm>
 #include <cmath>
@@ -17,14 +17,14 @@
 namespace {
 
 constexpr int64_t kBlock = 128;
-constexpr int64_t kStage = 4 * kBlock;   // what is decoded at a time
-constexpr int64_t kChunk = 64 * kBlock;  // what a thread takes at a time
+constexpr int64_t kStage = 4 * kBlock;   // elements decoded at a time
+constexpr int64_t kChunk = 64 * kBlock;  // elements in a thread's unit of work
 constexpr uint32_t kAbs = 0x7FFFFFFFu, kInf = 0x7F800000u, kQuiet = 0x7FC00000u;
 
 constexpr uint8_t kBroken = 255;  // the top of a block with a NaN
 
 enum Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
-enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // as ROUNDING in rounding.py
+enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // as in rounding.py's ROUNDING
 enum Moments { kMomentsFp32 = 0, kMomentsBf16 = 1, kMoments8 = 2 };
 enum Rule { kAdamW = 0, kSgd = 1, kLion = 2 };
 
@@ -47,25 +47,25 @@ inline bool infinite(uint16_t h) { return (h & 0x7F80u) == 0x7F80u; }
 
 inline float bf16_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 
-inline float kahan_sum(uint16_t weight, uint16_t residual) {  // -0 and +0 make -0
+inline float kahan_sum(uint16_t weight, uint16_t residual) {  // keeps the sign of a weight of -0
   const float sum = bf16_float(weight) + bf16_float(residual);
   return (residual & 0x7FFFu) ? sum : bf16_float(weight);
 }
 
-// Beside a zero a negative remainder is that of an older weight, which somebody has written.
+// The split never gives a weight of 0 a negative remainder, so here the user has written the 0.
 inline float joined(uint16_t weight, int32_t low) {
   const int32_t own = (weight & 0x7FFFu) ? low : std::max(low, 0);
   return float_of((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(own));
 }
 
-inline float fp16_float(uint16_t h) {  // 2^112 moves the exponent; subnormals come out right
+inline float fp16_float(uint16_t h) {  // times 2^112, the bias difference; exact for subnormals
   uint32_t magnitude = static_cast<uint32_t>(h & 0x7FFFu) << 13;
   float scaled = float_of(magnitude) * 5.192296858534828e33f;
   uint32_t b = magnitude >= 0x0F800000u ? (magnitude | kInf) : bits_of(scaled);
   return float_of(b | (static_cast<uint32_t>(h & 0x8000u) << 16));
 }
 
-// Magnitude bits with `noise` added and the low bits cut; finite numbers stay finite.
+// Adds `noise` to the magnitude bits and clears the low bits; finite numbers stay finite.
 inline uint32_t cut(uint32_t b, uint32_t noise, uint32_t low) {
   uint32_t m = b & kAbs;
   uint32_t r = (m + (noise & low)) & ~low;
@@ -85,7 +85,7 @@ struct HalfstepTask {
   void* moment[2];
   uint8_t* top[2];
   int64_t count;
-  uint32_t stream;  // 2 per tensor: of the weight's random bits, and of the moments'
+  uint32_t stream;  // the weight's random stream; the moments' is stream + 1
 };
 
 struct HalfstepPlan {
@@ -116,7 +116,7 @@ void read_gradient(const void* from, int32_t dtype, int64_t at, int n, float mul
   }
 }
 
-// Squares of a chunk: fp32 within a block of 128, in 16 sums, fp64 over blocks.
+// The sum of a chunk's squares: in fp32 (16 partial sums) within a block, in fp64 over blocks.
 double square_sum(const void* from, int32_t dtype, int64_t first, int64_t last) {
   alignas(64) float g[kBlock];
   double total = 0.0;
@@ -142,7 +142,7 @@ void read_master(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n
     for (int i = 0; i < n; ++i) w[i] = joined(h[i], static_cast<int32_t>(r[i]) * 256);
   } else if (p.update == kKahan) {
     const uint16_t* r = static_cast<const uint16_t*>(t.remainder) + at;
-    for (int i = 0; i < n; ++i) {  // a sum of another weight: somebody has written this one
+    for (int i = 0; i < n; ++i) {  // if the sum rounds to another weight, the user wrote this one
       const float sum = kahan_sum(h[i], r[i]);
       w[i] = bf16_float(bf16_nearest(sum)) == bf16_float(h[i]) ? sum : bf16_float(h[i]);
     }
@@ -237,7 +237,7 @@ uint8_t write_codes(uint8_t* x, int n, const float* m, const uint32_t* random) {
   return broken ? kBroken : static_cast<uint8_t>(exponent);
 }
 
-// A moment that is not fp32, decoded; `which` 0 is signed, 1 is not.
+// Decodes a moment that is not fp32. `which` is 0 for the first, signed moment, 1 for the second.
 void read_moment(const HalfstepTask& t, const HalfstepPlan& p, int which, int64_t at, int n,
                  float* m) {
   if (p.moments == kMomentsBf16) {
@@ -350,7 +350,7 @@ extern "C" void halfstep_step(const HalfstepTask* tasks, int64_t task_count,
   }
 }
 
-// The sum of all squares. Sums of chunks are added in one order, whatever the number of threads.
+// The sum of all squares. Chunk sums are added in a fixed order, whatever the number of threads.
 extern "C" double halfstep_square_sum(const void* const* tensors, const int64_t* counts,
                                       const int32_t* dtypes, int64_t tensor_count,
                                       int32_t threads) {

@@ -1,8 +1,8 @@
-"""Build, load and call the compiled CPU kernel.
+"""Builds, loads and calls the compiled CPU kernel.
 
-It is compiled once per machine and source by the system's C++ compiler, in about a second, kept in
-the user's cache folder, and called through ctypes: no torch headers, no Python headers. OpenMP
-comes from the library that torch has loaded, so both use one pool of threads.
+The system's C++ compiler builds it once per machine and source, in about a second; it is kept in
+the user's cache folder and called through ctypes, without torch's or Python's headers. It uses the
+OpenMP library that torch has loaded, so both share one thread pool.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import Task, mark_written
+from halfstep.optim.storage.state import StepTask, mark_written
 from halfstep.precision.masters.rounding import ROUNDING
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-# On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
+# On x86, compilers use half of AVX-512's width unless told. OpenMP is not installed everywhere.
 _OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
-_RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+"""The rules that the C++ and Triton kernels implement; others run as torch operations."""
 
 
 class _Task(ctypes.Structure):
@@ -90,8 +91,8 @@ class NativeKernel:
             ctypes.c_int32,
         )
 
-    def run(self, tasks: Sequence[Task], plan: Plan) -> None:
-        """Take the step; tasks are on the CPU and share their dtypes."""
+    def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
+        """Take a step on tasks that are on the CPU and share their dtypes."""
         table = (_Task * len(tasks))()
         for entry, task in zip(table, tasks, strict=True):
             entry.weight = task.weight.data_ptr()
@@ -103,7 +104,7 @@ class NativeKernel:
             entry.count = task.weight.numel()
             entry.stream = 2 * task.stream & 0xFFFFFFFF
         shared = _Plan(
-            _RULES[plan.algorithm.name],
+            RULES[plan.algorithm.name],
             _DTYPES[tasks[0].weight.dtype],
             _DTYPES[tasks[0].gradient.dtype],
             _UPDATES[plan.update],
@@ -118,7 +119,7 @@ class NativeKernel:
         mark_written(tasks)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, dense and on the CPU, in one read of them."""
+        """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""
         values = [gradient.contiguous() for gradient in gradients]
         count = len(values)
         total = self._square_sum(
@@ -152,7 +153,7 @@ def native_kernel() -> NativeKernel | str:
 
 
 def _build(compiler: Sequence[str]) -> Path:
-    """The library's path; compiled unless the cache folder has it."""
+    """The path of the library, which is compiled unless the cache folder has it."""
     source = resources.files("halfstep").joinpath("optim/kernels/cpu.cpp").read_bytes()
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
@@ -165,7 +166,7 @@ def _build(compiler: Sequence[str]) -> Path:
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed once complete
         file = Path(work) / "native.cpp"
         file.write_bytes(source)
         target = Path(work) / "step.so"
@@ -180,7 +181,7 @@ def _build(compiler: Sequence[str]) -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a cache folder may be shared by several machines."""
+    """The CPU's identity, on which -march=native depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""The host's side of the CUDA kernels: where tensors are, who takes which part, launches.
+"""The host side of the CUDA kernels: address tables, the assignment of programs, launches.
 
 The kernels find every tensor of a step through one table of addresses, so a step is one launch
-whatever the number of tensors. The table stays on the device; as long as no tensor has moved
-nothing is copied, otherwise once from pinned memory, asynchronously.
+whatever the number of tensors. The table stays on the device and is copied again, asynchronously
+from pinned memory, only after a tensor has moved.
 
 **Source:** many tensors in one launch through a table: ``multi_tensor_apply`` of NVIDIA Apex.
 """
@@ -22,14 +22,14 @@ from torch import Tensor
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.moments import BLOCK
-from halfstep.optim.storage.state import Task, mark_written
+from halfstep.optim.storage.state import StepTask, mark_written
 
 TILE = 8 * BLOCK
-"""Elements per program of the update: 4 per thread, so that many programs fit on a processor."""
+"""Elements per program of the update: 4 per thread, so that many programs fit on an SM."""
 STATISTICS_TILE = 2048
 STATISTICS_TILES = 16
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_KEPT = 8  # tables: gradients that alternate between a few places are not copied anew
+_KEPT = 8  # tables kept, so that gradients alternating between a few addresses need no new copy
 
 
 @cache
@@ -41,7 +41,7 @@ def triton_kernels() -> ModuleType | str:
     if os.environ.get("HALFSTEP_KERNEL") == "torch":
         return "HALFSTEP_KERNEL=torch"
     if torch.version.hip:
-        return "the Triton kernels' bits are checked for NVIDIA GPUs only"
+        return "the Triton kernels are verified bit for bit on NVIDIA GPUs only"
     try:
         import halfstep.optim.kernels.triton_decide as kernels
     except ImportError as error:
@@ -59,16 +59,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def pinned(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the host, in memory that a device copies from without waiting."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 class Tables:
-    """Tables on one device, copied there once per content.
+    """The address tables on one device, each content copied there once.
 
-    A copy that is captured into a CUDA graph reads the host's memory at every replay, and pinned
-    memory cannot be made during a capture: a spare is kept ready, and what a capture used stays.
+    A copy captured into a CUDA graph reads host memory at every replay, and pinned memory cannot be
+    allocated during a capture: so a spare pair is kept ready, and captured pairs are never freed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,10 +73,10 @@ class Tables:
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def get(self, content: tuple[int, ...]) -> Tensor:
-        """The numbers as int64 on the device.
+        """A table of this content, as int64 on the device.
 
         Raises:
-            PrecisionError: During a capture that no step of as many tensors has preceded.
+            PrecisionError: During a capture that was not preceded by a step of as many tensors.
         """
         capturing = is_capturing(self.device)
         pair = self._held.pop(content, None)
@@ -109,26 +104,18 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: tensors that share dtypes, the way of keeping them, options and step.
+    """One kernel launch, over tensors that share dtypes, formats, options and step number."""
 
-    Attributes:
-        update: ``"fp32"`` for fp32 weights, else how bf16 weights are kept.
-        gradient: The gradients' dtype, by its short name.
-        moments: How moments are kept.
-        updates: int32: the row of the table of each program of the update.
-        statistics: int32: the same for the statistics of the gradients.
-    """
-
-    rule: str
-    update: str
-    gradient: str
-    moments: str
-    updates: Tensor
-    statistics: Tensor
+    rule: str  # the name of the update rule
+    update: str  # ``"fp32"`` for fp32 weights, else the rounding mode of bf16 weights
+    gradient: str  # the gradients' dtype, by its short name
+    moments: str  # the moments' format
+    updates: Tensor  # int32: the table row that each program of the update works on
+    statistics: Tensor  # int32: the same for the programs of the gradient statistics
 
 
-def make_launch(tasks: Sequence[Task], plan: Plan, first_row: int) -> Launch:
-    """The launch of tasks whose rows begin at ``first_row`` of the table."""
+def make_launch(tasks: Sequence[StepTask], plan: Plan, first_row: int) -> Launch:
+    """The launch for tasks whose rows begin at ``first_row`` of the table."""
     weight, gradient = tasks[0].weight, tasks[0].gradient
     counts = tuple(task.weight.numel() for task in tasks)
     return Launch(
@@ -143,7 +130,7 @@ def make_launch(tasks: Sequence[Task], plan: Plan, first_row: int) -> Launch:
 
 @lru_cache(maxsize=32)
 def _owners(device: torch.device, counts: tuple[int, ...], size: int, first: int) -> Tensor:
-    """Which row each program works for: ``ceil(count / size)`` programs per tensor."""
+    """The table row that each program works on: ``ceil(count / size)`` programs per tensor."""
     programs = torch.tensor([_programs(count, size) for count in counts])
     rows = torch.arange(first, first + len(counts), dtype=torch.int32)
     owners = rows.repeat_interleave(programs)
@@ -156,8 +143,8 @@ def _programs(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def rows(tasks: Sequence[Task], seed: int) -> tuple[list[int], bool]:
-    """The table's rows of one launch, and whether 16 bytes divide all addresses."""
+def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
+    """The table rows of one launch, and whether all addresses are 16-byte aligned."""
     found: list[int] = []
     update = statistics = 0
     aligned = True
@@ -177,7 +164,7 @@ def rows(tasks: Sequence[Task], seed: int) -> tuple[list[int], bool]:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this device."""
+    """A context in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -192,17 +179,10 @@ def launch_update(
     state: Tensor | None = None,
     at_row: int = 0,
 ) -> None:
-    """Update the tensors of a launch.
+    """Update the tensors of a launch, by a table and its alignment as :func:`rows` gives them.
 
-    Args:
-        kernels: From :func:`triton_kernels`.
-        launch: The launch.
-        table: int64 on the device.
-        aligned: As told by :func:`rows`.
-        numbers: The multiplier and the rule's constants, where ``state`` is None.
-        step: The step's number, where ``state`` is None.
-        state: The buffer of on_device/buffer.py: all numbers are read there.
-        at_row: Where the launch's row begins in it.
+    ``numbers`` are the multiplier and the rule's constants. Without them the kernel reads these
+    from the buffer ``state`` (on_device/buffer.py), where the launch's row begins at ``at_row``.
     """
     if launch.updates.numel():
         kernels.update_kernel[(launch.updates.numel(),)](
@@ -228,11 +208,11 @@ def _tables(device: torch.device) -> Tables:
     return Tables(device)
 
 
-def run(tasks: Sequence[Task], plan: Plan) -> None:
-    """Take the step in one launch per dtype of weights; same bits as ``reference.run_torch``.
+def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
+    """Take a step in one launch per weight dtype; bit-identical to ``reference.run_torch``.
 
     Raises:
-        PrecisionError: Inside a CUDA graph, which would repeat one step's numbers.
+        PrecisionError: In a CUDA graph capture: replays would repeat one step's constants.
     """
     kernels = triton_kernels()
     assert isinstance(kernels, ModuleType)
@@ -242,7 +222,7 @@ def run(tasks: Sequence[Task], plan: Plan) -> None:
             "optimizer.step() inside a CUDA graph would repeat this step's bias correction and "
             "random bits at every replay; use halfstep's DeviceScaler, which counts on the device"
         )
-    numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int is another kernel
+    numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
     with on(device):
         for dtype in dict.fromkeys(task.weight.dtype for task in tasks):
             found = [task for task in tasks if task.weight.dtype == dtype]

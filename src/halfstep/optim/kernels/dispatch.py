@@ -1,4 +1,4 @@
-"""Which kernel takes a step."""
+"""Chooses the kernel that takes a step, by device and installed compilers."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
-from halfstep.optim.kernels.cpu import native_kernel
+from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.scaling.gradients import global_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What does the arithmetic of a step; all kernels give the same bits.
+    """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
-    Attributes:
-        name: What it is, and where it is no fast one why, for people to read.
-        run: Takes the step of tensors that share a plan.
-        norm: The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is. They
-            are dense, fp32, bf16 or fp16, and on one device.
-    """
-
-    name: str
-    run: Callable[[Sequence[Task], Plan], None]
+    name: str  # a description for people, with the reason if it is not a fast kernel
+    run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
+    # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
+    # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
 
 
-def kernel_for(device_type: str) -> Kernel:
-    """The fastest kernel that is there for ``"cpu"``, ``"cuda"`` or another type of device."""
+def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
+    """The fastest kernel available for ``"cpu"``, ``"cuda"`` or another device type.
+
+    Args:
+        device_type: Of the tensors.
+        rule: The name of the update rule; compiled kernels know some of them.
+    """
     reason: object = "no kernel for this device"
+    norm = global_norm
     if device_type == "cpu":
         native = reason = native_kernel()
         if not isinstance(native, str):
-            return Kernel("a kernel compiled for this CPU", native.run, native.norm)
+            if rule in RULES:
+                return Kernel("a kernel compiled for this CPU", native.run, native.norm)
+            reason, norm = f"no compiled kernel has the rule {rule}", native.norm
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
-            return Kernel("Triton kernels", cuda.run, global_norm)
-    return Kernel(f"torch operations ({reason})", run_torch, global_norm)
+            if rule in RULES:
+                return Kernel("Triton kernels", cuda.run_cuda, norm)
+            reason = f"no Triton kernel has the rule {rule}"
+    return Kernel(f"torch operations ({reason})", run_torch, norm)

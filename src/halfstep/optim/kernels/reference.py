@@ -1,6 +1,6 @@
-"""One optimizer step of many tensors: what a kernel is given, and the kernel in torch operations.
+"""The reference kernel: one optimizer step of many tensors in torch operations, and its inputs.
 
-Any kernel does, for each element, in fp32::
+Every kernel computes for each element, in fp32::
 
     w, m, v = master(weight, remainder), decode(first), decode(second)
     w, m, v = algorithm.move(w, gradient * multiplier, m, v)
@@ -18,45 +18,35 @@ from torch import Tensor
 
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 from halfstep.optim.storage.weights import master, store_
 from halfstep.precision.masters.rounding import Update, random_bits, rounding_mode
 
-# Elements at a time: fp32 temporaries of this size stay in the caches. A multiple of BLOCK.
+# Elements per chunk: fp32 temporaries of this size stay in the caches. A multiple of BLOCK.
 _CHUNK = 256 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all tensors of one call share.
+    """The parameters of a step that all tensors of one kernel call share."""
 
-    Attributes:
-        algorithm: The update rule.
-        constants: Its constants at this step.
-        update: How weights are kept.
-        moments: How moments are kept.
-        multiplier: Every gradient is multiplied by this: 1 / loss scale, times a clip factor.
-        seed: Of the random bits.
-        step: The step's number, from 1.
-    """
-
-    algorithm: Algorithm
-    constants: tuple[float, ...]
-    update: Update
-    moments: Moments
-    multiplier: float
-    seed: int
-    step: int
+    algorithm: Algorithm  # the update rule
+    constants: tuple[float, ...]  # its constants at this step
+    update: Update  # the rounding mode of weights
+    moments: Moments  # the format of moments
+    multiplier: float  # a factor of every gradient: 1 / loss scale, times a clip factor
+    seed: int  # seed of the random bits
+    step: int  # number of the step, from 1
 
 
-def run_torch(tasks: Sequence[Task], plan: Plan) -> None:
-    """Take the step in torch operations, chunk by chunk; on any device."""
+def run_torch(tasks: Sequence[StepTask], plan: Plan) -> None:
+    """Take a step in torch operations, chunk by chunk, on any device."""
     for task in tasks:
         for start in range(0, task.weight.numel(), _CHUNK):
             _chunk(task, plan, start, min(start + _CHUNK, task.weight.numel()))
 
 
-def _chunk(task: Task, plan: Plan, start: int, end: int) -> None:
+def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
     part = slice(start, end)
     blocks = slice(start // BLOCK, -(-end // BLOCK))
     weight = task.weight[part]

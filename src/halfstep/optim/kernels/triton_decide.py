@@ -1,15 +1,15 @@
-"""Gradient statistics and the loss scale's decisions on a GPU, without asking the host.
+"""Gradient statistics and the loss scale's decisions on a GPU, without the host.
 
-Per step: one read of the gradients gives, per program, a sum of squares in fp64 (the squares of all
-finite fp32 gradients fit, so only what is not finite counts as such) and, per tensor, which of
-infinities and NaN it holds. One program then adds the sums up, in the same order in every run, and
-decides about everything that the update needs. The state is laid out in on_device/buffer.py; the
-scale's algorithm is that of precision/scaling/loss_scale.py.
+In each step, one pass over the gradients gives, per program, a sum of squares in fp64 (which holds
+the squares of all finite fp32 gradients, so the sum is not finite only if a gradient is not) and,
+per tensor, whether it holds infinities or NaN. One program then adds these sums, in the same order
+in every run, and decides everything that the update needs. on_device/buffer.py defines the layout
+of the state; the scale's algorithm is that of precision/scaling/loss_scale.py.
 
-The host writes the rule's constants; what depends on the step number is added here, in fp64.
-AdamW's bias corrections can differ from the host's, by a relative n * beta^n / (1 - beta^n) * 2^-51
-after n steps (squaring against ``pow``): below 2^-40 for beta = 0.999, so the fp32 constants are
-equal but for one step in some 10^5, and then differ in the last bit.
+The host writes the rule's constants; those that depend on the step number are computed here, in
+fp64. AdamW's bias corrections can differ from the host's by a relative
+n * beta^n / (1 - beta^n) * 2^-51 after n steps, since powers are computed by squaring, not ``pow``.
+For beta = 0.999 this is below 2^-40: about one step in 10^5 has another last bit in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfstep.optim.kernels.triton_numbers import floating
+from halfstep.optim.kernels.triton_numbers import from_bits
 from halfstep.optim.kernels.triton_update import (
     COLUMNS,
     COUNT,
@@ -68,14 +68,14 @@ def _sums(  # noqa: ANN202
     address, start, count, total, wrong,  # noqa: ANN001
     dtype: tl.constexpr, masked: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Add squares and flags of ``tile * tiles`` gradients, lane by lane."""
+    """Add the squares and flags of ``tile * tiles`` gradients to each lane's totals."""
     at = tl.arange(0, tile)
     address += start
     count = tl.minimum(count - start, tile * tiles).to(tl.int32)
     for _ in range(tiles // 4):
-        for _ in tl.static_range(4):  # four loads on their way at once
+        for _ in tl.static_range(4):  # unrolled, so that four loads are in flight at once
             g = load(address, at, count, masked)
-            g = floating(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
+            g = from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
             magnitude = g.to(tl.uint32, bitcast=True) & _ABS
             wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
             total += g.to(tl.float64) * g.to(tl.float64)
@@ -95,9 +95,9 @@ def statistics_kernel(
     tile: tl.constexpr,
     tiles: tl.constexpr,
 ) -> None:
-    """Sum of squares of ``tile * tiles`` gradients to ``partials``; what is wrong to ``flags``.
+    """Write the sum of squares of ``tile * tiles`` gradients to ``partials``, and set ``flags``.
 
-    A tensor's flag gets 1 if it holds an infinity and 2 if it holds a NaN.
+    Bit 0 of a tensor's flag is set if it holds an infinity, bit 1 if it holds a NaN.
     """
     program = tl.program_id(0)
     task = tl.load(owners + program)
@@ -120,7 +120,7 @@ def statistics_kernel(
 
 @triton.jit
 def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """fp64 base to a whole number below 2^31, by squaring; relative error < exponent * 2^-52."""
+    """fp64 base to an integer power below 2^31, by squaring; relative error < exponent * 2^-52."""
     result = tl.full(base.shape, 1.0, tl.float64)
     for _ in range(31):
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -130,7 +130,7 @@ def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["partial_count", "flag_count", "row_count"])
-def decide_kernel(
+def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the device
     state: tl.tensor,
     partials: tl.tensor,
     flags: tl.tensor,
@@ -141,11 +141,11 @@ def decide_kernel(
     tile: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """The one program that decides; ``rows`` is a power of two, at least ``row_count``."""
+    """Decide on the step, in one program; ``rows`` is a power of two, at least ``row_count``."""
     lanes = tl.arange(0, tile)
     squares = tl.zeros([tile], tl.float64)
     at = 0
-    while at < partial_count:  # the interpreter cannot range up to an argument
+    while at < partial_count:  # Triton's interpreter has no range up to an argument
         squares += tl.load(partials + at + lanes, mask=at + lanes < partial_count, other=0.0)
         at += tile
     wrong = tl.zeros([tile], tl.int32)
@@ -192,7 +192,7 @@ def decide_kernel(
     row = state + _ROWS + order * _ROW
     n = tl.load(row + _STEP, mask=held, other=0.0) + 1
 
-    tl.debug_barrier()  # every warp has read what the stores below change
+    tl.debug_barrier()  # every warp must have read what the stores below overwrite
     tl.store(state + _SCALE, tl.where(dynamic, new_scale, scale))
     tl.store(state + _GOOD_STEPS, tl.where(dynamic, new_good, good))
     tl.store(state + _HYSTERESIS_LEFT, tl.where(dynamic, new_left, left))
@@ -212,7 +212,7 @@ def decide_kernel(
     tl.store(row + _STEP, n, mask=held)
     beta1 = tl.load(row, mask=held, other=0.0)
     beta2 = tl.load(row + 2, mask=held, other=0.0)
-    for i in tl.static_range(8):  # Algorithm.at_step
+    for i in tl.static_range(8):  # the same as Algorithm.at_step in rules.py
         c = tl.load(row + i, mask=held, other=0.0)
         if rule == "adamw":
             if i == 5:

@@ -1,7 +1,7 @@
-"""Numbers of a GPU kernel: random bits, bf16 by its bits, split masters and moment codes.
+"""Number formats in Triton: random bits, bf16 as bits, split masters and moment codes.
 
-Pure functions of blocks of elements. Each repeats, in uint32, what its namesake in
-precision/masters/rounding.py, weights.py or moments.py says; bf16 numbers are uint16.
+These are pure functions of blocks of elements. Each repeats in uint32 what the function of similar
+name in precision/masters/rounding.py, weights.py or moments.py does; bf16 is stored as uint16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ABS = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(0x80000000)
 _INF = tl.constexpr(0x7F800000)
 _QUIET = tl.constexpr(0x7FC00000)
-_LARGEST = tl.constexpr(0x7F6FFFFF)  # as in moments.py, like the next
+_LARGEST = tl.constexpr(0x7F6FFFFF)  # this and the next two are as in moments.py
 _LOWEST_TOP = tl.constexpr(32)
 _BROKEN = tl.constexpr(255)
 
@@ -35,21 +35,21 @@ def bits_of(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def floating(bits: tl.tensor) -> tl.tensor:
-    """The fp32 numbers of these bits, of any 32-bit integers."""
+def from_bits(bits: tl.tensor) -> tl.tensor:
+    """The fp32 numbers with these bits, which may be any 32-bit integers."""
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def canonical(x: tl.tensor) -> tl.tensor:
-    """The bits of fp32 numbers, with every NaN made the quiet one of its sign."""
+    """The bits of fp32 numbers, with every NaN replaced by the quiet NaN of its sign."""
     b = bits_of(x)
     return tl.where((b & _ABS) > _INF, (b & _SIGN) | _QUIET, b)
 
 
 @triton.jit
 def cut(b: tl.tensor, noise: tl.tensor, low: tl.constexpr) -> tl.tensor:
-    """Bits with ``noise`` added and the low bits cut; finite numbers stay finite."""
+    """Add ``noise`` to the magnitude and clear the low bits; finite numbers stay finite."""
     magnitude = b & _ABS
     rounded = tl.minimum((magnitude + (noise & low)) & (0xFFFFFFFF - low), _INF - (low + 1))
     return (b & _SIGN) | tl.where(magnitude < _INF, rounded, magnitude)
@@ -64,22 +64,22 @@ def nearest(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def kahan_sum(high: tl.tensor, lost: tl.tensor) -> tl.tensor:
-    """fp32 of a bf16 weight and its residual, 16 bits each in uint32; -0 and +0 make -0."""
-    weight = floating(high << 16)
-    return tl.where((lost & 0x7FFF) == 0, weight, weight + floating(lost << 16))
+    """The fp32 sum of a bf16 weight and residual, as uint32; a weight of -0 keeps its sign."""
+    weight = from_bits(high << 16)
+    return tl.where((lost & 0x7FFF) == 0, weight, weight + from_bits(lost << 16))
 
 
 @triton.jit
 def kahan(x: tl.tensor):  # noqa: ANN201
-    """bf16 and what it loses, once; ``kahan_split`` does it twice. 16 bits each, in uint32."""
+    """The nearest bf16 and the rounding error in bf16, as uint32; ``kahan_split`` does it twice."""
     high = nearest(x)
-    lost = tl.where((high & 0x7F80) == 0x7F80, 0, nearest(x - floating(high << 16)))
+    lost = tl.where((high & 0x7F80) == 0x7F80, 0, nearest(x - from_bits(high << 16)))
     return high, lost
 
 
 @triton.jit
-def master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
-    """fp32 of the stored parts; see ``weights.master``."""
+def joined_master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
+    """The fp32 master of a stored weight and remainder; see ``weights.master``."""
     if update == "fp32":
         return weight
     high = weight.to(tl.uint32) << 16
@@ -87,25 +87,25 @@ def master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.
         low = remainder.to(tl.int32)
         if update == "split24":
             low = low * 256
-        # beside a zero a negative remainder is that of an older weight, which somebody has written
+        # a split never gives a weight of 0 a negative remainder, so here the user has written the 0
         low = tl.where((high & _ABS) == 0, tl.maximum(low, 0), low)
-        return floating(high + low.to(tl.uint32, bitcast=True))
+        return from_bits(high + low.to(tl.uint32, bitcast=True))
     if update == "kahan":
         total = kahan_sum(weight.to(tl.uint32), remainder.to(tl.uint32))
-        fits = floating(nearest(total) << 16) == floating(high)
-        return tl.where(fits, total, floating(high))  # else somebody has written the weight
-    return floating(high)
+        fits = from_bits(nearest(total) << 16) == from_bits(high)
+        return tl.where(fits, total, from_bits(high))  # if not, the user wrote the weight
+    return from_bits(high)
 
 
 @triton.jit
-def decode(
+def decode_moment(
     codes: tl.tensor, top: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
 ) -> tl.tensor:
-    """fp32 moments; see ``moments.decode``."""
+    """The fp32 moments of stored codes; see ``moments.decode``."""
     if moments == "fp32":
         return codes
     if moments == "bf16":
-        return floating(codes.to(tl.uint32) << 16)
+        return from_bits(codes.to(tl.uint32) << 16)
     code = codes.to(tl.uint32)
     levels: tl.constexpr = 127 if signed else 255
     base = ((top.to(tl.uint32) + 1) * 8 - levels)[:, None]
@@ -113,12 +113,14 @@ def decode(
     b = tl.where(magnitude > 0, (magnitude + base) << 20, 0)
     if signed:
         b = b | ((code & 0x80) << 24)
-    return floating(tl.where((top == _BROKEN)[:, None], _QUIET, b))
+    return from_bits(tl.where((top == _BROKEN)[:, None], _QUIET, b))
 
 
 @triton.jit
-def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: tl.constexpr):  # noqa: ANN201
-    """Codes and the tops of their blocks (meaningless unless 8-bit); see ``moments.encode``."""
+def encode_moment(  # noqa: ANN201
+    values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
+):
+    """The codes of fp32 moments and, if 8-bit, their block tops; see ``moments.encode``."""
     b = bits_of(values)
     magnitude = tl.minimum(b & _ABS, _LARGEST)
     peak = tl.max((b & _ABS).to(tl.int32), axis=1)
@@ -129,8 +131,8 @@ def encode(values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: 
     code = ((magnitude + noise) >> 20).to(tl.int32) - base
     lowest = (base + 1) << 20
     if signed:
-        kept = noise.to(tl.int32).to(tl.float32) * 9.5367431640625e-07 * floating(lowest)
-        below = (kept < floating(b & _ABS)).to(tl.int32)
+        kept = noise.to(tl.int32).to(tl.float32) * 9.5367431640625e-07 * from_bits(lowest)
+        below = (kept < from_bits(b & _ABS)).to(tl.int32)
         code = tl.where(magnitude.to(tl.int32) < lowest, below, code)
     else:
         code = tl.where(magnitude.to(tl.int32) < lowest, 1, code)

@@ -1,12 +1,12 @@
 """The optimizer step on a GPU: all tensors in one launch, each element read and written once.
 
-The definition of every operation stands in reference.py, rules.py, moments.py and
-masters/rounding.py. The bits are the same, which needs a launch with :data:`LAUNCH`: no fused
-multiply-add, no subnormal numbers flushed to 0.
+reference.py, rules.py, moments.py and masters/rounding.py define every operation. The results here
+have the same bits if launched with :data:`LAUNCH`: no fused multiply-add, and no subnormal numbers
+flushed to 0.
 
-A program takes ``rows`` blocks of 128 elements of one tensor, the block of the 8-bit moments. Where
-its tensors are stands in ``table``, one row of int64 per tensor (see the column numbers below);
-which tensor is its own stands in ``owners``. bf16 numbers travel as uint16, by their bits.
+A program updates ``rows`` blocks of 128 elements of one tensor (the block of the 8-bit moments).
+``owners`` gives the number of its tensor; ``table`` has the addresses, one row of int64 per tensor
+(see the column numbers below). bf16 numbers are loaded and stored as uint16 bits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import triton.language as tl
 from halfstep.optim.kernels.triton_numbers import (
     canonical,
     cut,
-    decode,
-    encode,
-    floating,
+    decode_moment,
+    encode_moment,
+    from_bits,
+    joined_master,
     kahan,
     kahan_sum,
-    master,
     mix,
     nearest,
 )
 from halfstep.optim.on_device.buffer import Head, Row
 
-# Columns of a row: addresses, then the number of elements, the stream of random bits and their
-# seed, the tensor's first program of the update, and its first of the statistics.
+# Columns of a row: addresses, then the number of elements, the random stream and its seed, and the
+# indices of the tensor's first program in the update and in the statistics.
 WEIGHT = tl.constexpr(0)
 REMAINDER = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
@@ -51,13 +51,13 @@ _MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
 _STEP = tl.constexpr(Row.STEP.value)
 _CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
 
-# How every kernel here is compiled; the interpreter knows none of it.
+# Compiler options of every kernel here; Triton's interpreter ignores them.
 LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
 
 
 @triton.jit
 def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
-    """``random_key``: of the weight's random bits (which = 0) or the moments' (1)."""
+    """The ``random_key`` for the weight's random bits (``which`` 0) or the moments' (1)."""
     seed = mix(tl.load(row + SEED).to(tl.uint32))
     stream = (2 * tl.load(row + STREAM) + which).to(tl.uint32)
     return mix(mix(seed ^ step.to(tl.uint32)) ^ stream)
@@ -65,7 +65,7 @@ def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN201
-    """The address in a column, as a pointer; ``aligned`` says that 16 divides it."""
+    """The address in a column, as a pointer; ``aligned`` promises 16-byte alignment."""
     address = tl.load(row + column).to(tl.pointer_type(dtype))
     if aligned:
         address = tl.multiple_of(address, 16)
@@ -74,7 +74,7 @@ def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: 
 
 @triton.jit
 def load(address: tl.tensor, at: tl.tensor, count: tl.tensor, masked: tl.constexpr) -> tl.tensor:
-    """Elements ``at``; 0 from ``count`` on. Without a mask the compiler reads 16 bytes at once."""
+    """Load elements ``at``, 0 from ``count`` on; without a mask loads are 16 bytes wide."""
     if masked:
         return tl.load(address + at, mask=at < count, other=0)
     return tl.load(address + at)
@@ -91,14 +91,14 @@ def _store(  # noqa: ANN202
 
 
 @triton.jit
-def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
+def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the compiler
     row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """Elements ``start`` to ``start + 128 * rows`` of one tensor."""
+    """Update elements ``start`` to ``start + 128 * rows`` of one tensor."""
     at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from here on
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
     element = at.to(tl.uint32) + start.to(tl.uint32)
     weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
     weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
@@ -109,12 +109,12 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
         remainder_type: tl.constexpr = tl.uint16 if update == "kahan" else signed_type
         remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
         remainder = load(remainder_at, at, count, masked)
-    w = master(weight, remainder, update)
+    w = joined_master(weight, remainder, update)
     stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
     gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
     g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
     g = (
-        floating(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
+        from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
     ) * multiplier
 
     small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
@@ -127,14 +127,14 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
     if moments == "8bit":
         m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
         tops = load(m_tops, block, blocks, masked)
-    m = decode(codes, tops, moments, True)
+    m = decode_moment(codes, tops, moments, True)
     if rule == "adamw":
         v_at = pointer(row, SECOND, moment_type, aligned) + start
         codes = load(v_at, at, count, masked)
         if moments == "8bit":
             v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
             tops = load(v_tops, block, blocks, masked)
-        v = decode(codes, tops, moments, False)
+        v = decode_moment(codes, tops, moments, False)
 
     if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
         m = m * c0 + g * c1
@@ -183,11 +183,11 @@ def _tile(  # noqa: ANN202, C901  # its branches are constants of the compiler
                 b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
                 _store(v_at, at, count, b.to(tl.uint16), masked)
         else:
-            codes, tops = encode(m, random, moments, True)
+            codes, tops = encode_moment(m, random, moments, True)
             _store(m_at, at, count, codes, masked)
             _store(m_tops, block, blocks, tops, masked)
             if rule == "adamw":
-                codes, tops = encode(v, random, moments, False)
+                codes, tops = encode_moment(v, random, moments, False)
                 _store(v_at, at, count, codes, masked)
                 _store(v_tops, block, blocks, tops, masked)
 
@@ -198,7 +198,7 @@ def update_kernel(  # noqa: ANN201
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """One program; ``on_device`` reads all numbers from ``state`` (see on_device/buffer.py)."""
+    """Update one tile; with ``on_device`` all numbers are read from ``state`` (buffer.py)."""
     if on_device:
         if tl.load(state + _FOUND_INF) + tl.load(state + _FOUND_NAN) > 0:
             return

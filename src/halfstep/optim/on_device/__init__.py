@@ -1,1 +1,1 @@
-"""A step that is decided on the device, so that the host never waits."""
+"""Optimizer steps whose decisions are made on the device, so that the host never waits."""

@@ -1,8 +1,8 @@
-"""Where everything that a step on the device decides upon stands: one buffer of fp64 numbers.
+"""The layout of the state of a step on the device: one buffer of fp64 numbers.
 
-The head is one number per :class:`Head`; after it comes one row per group of tensors that share
-their options and their step number, with :class:`Row` inside. fp64 holds every counter, every power
-of two that a loss scale can be and the options of a group exactly.
+It begins with a head, whose fields are :class:`Head`; then follows one row (:class:`Row`) per group
+of tensors that share their options and step number. fp64 holds every counter, every power of two
+that a loss scale can be, and the options of a group exactly.
 """
 
 from __future__ import annotations
@@ -23,60 +23,40 @@ from halfstep.precision.scaling.loss_scale import (
 
 
 class Head(IntEnum):
-    """Numbers of the head: a ``ScaleState`` first; from CONFIG_KIND on the host alone writes."""
+    """Indices in the head: first a ``ScaleState``; from CONFIG_KIND on, only the host writes."""
 
-    SCALE = 0
-    """The loss scale that the next ``backward`` carries."""
-    GOOD_STEPS = 1
-    """Good steps since the last overflow or growth."""
-    HYSTERESIS_LEFT = 2
-    """Overflows left before the next back-off."""
-    STEPS = 3
-    """Applied steps since the scaler was made or loaded."""
-    SKIPPED_TOTAL = 4
-    """Skipped steps."""
-    SKIPPED_IN_A_ROW = 5
-    """Skipped steps since the last applied one."""
-    NORM = 6
-    """2-norm of the last step's unscaled gradients before clipping."""
-    FOUND_INF = 7
-    """1 if the last step's gradients held an infinity."""
-    FOUND_NAN = 8
-    """1 if they held a NaN."""
-    MULTIPLIER = 9
-    """Clip factor / scale of the last step."""
-    LAST_SCALE = 10
-    """The scale that the last step's gradients carried."""
-    LOSS = 11
-    """Sum of the losses scaled since the last step."""
-    LAST_LOSS = 12
-    """The same of the last step."""
-    STOP = 13
-    """0, or why going on cannot help, the first such reason: see :data:`STOPS`."""
-    CONFIG_KIND = 14
-    """0 none, 1 static, 2 dynamic."""
-    GROWTH_FACTOR = 15
-    """This and the next six as in ``LossScaleConfig``."""
+    SCALE = 0  # the loss scale of the next ``backward``
+    GOOD_STEPS = 1  # good steps since the last overflow or growth
+    HYSTERESIS_LEFT = 2  # overflows left before the next back-off
+    STEPS = 3  # applied steps since the scaler was made or loaded
+    SKIPPED_TOTAL = 4  # skipped steps so far
+    SKIPPED_IN_A_ROW = 5  # skipped steps since the last applied one
+    NORM = 6  # 2-norm of the last step's unscaled gradients before clipping
+    FOUND_INF = 7  # 1 if the last step's gradients held an infinity
+    FOUND_NAN = 8  # 1 if they held a NaN
+    MULTIPLIER = 9  # clip factor / scale of the last step
+    LAST_SCALE = 10  # the loss scale of the last step's gradients
+    LOSS = 11  # sum of the losses scaled since the last step
+    LAST_LOSS = 12  # the value of LOSS for the last step
+    STOP = 13  # 0, or the first reason why continuing cannot help, as an index into :data:`STOPS`
+    CONFIG_KIND = 14  # 0 none, 1 static, 2 dynamic
+    GROWTH_FACTOR = 15  # this and the next six as in ``LossScaleConfig``
     BACKOFF_FACTOR = 16
     GROWTH_INTERVAL = 17
     MIN_SCALE = 18
     MAX_SCALE = 19
     HYSTERESIS = 20
     MAX_CONSECUTIVE_SKIPS = 21
-    MAX_NORM = 22
-    """What the norm is clipped to; infinity for no clipping."""
+    MAX_NORM = 22  # the norm to clip to; infinity for no clipping
     SIZE = 24
 
 
 class Row(IntEnum):
-    """Numbers of a row."""
+    """Indices in a row."""
 
-    SETTLED = 0
-    """``Algorithm.settled`` of the group's options, written by the host: at most 8."""
-    STEP = 8
-    """Applied steps of these tensors."""
-    CONSTANTS = 9
-    """``Algorithm.constants`` of the last applied step, at most 8."""
+    SETTLED = 0  # ``Algorithm.settled`` of the group's options, written by the host: at most 8
+    STEP = 8  # applied steps of these tensors
+    CONSTANTS = 9  # ``Algorithm.constants`` of the last applied step, at most 8
     SIZE = 17
 
 
@@ -85,7 +65,7 @@ STOPS = ("", "gradients", "loss_scale_floor", "skip_limit")
 
 
 def head(config: LossScaleConfig, scale: LossScale) -> list[float]:
-    """The head for a loss scale of this configuration, before any step."""
+    """The initial head for a loss scale of this configuration."""
     numbers = [0.0] * Head.SIZE
     numbers[Head.SCALE] = numbers[Head.LAST_SCALE] = scale.value
     if isinstance(scale, DynamicLossScale):
@@ -107,15 +87,9 @@ def loss_scale_state(config: LossScaleConfig, numbers: Sequence[float]) -> State
 
 
 def read_result(numbers: Sequence[float], flags: Sequence[int], names: Sequence[str]) -> StepResult:
-    """What the last step did.
+    """The result of the last step; raises the error that ``Precision.step`` would have raised.
 
-    Args:
-        numbers: The buffer.
-        flags: Per tensor: 1 if its gradient held an infinity, plus 2 if it held a NaN.
-        names: Of the tensors.
-
-    Raises:
-        NonFiniteError: If going on cannot help, as ``Precision.step`` would have raised.
+    A tensor's flag is 1 if its gradient held an infinity, plus 2 if it held a NaN.
     """
     has_inf, has_nan = numbers[Head.FOUND_INF] > 0, numbers[Head.FOUND_NAN] > 0
     named = list(zip(names, flags, strict=False))
@@ -153,7 +127,7 @@ def _stop_error(numbers: Sequence[float], names: tuple[str, ...]) -> NonFiniteEr
     where = f" (in the last step: {', '.join(names[:3])})" if names else ""
     return NonFiniteError(
         f"gradients were not finite and {why}: a bug in a backward pass, or values beyond the "
-        f"format{where}. Such steps were left out, the others were applied",
+        f"format{where}. Such steps were skipped, the others were applied",
         cause=cause,
         parameters=names,
     )

@@ -1,8 +1,8 @@
-"""The tail of a training step on the device: check, unscale, clip, update, adapt; nobody waits.
+"""The optimizer step on the device: check, unscale, clip, update and adapt without the host.
 
-Per step: one read of the gradients, one small program that decides, and the update, all reading one
-buffer (buffer.py). Every number that changes stands there, so the whole training step can be
-captured into a CUDA graph, and an overflow inside a replay is skipped and answered as anywhere.
+A step is one pass over the gradients, one small program that decides, and the update; all use one
+buffer (buffer.py). It holds every value that changes, so the whole training step can be captured
+into a CUDA graph, and an overflow inside a replay skips the step and lowers the scale as usual.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, plain_options
+from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.on_device.buffer import Head, Row, head, loss_scale_state, read_result
 from halfstep.optim.on_device.tensors import Bound, Bundle
 from halfstep.precision.border import require
@@ -32,7 +33,7 @@ _STATE = {"loss_scale", "skipped_total", "skipped_in_a_row"}
 
 @dataclass(frozen=True, slots=True)
 class PendingResult:
-    """A copy of a step's numbers that is on its way to the host."""
+    """The result of a step, while its values are still being copied to the host."""
 
     numbers: Tensor
     names: tuple[str, ...]
@@ -61,13 +62,13 @@ class DeviceScaler:
     Use it in place of ``halfstep.Precision`` where the host must not wait or the step is captured
     into a CUDA graph. Gradients are only read; set them to None, or to 0, yourself.
 
-    A step whose gradients are not finite leaves weights, moments, remainders and step numbers as
-    they are, bit for bit. That going on cannot help (no scale to lower, its floor, too many skips)
-    is only raised when somebody asks for a result.
+    A step whose gradients are not finite leaves weights, moments, remainders and step numbers
+    unchanged, bit for bit. If continuing cannot help (no scale to lower, the scale at its floor,
+    too many skips), the error is raised only when a result is read.
 
     Before a capture, take at least one step; after it, the same parameters must have gradients.
-    Learning rates and other group options are written to the device by the next :meth:`step`; with
-    a captured one, call :meth:`write_options` before the replay.
+    :meth:`step` writes changed learning rates and other group options to the device; before the
+    replay of a captured step, call :meth:`write_options`.
 
     Example::
 
@@ -77,8 +78,8 @@ class DeviceScaler:
         optimizer.zero_grad()
         print(scaler.result().grad_norm)  # waits
 
-    **Source:** the flag, scale and step counter on the device as in NVIDIA Apex's capturable
-    optimizers and torch's fused ones; the algorithm of the scale: precision/scaling/loss_scale.py.
+    **Source:** flag, scale and step counter are on the device as in NVIDIA Apex's capturable
+    optimizers and torch's fused ones; the scale's algorithm is in precision/scaling/loss_scale.py.
     """
 
     def __init__(
@@ -91,18 +92,19 @@ class DeviceScaler:
         """Make the buffer; the optimizer may have stepped already.
 
         Args:
-            config: How the loss is scaled; or a policy, or its name, whose loss scale is meant.
-            optimizer: One of :mod:`halfstep.optim`. All its parameters on one CUDA device.
-            names: Of parameters, for results; ``param_names`` of the groups where torch knows them.
+            config: How the loss is scaled; or a policy, or its name, whose loss scale to use.
+            optimizer: One of :mod:`halfstep.optim`, with all its parameters on one CUDA device.
+            names: Names of parameters, for results; by default the groups' ``param_names``, if any.
 
         Raises:
             PrecisionError: For another optimizer, without triton, with parameters elsewhere, or
-                with ``init_scale=auto``, which asks the host.
+                with ``init_scale=auto``, which needs the host.
         """
         if not isinstance(config, LossScaleConfig):
             config = parse_policy(config).loss_scale
         require(optimizer, LowPrecisionOptimizer, "DeviceScaler(optimizer)", "halfstep.optim's")
-        kernels = cuda.triton_kernels()
+        rule = optimizer.algorithm.name
+        kernels = cuda.triton_kernels() if rule in RULES else f"no kernel has the rule {rule!r}"
         if isinstance(kernels, str):
             raise PrecisionError(f"DeviceScaler has no torch-operations form: {kernels}")
         if config.calibrate:
@@ -112,7 +114,7 @@ class DeviceScaler:
         if len(devices) != 1 or not cuda.can_launch(next(iter(devices))):
             found = ", ".join(sorted(map(str, devices)))
             raise PrecisionError(f"DeviceScaler needs all parameters on one CUDA device: {found}")
-        optimizer.state_dict()  # another scaler's hook brings its step numbers
+        optimizer.state_dict()  # runs the hook of another scaler, which writes its step numbers
         self.config = config
         self.optimizer = optimizer
         self._kernels: ModuleType = kernels
@@ -129,10 +131,10 @@ class DeviceScaler:
         optimizer.register_step_pre_hook(lambda *_: self._pull())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale, a scalar in fp32; call ``backward`` on it.
+        """The loss times the current scale, a scalar in fp32; call ``backward`` on it.
 
         Args:
-            loss: A scalar. For k micro-batches: divided, so that the sum is the batch's loss.
+            loss: A scalar. Divide a micro-batch's loss so that their sum is the batch's loss.
         """
         with torch.no_grad():
             self._buffer[Head.LOSS].add_(loss.detach().reshape(()))
@@ -143,12 +145,12 @@ class DeviceScaler:
         """Check, unscale, clip and apply the gradients, or skip the step; adapt the scale.
 
         Args:
-            max_norm: Clip the global 2-norm of the unscaled gradients to this, or None. Captured
-                into a graph as it is.
+            max_norm: Clip the global 2-norm of the unscaled gradients to this, or None. A captured
+                step keeps its value.
 
         Raises:
-            PrecisionError: If no parameter has a gradient, a bf16 weight has no ``update``, or a
-                capture has not been prepared by a step like it, or ``max_norm`` is not above 0.
+            PrecisionError: If no parameter has a gradient, a bf16 weight has no ``update``, a
+                capture was not preceded by such a step, or ``max_norm`` is not above 0.
         """
         check_max_norm(max_norm)
         bundle = self._bundle
@@ -157,7 +159,10 @@ class DeviceScaler:
                 self._attach()
             bundle.locate()
             self.write_options()
-            self._write_max_norm(float("inf") if max_norm is None else max_norm)
+            wanted = float("inf") if max_norm is None else max_norm
+            if wanted != self._max_norm:
+                self._write(Head.MAX_NORM, [wanted])
+                self._max_norm = wanted
             self._flags.zero_()
             for bound in bundle.bounds:
                 bundle.launch_statistics(self._kernels, bound, self._flags)
@@ -186,12 +191,12 @@ class DeviceScaler:
                 self._options[i] = wanted
 
     def result(self) -> StepResult:
-        """What the last step did; waits for the device, the only method of a step that does.
+        """What the last step did. It waits for the device, which :meth:`step` does not.
 
         Raises:
-            NonFiniteError: If, since the last call, a step was not finite and going on cannot help:
-                there is no scale to lower, it was at its floor, or too many steps in a row were
-                skipped. That step changed nothing. Asking again tells about later steps.
+            NonFiniteError: If, since the last call, a step was not finite and continuing cannot
+                help: there is no scale to lower, it was at its floor, or too many steps in a row
+                were skipped. That step changed nothing. The next call reports later steps.
             PrecisionError: Before the first step.
         """
         pending = self.async_result()
@@ -200,7 +205,7 @@ class DeviceScaler:
         return pending.get()
 
     def async_result(self) -> PendingResult:
-        """A copy of the last step's numbers, on its way to pinned memory."""
+        """The last step's result, to be read later: its copy to pinned memory has begun."""
         if not self._bundle.bounds:
             raise PrecisionError("result() before the first step()")
         gpu = self._device.type == "cuda"
@@ -213,7 +218,7 @@ class DeviceScaler:
         return PendingResult(numbers, self._bundle.names, self._flags_at, event)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs besides model and optimizer, as ``Precision`` has it; waits."""
+        """What a resume needs besides model and optimizer, as in ``Precision``; waits."""
         numbers = self._buffer[: Head.SIZE].tolist()
         return {
             "loss_scale": loss_scale_state(self.config, numbers),
@@ -222,10 +227,10 @@ class DeviceScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; further keys, as ``Precision`` has them, are left out.
+        """Continue from :meth:`state_dict`; further keys, such as ``Precision``'s, are ignored.
 
         Raises:
-            PrecisionError: If it is damaged or of another configuration; nothing is changed then.
+            PrecisionError: If it is damaged or from another configuration; nothing is changed then.
         """
         missing = _STATE - set(state)
         if missing:
@@ -239,7 +244,7 @@ class DeviceScaler:
         self._write(0, numbers)
 
     def _attach(self) -> None:
-        """Take the parameters that have gradients now, and what their steps count to."""
+        """Attach the parameters that have gradients now, with their step numbers."""
         self._pull()
         self._bundle.attach()
         self._options = []
@@ -249,20 +254,15 @@ class DeviceScaler:
             self._options.append(found)
 
     def _settled(self, bound: Bound) -> tuple[float, ...]:
-        """The constants of a launch's group, filled up with zeros."""
+        """The constants of a launch's group, padded with zeros."""
         found = self.optimizer.algorithm.settled(plain_options(bound.group))
         return (*map(float, found), *(0.0 for _ in range(Row.STEP - len(found))))
 
     def _pull(self) -> None:
-        """Bring the device's step numbers into the optimizer's state; waits."""
+        """Copy the device's step numbers into the optimizer's state; waits for the device."""
         if self._bundle.bounds:
             rows = self._buffer[Head.SIZE : self._flags_at].view(-1, Row.SIZE)
             self._bundle.set_steps(rows[:, Row.STEP].tolist())
-
-    def _write_max_norm(self, max_norm: float) -> None:
-        if max_norm != self._max_norm:
-            self._write(Head.MAX_NORM, [max_norm])
-            self._max_norm = max_norm
 
     def _write(self, at: int, numbers: list[float]) -> None:
         if cuda.is_capturing(self._device):
@@ -270,7 +270,8 @@ class DeviceScaler:
                 "group options or max_norm changed just before a CUDA graph capture, which would "
                 "freeze them; take one more step, or call write_options(), before the capture"
             )
-        source = cuda.pinned(numbers, torch.float64, self._device)
+        gpu = self._device.type == "cuda"  # a copy from pinned memory makes nobody wait
+        source = torch.tensor(numbers, dtype=torch.float64, pin_memory=gpu)
         self._buffer[at : at + len(numbers)].copy_(source, non_blocking=True)
 
     def _decide(self) -> None:

@@ -1,4 +1,4 @@
-"""The tensors that a step on the device works on: which there are, and where they lie now."""
+"""The tensors that a step on the device updates, grouped by launch, and their addresses."""
 
 from __future__ import annotations
 
@@ -14,33 +14,24 @@ import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, check_gradient, check_updates, kept_moments
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import Task, is_dense, mark_written
+from halfstep.optim.storage.state import StepTask, is_dense, mark_written
 from halfstep.precision.masters.rounding import Update
 
 
 @dataclass(slots=True)
 class Bound:
-    """Tensors of one launch: of one group, of equal dtypes, that have taken equally many steps.
+    """The tensors of one launch: they share a group, their dtypes and their number of steps."""
 
-    Attributes:
-        group: The parameter group.
-        plan: What their kernels need to know; numbers come from the device.
-        step: Applied steps when they were attached.
-        members: Each parameter and the stream of its random bits.
-        launch: The launch, once they are located.
-        first_partial: Where their sums of squares begin.
-    """
-
-    group: dict[str, Any]
-    plan: Plan
-    step: int
-    members: list[tuple[nn.Parameter, int]]
-    launch: cuda.Launch
-    first_partial: int
+    group: dict[str, Any]  # the parameter group
+    plan: Plan  # their kernel's parameters, except the constants, which the device computes
+    step: int  # applied steps when they were attached
+    members: list[tuple[nn.Parameter, int]]  # each parameter and the stream of its random bits
+    launch: cuda.Launch  # their launch
+    first_partial: int  # index of their first sum of squares in ``Bundle.partials``
 
 
 class Bundle:
-    """The parameters that have gradients, in launches."""
+    """The parameters that have gradients, grouped by launch."""
 
     def __init__(
         self,
@@ -60,20 +51,17 @@ class Bundle:
         self._members: tuple[Any, ...] = ()
         self._steps: dict[nn.Parameter, tuple[Tensor, float]] = {}
         self._places: tuple[Any, ...] = ()
-        self._tasks: list[Task] = []
-        self._captured: list[Any] = []  # what a graph reads stays
+        self._tasks: list[StepTask] = []
+        self._captured: list[Any] = []  # keeps alive what a graph reads
 
     def _work(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter, Tensor, int]]:
-        """Group number, group, parameter, gradient, stream."""
-        stream = -1
-        for number, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                stream += 1
-                if parameter.grad is not None:
-                    yield number, group, parameter, parameter.grad, stream
+        """Group index, group, parameter, gradient and stream of each parameter with a gradient."""
+        for stream, (number, group, parameter) in enumerate(self._optimizer._members()):
+            if parameter.grad is not None:
+                yield number, group, parameter, parameter.grad, stream
 
     def changed(self) -> bool:
-        """Whether other parameters have gradients now, or somebody set their step numbers."""
+        """Whether other parameters have gradients now, or step numbers were set from outside."""
         state = self._optimizer.state
         members = tuple((id(p), g.dtype) for _, _, p, g, _ in self._work())
         return (
@@ -86,11 +74,9 @@ class Bundle:
         )
 
     def attach(self) -> None:
-        """Take the parameters that have gradients now; their state is made where there is none.
+        """Attach the parameters that have gradients now, and create missing state.
 
-        Raises:
-            PrecisionError: If a CUDA graph holds the present ones, or there are no gradients, or
-                the optimizer refuses one.
+        Refused if a CUDA graph uses the attached ones, or if the optimizer refuses a gradient.
         """
         if self._captured or cuda.is_capturing(self._device):
             raise PrecisionError(
@@ -110,8 +96,8 @@ class Bundle:
         for number, group, parameter, gradient, stream in work:
             if group.get("maximize"):
                 raise PrecisionError(
-                    "DeviceScaler steps against gradients, and a group has maximize=True; negate "
-                    "the loss instead"
+                    "DeviceScaler only minimises, and a group has maximize=True; negate the loss "
+                    "instead"
                 )
             if not is_dense(parameter):
                 raise PrecisionError(
@@ -127,7 +113,7 @@ class Bundle:
         self.bounds, first, row, names = [], 0, 0, []
         for (number, step, moments, *_), members in found.items():
             group = optimizer.param_groups[number]
-            # fp32 weights need no way of their own, which the launch sees by their dtype
+            # for fp32 weights make_launch ignores ``update``
             update: Update = group["update"] or "nearest"
             plan = Plan(optimizer.algorithm, (), update, moments, 1.0, group["seed"], 0)
             tasks = self._tasks_of(members)
@@ -142,7 +128,7 @@ class Bundle:
         self._places = ()
 
     def locate(self) -> None:
-        """Bring the table up to date if a tensor has moved; one asynchronous copy."""
+        """Update the table of addresses if a tensor has moved, by one asynchronous copy."""
         places = tuple(self._places_now())
         if None in places or places != self._places:
             self._tasks = [t for bound in self.bounds for t in self._tasks_of(bound.members)]
@@ -160,7 +146,7 @@ class Bundle:
             self._captured.append((self.table, self.partials, [b.launch for b in self.bounds]))
 
     def _places_now(self) -> Iterator[int | None]:
-        """Addresses of all tensors; None for a gradient that is copied into the weight's order."""
+        """The addresses of all tensors; None if a gradient needs a copy in the weight's layout."""
         for bound in self.bounds:
             for parameter, _ in bound.members:
                 gradient = parameter.grad
@@ -173,7 +159,7 @@ class Bundle:
                     if key != "step":
                         yield tensor.data_ptr()
 
-    def _tasks_of(self, members: Sequence[tuple[nn.Parameter, int]]) -> list[Task]:
+    def _tasks_of(self, members: Sequence[tuple[nn.Parameter, int]]) -> list[StepTask]:
         optimizer, tasks = self._optimizer, []
         for parameter, stream in members:
             assert parameter.grad is not None
@@ -182,7 +168,7 @@ class Bundle:
         return tasks
 
     def _name(self, parameter: nn.Parameter, stream: int) -> str:
-        """The parameter's name, or its number where nobody knows one."""
+        """The parameter's name, or its number if it has none."""
         if parameter in self._known:
             return self._known[parameter]
         for group in self._optimizer.param_groups:
@@ -192,7 +178,7 @@ class Bundle:
         return f"parameter {stream}"
 
     def set_steps(self, steps: Sequence[float]) -> None:
-        """Write the device's step numbers into the optimizer's state, where it is still ours."""
+        """Write the device's step numbers into the optimizer's state, unless it was replaced."""
         for bound, step in zip(self.bounds, steps, strict=False):
             for parameter, _ in bound.members:
                 held, value = self._steps[parameter]
@@ -202,11 +188,11 @@ class Bundle:
                     self._steps[parameter] = held, step
 
     def mark_written(self) -> None:
-        """Tell autograd that the step has written weights and moments; see ``kernel``."""
+        """Tell autograd that the step has written weights and moments in place."""
         mark_written(self._tasks)
 
     def launch_statistics(self, kernels: ModuleType, bound: Bound, flags: Tensor) -> None:
-        """Read a launch's gradients into ``partials`` and ``flags``."""
+        """Compute the statistics of a launch's gradients into ``partials`` and ``flags``."""
         programs = bound.launch.statistics.numel()
         if programs:
             kernels.statistics_kernel[(programs,)](

@@ -1,1 +1,1 @@
-"""How weights and moments are stored between two steps."""
+"""How weights and moments are stored, in low precision, between two steps."""

@@ -1,16 +1,16 @@
-"""When 8 bits are too few for a second moment, and how a tensor's moments go over to bf16.
+"""Detects tensors whose second moment needs more than 8 bits, and converts them to bf16 moments.
 
-A block of 128 elements shares a window of 32 binades below its largest second moment, that is, of
-gradients down to 2^-16 of the block's largest. Below it a second moment is stored as the window's
-lowest number, which is too large: the element's updates, divided by its root, are too small, by any
-factor (measured: 240 at a spread of 10^6). First moments have no such floor; they are right on
-average. So a tensor is looked at in its steps 8, 16, 32, 64, 96, ...: an element counts whose
-gradient is not 0 and whose second moment stands at the floor. From one such element in 16,384 on,
-and from a single one in smaller tensors, both moments of the tensor become bf16 and stay so. See
-docs/decisions/0012-moments-that-fall-back.md for why tensors, and for the threshold.
+A block of 128 elements shares a window of 32 binades below its largest second moment; that is a
+range of gradients down to 2^-16 of the block's largest. A smaller second moment is stored as the
+window's lowest number, which is too large. The element's updates, divided by its root, are then too
+small, by any factor (measured: 240 at a spread of 10^6). First moments have no such floor; they are
+right on average. So each tensor is checked in its steps 8, 16, 32, 64, 96, ...: an element is
+counted if its gradient is not 0 and its second moment is at the floor. If at least one element in
+16,384 is, or a single one in a smaller tensor, both moments of the tensor become bf16 for good.
+docs/decisions/0012-moments-that-fall-back.md explains the threshold, and why whole tensors.
 
-Everything here reads stored codes, which have the same bits in every kernel, and is computed by
-torch's own elementwise operations, so that the decision and its result are the same everywhere.
+All functions read stored codes, which have the same bits in every kernel, and use torch's own
+element-wise operations, so that the decision and its result are the same everywhere.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ import torch
 from torch import Tensor
 
 from halfstep.optim.storage.moments import BLOCK, BROKEN, decode
-from halfstep.optim.storage.state import Task
+from halfstep.optim.storage.state import StepTask
 
 FIRST, EVERY = 8, 32
-"""A tensor is first looked at after FIRST steps, then at twice as many, then every EVERY steps.
+"""A tensor is first checked after FIRST steps, then at each doubling, then every EVERY steps.
 
-Sooner, an element whose first gradients are small by chance would count.
+Before that, an element whose first gradients are small by chance would be counted.
 """
 SHARE = 2.0**-14
-"""The share of a tensor's elements below their windows from which on it falls back."""
-_CHUNK = 512 * BLOCK  # elements at a time: temporaries of less than 1 MB
+"""The share of elements below their windows at which a tensor falls back to bf16."""
+_CHUNK = 512 * BLOCK  # elements per chunk: temporaries of less than 1 MB
 _FLOOR = 1  # the lowest code that is not 0
 
 
 def is_due(step: int) -> bool:
-    """Whether a tensor is looked at after this step of its own, counted from 1."""
+    """Whether a tensor is checked after this step of its own, counted from 1."""
     doubled = FIRST <= step < EVERY and step & (step - 1) == 0
     return doubled or (step > 0 and step % EVERY == 0)
 
 
-def elements_below(tasks: Sequence[Task]) -> list[int]:
-    """For each task how many elements with a gradient stand at the floor of their window.
+def elements_below(tasks: Sequence[StepTask]) -> list[int]:
+    """For each task, how many elements with a gradient are at the floor of their window.
 
-    Waits for the device once.
-
-    Args:
-        tasks: Of one device, with a second moment in 8 bits, after their step.
+    The tasks are on one device, after their step. The host waits for it once.
     """
     counts = []
     for task in tasks:
@@ -60,21 +57,21 @@ def elements_below(tasks: Sequence[Task]) -> list[int]:
 
 
 def must_fall_back(below: int, elements: int) -> bool:
-    """Whether a tensor with so many elements below their windows goes over to bf16."""
+    """Whether a tensor with ``below`` elements below their windows falls back to bf16."""
     return below > 0 and below >= elements * SHARE
 
 
-def wide_moments(task: Task, multiplier: float, correction: float) -> tuple[Tensor, Tensor]:
+def wide_moments(task: StepTask, multiplier: float, correction: float) -> tuple[Tensor, Tensor]:
     """Both moments of a task in bf16, which holds every 8-bit number exactly.
 
-    Where a second moment stood at the floor it starts again from the present gradient: its true
-    value is lost, and the floor would need thousands of steps to fade.
+    A second moment at the floor restarts from the current gradient: its true value is lost, and
+    the floor would take thousands of steps to decay.
 
     Args:
-        task: With moments in 8 bits, after its step.
-        multiplier: The gradient is multiplied by this.
-        correction: ``1 - beta2**step``: what a second moment that has always seen the present
-            gradient would be, divided by its square.
+        task: A task with 8-bit moments, after its step.
+        multiplier: The factor of the gradient.
+        correction: ``1 - beta2**step``: the second moment after ``step`` steps with a constant
+            gradient, divided by that gradient's square.
 
     Returns:
         bf16, of shape (n,) each.
@@ -96,14 +93,14 @@ def wide_moments(task: Task, multiplier: float, correction: float) -> tuple[Tens
     return first, second
 
 
-def _below(task: Task, part: slice) -> Tensor | None:
-    """Which elements of a part are below their windows; None says that there is none."""
+def _below(task: StepTask, part: slice) -> Tensor | None:
+    """A mask of the part's elements that are below their windows; None if there are none."""
     codes = task.moments[1][part]
-    # As a rule there is none: on a CPU a minimum of bytes, 0 wrapping around to 255, tells it ten
-    # times as fast as comparing does.
+    # Usually there are none. On a CPU a minimum of bytes, in which 0 - 1 wraps to 255, finds that
+    # out ten times as fast as a comparison.
     if codes.device.type == "cpu" and int((codes - _FLOOR).amin()) > 0:
         return None
     below = (codes == _FLOOR) & (task.gradient[part] != 0)
-    # A block with a NaN is lost altogether, and its codes say nothing.
+    # In a block with a NaN all elements are lost, and the codes are meaningless.
     whole = task.tops[1][part.start // BLOCK : part.stop // BLOCK] != BROKEN
     return below & whole.repeat_interleave(BLOCK)[: below.numel()]

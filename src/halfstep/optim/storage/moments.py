@@ -1,21 +1,21 @@
-"""Moments in 8 bits: a float code whose window follows the largest number of its block.
+"""8-bit moments: floating-point codes whose window of exponents follows each block's largest value.
 
-A code of 8 bits cannot span the range of a second moment, but within 128 neighbours a window of 32
-binades can. An element keeps 3 mantissa bits and its place in the window; the window's top is the
-largest exponent of the block, one byte per block::
+An 8-bit code cannot span the range of a second moment, but a window of 32 binades is enough for
+most blocks of 128 neighbours. A code holds 3 mantissa bits and the exponent within the window; the
+window's top is the largest exponent of the block, stored in one byte per block::
 
     t     = (bits(|x|) + r) >> 20            exponent and 3 mantissa bits, r: 20 random bits
-    code  = t - base                         0 stands for 0
+    code  = t - base                         code 0 means 0
     base  = 8 * (top + 1) - codes            codes: 255, or 127 with a sign
 
-The grid of numbers does not depend on the window, so a moving window never rounds again. Rounding
-is stochastic: with nearest rounding an exponential average forgets nothing: at beta2 = 0.999 a step
-moves v by 0.1 % at most, less than half of any 8-bit gap, so a v that should fall stays where it
+The representable values do not depend on the window, so moving it never rounds again. Rounding is
+stochastic, since with nearest rounding an exponential average cannot decay: at beta2 = 0.999 a step
+changes v by at most 0.1 %, less than half of any 8-bit gap, so a v that should fall stays as it
 is (measured: the root 35 % too large after the gradients of half a block shrank tenfold; 1 % here).
 
-A second moment that is not 0 is never rounded to 0, since the update divides by its root. A block
-with a NaN has the top 255 and is NaN throughout, so that it is seen; infinity becomes the largest
-number.
+A nonzero second moment is never rounded to 0, since the update divides by its root. A block with a
+NaN has the top 255 and decodes to NaN throughout, so that the NaN is noticed; infinity becomes the
+largest number.
 
 **Source:** block-wise 8-bit states: Dettmers et al., "8-bit Optimizers via Block-wise
 Quantization", ICLR 2022 (there with nearest rounding and a table); stochastic rounding as in
@@ -36,7 +36,7 @@ Moments = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
 BROKEN = 255
-_LOWEST_TOP = 32  # windows end above the subnormal numbers
+_LOWEST_TOP = 32  # so that no window reaches down to the subnormal numbers
 _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not to infinity
 
 
@@ -49,7 +49,7 @@ def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
     """A moment of zeros for a parameter.
 
     Returns:
-        The moment, of the parameter's shape and strides; and the blocks' tops, uint8 of shape
+        The moment, with the parameter's shape and strides; and the block tops, uint8 of shape
         (ceil(numel / 128),), with 0 elements unless ``moments`` is ``"8bit"``.
     """
     blocks = -(-like.numel() // BLOCK) if moments == "8bit" else 0
@@ -60,7 +60,7 @@ def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
 def encode(
     values: Tensor, moments: Moments, random: Tensor | None, *, signed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Store fp32 moments; what does not fit is rounded stochastically.
+    """Encode fp32 moments in a format, with stochastic rounding.
 
     Args:
         values: fp32, shape (n,); finite, and not negative unless ``signed``.
@@ -88,7 +88,7 @@ def encode(
     code = ((magnitude + noise) >> _DROPPED) - base
     lowest = (base + 1) << _DROPPED
     below = torch.ones_like(code)
-    if signed:  # below the window: the smallest code with a fitting probability, else 0
+    if signed:  # below the window: the smallest code with probability |x| / lowest, else 0
         kept = noise.float() * 2.0**-_DROPPED * lowest.view(torch.float32) < values.abs()
         below = kept.to(torch.int32)
     code = torch.where(magnitude < lowest, below, code)
@@ -99,13 +99,7 @@ def encode(
 
 
 def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
-    """The fp32 moments that :func:`encode` stored.
-
-    Args:
-        codes: fp32, bf16 or uint8, shape (n,).
-        tops: For uint8: uint8, shape (ceil(n / 128),).
-        signed: As given to :func:`encode`.
-    """
+    """The fp32 moments that :func:`encode` stored; uint8 codes need their block ``tops``."""
     if codes.dtype != torch.uint8:
         return codes.float()
     assert tops is not None
@@ -113,13 +107,7 @@ def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
 
 
 def decode_elements(codes: Tensor, tops: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 numbers of 8-bit codes that need not be neighbours.
-
-    Args:
-        codes: uint8, any shape.
-        tops: uint8, same shape: the top of each element's block.
-        signed: As given to :func:`encode`.
-    """
+    """The fp32 values of 8-bit codes of any shape; ``tops`` has each element's block top."""
     base = (tops.to(torch.int32) + 1) * 8 - (127 if signed else 255)
     code = codes.to(torch.int32)
     magnitude = code & 0x7F if signed else code

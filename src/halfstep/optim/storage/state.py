@@ -1,9 +1,10 @@
-"""One parameter's optimizer state: how it lies in memory, and its way from format to format."""
+"""One parameter's optimizer state: its keys, its memory layout and conversion between formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ REMAINDER = "remainder"
 CODES = "_codes"
 TOPS = "_tops"
 FELL_BACK = "moments_fell_back"
-"""The key of the step at which a parameter's 8-bit moments went over to bf16; see fallback.py."""
+"""The key of the step at which a parameter's 8-bit moments became bf16; see fallback.py."""
 _SIGNED = ("exp_avg", "momentum_buffer")
 
 
 def codes_of(moment: str) -> str:
     """The key of an 8-bit moment's codes.
 
-    Not the moment's own name: ``torch.optim`` would take the codes for the moment's values.
+    It is not the moment's own name, because ``torch.optim`` would take codes for values.
     """
     return moment + CODES
 
@@ -36,39 +37,21 @@ def tops_of(moment: str) -> str:
 
 
 def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, Tensor | None]:
-    """A moment as it is stored: values or 8-bit codes, or None; and the codes' block tops.
+    """A stored moment, as values or 8-bit codes (or None), and the codes' block tops (or None).
 
-    Codes under the moment's own name, as older versions and checkpoint files have them, are found
-    as well.
+    Codes under the moment's own name, as in older versions and checkpoint files, are found too.
     """
     values = state.get(codes_of(name))
     return (state.get(name) if values is None else values), state.get(tops_of(name))
 
 
 def new_step(count: float) -> Tensor:
-    """A step counter, a tensor as ``torch.optim`` has it, but fp64: fp32 stops at 2^24 steps."""
+    """A step counter: a tensor as in ``torch.optim``, but fp64, as fp32 stops at 2^24 steps."""
     return torch.tensor(count, dtype=torch.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How one parameter's state is kept.
-
-    Attributes:
-        update: How the weight is kept.
-        moments: How the moments are kept.
-        seed: Of the random bits.
-        stream: Which random bits are this parameter's.
-    """
-
-    update: Update
-    moments: Moments
-    seed: int
-    stream: int
-
-
 def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
-    """A moment of zeros, with its block tops where it has some."""
+    """The state entries of a moment of zeros, with block tops if it is 8-bit."""
     values, tops = zeros(parameter, moments)
     return _entries(name, values, tops if moments == "8bit" else None)
 
@@ -79,81 +62,89 @@ def _entries(name: str, values: Tensor, tops: Tensor | None) -> dict[str, Tensor
 
 @torch.no_grad()
 def convert(
-    names: Sequence[str], form: Form, data: Tensor, entry: Mapping[str, Any]
+    names: Sequence[str],
+    data: Tensor,
+    entry: Mapping[str, Any],
+    *,
+    update: Update,
+    moments: Moments,
+    seed: int,
+    stream: int,
 ) -> dict[str, Any]:
-    """A saved state in another format.
+    """Convert a parameter's saved state to another format.
 
     Args:
-        names: The moments that the optimizer has; the first is signed.
-        form: The wanted format.
+        names: The names of the optimizer's moments; the first is signed.
         data: The parameter.
         entry: The saved state: moments in any format, ``step`` and perhaps a remainder.
+        update: The rounding mode to convert to.
+        moments: The format of moments to convert to.
+        seed: Seed of the random bits.
+        stream: This parameter's random stream.
 
     Raises:
         PrecisionError: If a moment is missing or of another shape.
     """
     state: dict[str, Any] = {}
-    moments = form.moments
     if entry.get(FELL_BACK) is not None and moments == "8bit":
-        moments = "bf16"  # 8 bits do not hold this tensor's spread, and still do not
+        moments = "bf16"  # this tensor has fallen back, since 8 bits do not hold its spread
         state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
     if any(stored_moment(entry, name)[0] is not None for name in names):
-        # torch.optim.SGD saves no step; its momentum is under way all the same.
+        # torch.optim.SGD saves no step; 1 says that its momentum has begun.
         state["step"] = new_step(float(entry.get("step", 1)))
+        draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
             if values is None or values.shape != data.shape:
                 raise PrecisionError(
-                    f"the saved state of parameter {form.stream} has no {name} of shape "
-                    f"{tuple(data.shape)}: it is of another optimizer or model"
+                    f"the saved state of parameter {stream} has no {name} of shape "
+                    f"{tuple(data.shape)}: it is from another optimizer or model"
                 )
-            codes = values.to(data.device), tops
-            state |= _moment(name, form, moments, data, codes, int(state["step"]), signed=i == 0)
+            _check_tops(f"{name} of parameter {stream}", values, tops)
+            kept, tops = _moment(values.to(data.device), tops, moments, data, draw, signed=i == 0)
+            state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
-    if held is not None and held.dtype == rounding_mode(form.update).remainder_dtype:
+    if held is not None and held.dtype == rounding_mode(update).remainder_dtype:
         if held.shape != data.shape:
             raise PrecisionError(
-                f"the saved remainder of parameter {form.stream} has shape {tuple(held.shape)}, "
-                f"the parameter {tuple(data.shape)}: it is of another model"
+                f"the saved remainder of parameter {stream} has shape {tuple(held.shape)}, "
+                f"the parameter {tuple(data.shape)}: it is from another model"
             )
         state[REMAINDER] = _like(flat(held.to(data.device), data), data)
     return state
 
 
+def _check_tops(what: str, codes: Tensor, tops: Tensor | None) -> None:
+    blocks = -(-codes.numel() // BLOCK) if codes.dtype == torch.uint8 else None
+    found = None if tops is None else tuple(tops.shape)
+    if found != (None if blocks is None else (blocks,)):
+        raise PrecisionError(
+            f"the saved {what} is {codes.dtype} with block tops {found}; 8-bit moments have "
+            f"{-(-codes.numel() // BLOCK)}, others none: the state is damaged"
+        )
+
+
 def _moment(
-    name: str,
-    form: Form,
+    codes: Tensor,
+    tops: Tensor | None,
     moments: Moments,
     data: Tensor,
-    stored: tuple[Tensor, Tensor | None],
-    step: int,
+    draw: Callable[..., Tensor],
     *,
     signed: bool,
-) -> dict[str, Tensor]:
-    codes, tops = stored
-    blocks = -(-data.numel() // BLOCK)
-    if (codes.dtype == torch.uint8) != (tops is not None) or (
-        tops is not None and tops.shape != (blocks,)
-    ):
-        raise PrecisionError(
-            f"the saved {name} of parameter {form.stream} is {codes.dtype} with block tops "
-            f"{None if tops is None else tuple(tops.shape)}; 8-bit moments have {blocks}, others "
-            "none: the state is damaged"
-        )
+) -> tuple[Tensor, Tensor | None]:
+    """A stored moment converted to another format, and its block tops if it has some."""
     if codes.dtype == moment_dtype(moments) and (tops is None or codes.stride() == data.stride()):
         kept = _like(flat(codes, data), data)
-        return _entries(name, kept, None if tops is None else tops.to(data.device, copy=True))
+        return kept, None if tops is None else tops.to(data.device, copy=True)
     values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())
-    bits = None
-    if moments != "fp32":
-        stream = 2 * form.stream + 1
-        bits = random_bits(form.seed, step, data.numel(), stream=stream, device=data.device)
+    bits = None if moments == "fp32" else draw(device=data.device)
     encoded, fresh = encode(flat(values, data), moments, bits, signed=signed)
-    return _entries(name, _like(encoded, data), fresh)
+    return _like(encoded, data), fresh
 
 
 def _like(values: Tensor, data: Tensor) -> Tensor:
-    """Flat values in the shape and memory order of a parameter, in memory of their own."""
+    """Flat values in the shape and memory order of a parameter, in new memory."""
     own = torch.empty_strided(data.shape, data.stride(), dtype=values.dtype, device=data.device)
     flat(own, own).copy_(values)
     return own
@@ -174,35 +165,27 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     return state
 
 
-# How state lies in memory, and is handed to kernels.
+# The memory layout of state, and how it is passed to kernels.
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One tensor's part of a step; every tensor is flat, contiguous and on one device.
+class StepTask:
+    """One tensor's part of a step; every tensor is flat, contiguous and on one device."""
 
-    Attributes:
-        weight: fp32 or bf16, shape (n,); updated in place, as are the next three.
-        remainder: What the weight cannot hold, shape (n,), or None.
-        moments: Codes, shape (n,) each, in the order of ``Algorithm.moments``.
-        tops: The 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise.
-        gradient: fp32, bf16 or fp16, shape (n,); read only.
-        stream: Which random bits are this tensor's.
-    """
-
-    weight: Tensor
-    remainder: Tensor | None
-    moments: tuple[Tensor, ...]
+    weight: Tensor  # fp32 or bf16, shape (n,); updated in place, as are the next three
+    remainder: Tensor | None  # the bits that the weight cannot hold, shape (n,), or None
+    moments: tuple[Tensor, ...]  # codes, shape (n,) each, in the order of ``Algorithm.moments``
+    # the 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise
     tops: tuple[Tensor, ...]
-    gradient: Tensor
-    stream: int
+    gradient: Tensor  # fp32, bf16 or fp16, shape (n,); read only
+    stream: int  # number of this tensor's random streams
 
 
-def mark_written(tasks: Iterable[Task]) -> None:
+def mark_written(tasks: Iterable[StepTask]) -> None:
     """Tell autograd that a kernel has written these tasks' tensors behind torch's back.
 
-    Without it a step between a forward and its backward would give a silently wrong gradient where
-    torch's own optimizers raise "modified by an inplace operation".
+    Without it, a step between a forward and its backward would silently give wrong gradients,
+    where torch's own optimizers raise "modified by an inplace operation".
     """
     for task in tasks:
         held = () if task.remainder is None else (task.remainder,)
@@ -210,7 +193,7 @@ def mark_written(tasks: Iterable[Task]) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other in memory, in whatever dimension order."""
+    """Whether the elements fill their memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected and tensor.numel():
@@ -220,17 +203,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def dense(parameter: Tensor) -> Tensor:
-    """The parameter's data, or a copy without holes where it is part of a larger tensor."""
+    """The parameter's data, or a dense copy if it is part of a larger tensor."""
     data = parameter.detach()
     return data if data.is_contiguous() or is_dense(data) else data.clone()
 
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor as one dimension, in the memory order of ``like``; a view where strides agree.
+    """A tensor flattened in the memory order of ``like``; a view if their strides agree.
 
     Args:
-        tensor: Same shape as ``like``.
-        like: A tensor without holes or overlaps (:func:`is_dense`), in any dimension order.
+        tensor: A tensor of the same shape as ``like``.
+        like: A dense tensor (:func:`is_dense`), in any order of dimensions.
     """
     if tensor.stride() != like.stride():
         moved = torch.empty_strided(

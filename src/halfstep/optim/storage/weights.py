@@ -1,9 +1,9 @@
-"""Weights of 16 bits: how an fp32 master is stored in them and in a remainder, and read again.
+"""Stores an fp32 master in a 16-bit weight and its remainder, and reads it again.
 
 ``master`` and ``store_`` are the definition for one chunk, which every kernel repeats.
-``read_master`` and ``write_master_`` go through a whole tensor chunk by chunk, so that a tensor of
-any size needs temporaries of a few MB only. What somebody has written into a weight since it was
-stored is read as written: see :func:`halfstep.precision.masters.rounding.join`.
+``read_master`` and ``write_master_`` process a whole tensor chunk by chunk, so that a tensor of any
+size needs only a few MB of temporaries. A weight that was written since it was stored is read as
+written: see :func:`halfstep.precision.masters.rounding.join`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,12 @@ from halfstep.precision.masters.rounding import (
     rounding_mode,
 )
 
-# Elements at a time: 256 KB of fp32, so that the dozen temporaries of a split stay in the caches.
+# Elements per chunk: 256 KB of fp32, so that the dozen temporaries of a split stay in the caches.
 _CHUNK = 1 << 16
 
 
 def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """What the weight stands for, in fp32.
-
-    Args:
-        weight: fp32 or bf16, shape (n,).
-        remainder: In the rounding mode's dtype, shape (n,); None where there is none.
-        update: The rounding mode.
-
-    Raises:
-        PrecisionError: If the mode is not known, or keeps no remainder.
-    """
+    """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
     join = _mode(update, remainder).join
     return weight.float() if remainder is None or join is None else join(weight, remainder)
 
@@ -44,17 +35,9 @@ def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
 def store_(
     weight: Tensor, remainder: Tensor | None, update: Update, value: Tensor, random: Tensor | None
 ) -> None:
-    """Write an fp32 value into a weight and its remainder, in place.
+    """Store an fp32 value in a weight and its remainder, in place.
 
-    Args:
-        weight: See there.
-        remainder: See there.
-        update: See there.
-        value: fp32, shape (n,).
-        random: int32 random bits, shape (n,); None where the rounding mode draws none.
-
-    Raises:
-        PrecisionError: As :func:`master`.
+    ``random`` are int32 random bits of shape (n,), or None if the rounding mode draws none.
     """
     mode = _mode(update, remainder)
     if mode.remainder_dtype is not None and remainder is None:
@@ -66,7 +49,7 @@ def store_(
 
 
 def read_master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """As :func:`master` for a tensor of any size; always memory of its own."""
+    """Like :func:`master`, for a tensor of any size; the result is always new memory."""
     value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for part, held in _chunks(weight, remainder):
         value[part].copy_(master(weight[part], held, update))
@@ -82,15 +65,9 @@ def write_master_(
     seed: int,
     stream: int,
 ) -> None:
-    """As :func:`store_` for a tensor of any size; draws random bits only where they are used.
+    """Like :func:`store_`, for a tensor of any size and a value of any floating dtype.
 
-    Args:
-        weight: fp32 or bf16, shape (n,).
-        remainder: As for :func:`master`.
-        update: The rounding mode.
-        value: Any floating dtype, shape (n,).
-        seed: Of the random bits, which are those of step 0.
-        stream: Which random bits are this tensor's.
+    Random bits, if the rounding mode needs them, are those of step 0 of this seed and stream.
     """
     draws = rounding_mode(update).random
     for part, held in _chunks(weight, remainder):

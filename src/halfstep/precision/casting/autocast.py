@@ -1,4 +1,4 @@
-"""Whether a device can honour a policy, and the contexts of its forward and its backward.
+"""Whether a device can honour a policy, and the contexts for a forward and a backward under it.
 
 ``torch.autocast`` warns and disables itself for a combination it does not support; here such a
 combination is refused before anything runs, with the nearest policy that works.
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -40,9 +39,9 @@ class Support:
     """How a device runs a policy.
 
     Attributes:
-        status: ``"native"``: by instructions of the device. ``"simulated"``: halfstep runs
-            16-bit products through fp32 kernels with 16-bit rounding: the results and the memory
-            of the format, not its speed. ``"refused"``: not run.
+        status: ``"native"``: the device has instructions for it. ``"simulated"``: halfstep runs
+            16-bit products through fp32 kernels with 16-bit rounding, which gives the format's
+            results and memory use but not its speed. ``"refused"``: it cannot run.
         reason: One sentence for the user.
         nearest: For ``"refused"``, the policy to ask for instead.
     """
@@ -60,7 +59,7 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         device: A device or its name.
 
     Raises:
-        PrecisionError: If one of them is neither.
+        PrecisionError: If ``policy`` or ``device`` cannot be parsed.
 
     **Source:** compute capability 7.0 (Volta) brought fp16 tensor cores, 8.0 (Ampere) bf16 and
     tf32: CUDA C++ Programming Guide, section "Compute Capabilities".
@@ -98,11 +97,7 @@ def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
-    """Return how the device runs the policy, or refuse.
-
-    Raises:
-        PrecisionError: If it cannot be honoured, naming policy, device, reason and nearest policy.
-    """
+    """How the device runs the policy; if it cannot, an error names the nearest policy that can."""
     found = support(policy, device)
     if found.status == "refused":
         raise PrecisionError(
@@ -128,7 +123,7 @@ def cpu_has_bf16() -> bool:
 
 
 def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
-    """Whether the products of a policy run through fp32 kernels (fp16 on every CPU)."""
+    """Whether a policy's matrix products are simulated by fp32 kernels (fp16 is on every CPU)."""
     compute = policy.compute_dtype
     missing = compute == torch.float16 or (compute == torch.bfloat16 and not cpu_has_bf16())
     return device.type == "cpu" and missing
@@ -138,19 +133,19 @@ class Autocast:
     """The context for a forward and its loss, under one policy.
 
     Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
-    used as a decorator. Under ``*-mixed`` operations are cast one by one by CUDA's lists, on every
-    device; under 16-bit weights operands of two formats are promoted. Nothing of the process is
-    changed, but for the time of single products where torch's switches contradict the policy.
+    used as a decorator. Under ``*-mixed`` policies each operation is cast by CUDA's autocast lists,
+    on every device; with 16-bit weights, operands of two dtypes are promoted. Process-wide switches
+    are changed only during single products, and only where they contradict the policy.
 
     Args:
-        policy: What to compute in.
-        model: Whose forward it is for, where the policy's rules speak of the model itself.
-        device: Where it runs; must not refuse the policy.
+        policy: The policy to compute under.
+        model: The model whose forward it is for; needed if a rule matches the model itself.
+        device: The device it runs on.
         on_enter: Called at every entry, before anything is entered.
 
     Raises:
-        PrecisionError: If the device cannot honour the policy. torch.autocast would warn and run
-            in another precision.
+        PrecisionError: If the device cannot honour the policy, where torch.autocast would warn and
+            run in another precision.
     """
 
     def __init__(
@@ -176,8 +171,8 @@ class Autocast:
             self.on_enter()
         with contextlib.ExitStack() as stack:
             if self.policy.rules and self.casts_per_op:
-                # torch.compile else traces the backward under the autocast around the whole graph,
-                # and rounds in the backward of fp32 modules. The patch is this thread's alone.
+                # Otherwise torch.compile traces the backward under the autocast around the whole
+                # graph and so rounds in fp32 modules' backward. The patch is local to this thread.
                 stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
             self._enter_casts(stack, self.pins())
             if self._root_per_op:
@@ -185,36 +180,31 @@ class Autocast:
                 stack.enter_context(torch.autocast(self.device.type, dtype=low))
             _active().append((self, stack.pop_all()))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         entries = _active()
-        # a generator that is resumed late may leave before what was entered after it
+        # not always the last entry: a generator may leave its context after newer ones opened
         last = max(i for i, (context, _) in enumerate(entries) if context is self)
         _, stack = entries.pop(last)
-        stack.__exit__(kind, error, trace)
+        stack.__exit__(*error)
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """The context that a backward needs, whatever is on around it.
+        """The context that a backward needs, whatever contexts surround it.
 
-        fp32 products are pinned, formats that a CPU has no instructions for are simulated, an outer
-        ``torch.autocast``, which would change the precision that was asked for, is off, and what
-        activation checkpointing computes again gets the casts of its first time.
+        It pins fp32 products, simulates formats that a CPU has no instructions for, turns off an
+        outer ``torch.autocast``, which would change the requested precision, and gives what
+        activation checkpointing recomputes the same casts as in the forward.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.pins() or contextlib.nullcontext())
             self._enter_casts(stack, None)
             if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
-                # else autograd runs in a thread of its own, where no mode is entered
+                # autograd would otherwise use its own thread, in which no mode is entered
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
     def pins(self) -> Pins | None:
-        """What must be pinned so that fp32 products are what the policy says; None: nothing."""
+        """The switches to pin so that fp32 products round as the policy says, or None."""
         meant, switches = MEANS[self._rounding], SWITCHES.get(self.device.type, ())
         wrong = tuple(s for s in switches if setting_of(*s) not in meant)
         return Pins(wrong, self._rounding) if wrong else None
@@ -228,11 +218,11 @@ class Autocast:
             stack.enter_context(StoredCasts(policy.compute_dtype, held))
         elif device.type == "cpu" and self.casts_per_op:
             stack.enter_context(AutocastCasts(held))
-        elif held is not None or inside_casts():  # which must not act on what this policy computes
+        elif held is not None or inside_casts():  # shadows outer casts, which are another policy's
             stack.enter_context(OpCasts(held))
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorate a function: every call of it runs inside."""
+        """Decorate a function so that every call of it runs inside the context."""
 
         @wraps(function)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -253,6 +243,6 @@ def _active() -> list[tuple[Autocast, contextlib.ExitStack]]:
 
 
 def active_autocast() -> Autocast | None:
-    """The innermost :class:`Autocast` that this thread is inside of."""
+    """The innermost :class:`Autocast` that this thread has entered, or None."""
     entries = _active()
     return entries[-1][0] if entries else None

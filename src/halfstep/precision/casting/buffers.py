@@ -1,8 +1,8 @@
-"""Buffers that 16 bits would break, and casting a module without breaking them.
+"""Finds buffers that 16 bits would break, and casts a module without breaking them.
 
-``model.to(torch.bfloat16)`` casts buffers too. bf16 tells only 769 of the positions 0 to 4095
-apart, a rotary angle computed from a rounded frequency is wrong by many radians far out, and a
-running mean loses the small updates that it is made of.
+``model.to(torch.bfloat16)`` casts buffers too. But bf16 distinguishes only 769 of the positions 0
+to 4095, a rotary angle computed from a rounded frequency is wrong by many radians at far positions,
+and a running mean loses the small updates that it accumulates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from halfstep.precision.policy.rules import place
 Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
 _SENSITIVE: tuple[Kind, ...] = ("rope", "positions", "running statistics")
 _POSITIONS = 4096
-"""For how many positions the damage to a rotary table is measured."""
+"""The number of positions over which the damage to a rotary table is measured."""
 
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
@@ -46,13 +46,13 @@ class CastReport:
     """What a cast did to one parameter or buffer.
 
     Attributes:
-        name: Its qualified name.
-        from_dtype: Before.
-        to_dtype: After; the same where it was left alone.
+        name: The qualified name of the parameter or buffer.
+        from_dtype: The dtype before.
+        to_dtype: The dtype after; the same if it was not cast.
         max_abs_error: Largest ``|after - before|`` over the elements that stayed finite.
         max_rel_error: Largest ``|after - before| / |before|``, zeros left out; 1 for an underflow.
-        overflowed: Finite numbers that became infinite.
-        underflowed: Numbers that became 0.
+        overflowed: Number of finite elements that became infinite.
+        underflowed: Number of nonzero elements that became 0.
     """
 
     name: str
@@ -65,18 +65,18 @@ class CastReport:
 
 
 def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
-    """What a buffer is for, by its name, its owner and its values.
+    """Guess what a buffer is for, from its name, its owner and its values.
 
     Args:
-        name: Its name, qualified or not.
+        name: The buffer's name, qualified or not.
         tensor: The buffer.
         module: The module that owns it.
 
     Returns:
-        ``"rope"``: frequencies, or tables of cosines and sines, of rotary embeddings.
-        ``"positions"``: position ids and tables of whole numbers. ``"running statistics"``: of
-        norms, and the biases that balance a router's experts. ``"mask"``: booleans, or 0 and a
-        large negative number, or a triangle of ones. ``"other"``.
+        ``"rope"``: frequencies, or cosine and sine tables, of rotary embeddings. ``"positions"``:
+        position ids and tables of integers. ``"running statistics"``: those of norm layers, and
+        the biases that balance a router's experts. ``"mask"``: booleans, or 0 and one large
+        negative number, or a triangle of ones. ``"other"``: anything else.
     """
     own = name.rpartition(".")[2].lower()
     for kind, pattern in _NAMES:
@@ -98,18 +98,16 @@ def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse a model whose sensitive buffers are in 16 bits already: what they lost is gone.
+    """Refuse a model whose sensitive buffers are already in 16 bits, since what they lost is gone.
 
     Raises:
         PrecisionError: Naming the buffer, the damage and what to do.
     """
     require_model(model, "check_buffers(model)")
-    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
     for name, buffer in model.named_buffers():
         if buffer.dtype not in LOW:
             continue
-        owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
-        kind = kind_of_buffer(name, buffer, owner)
+        kind = kind_of_buffer(name, buffer, model.get_submodule(name.rpartition(".")[0]))
         damage = _damage_done(kind, buffer) if kind in _SENSITIVE else ""
         if damage:
             raise PrecisionError(
@@ -127,22 +125,22 @@ def cast_module_(
     keep_fp32: str | Sequence[str] = (),
     buffers: str | Sequence[str] = (),
 ) -> list[CastReport]:
-    """Cast a model's parameters, and only those buffers that are named: a safe ``model.to(dtype)``.
+    """Cast a model's parameters, and buffers only if named: a safe ``model.to(dtype)``.
 
     Args:
         model: Changed in place; its Parameter objects stay the same.
         dtype: torch.bfloat16, torch.float16 or torch.float32, or a name such as ``"bf16"``.
-        keep_fp32: Modules whose parameters are fp32 afterwards and that compute in fp32: patterns
-            as in a policy's rules.
+        keep_fp32: Patterns, as in a policy's rules, of modules that shall store their parameters
+            and compute in fp32.
         buffers: Globs over the qualified names of the buffers to cast as well.
 
     Returns:
-        A report for each floating parameter and buffer, those that were left alone included.
+        A report for each floating parameter and buffer, including those that were not cast.
 
     Raises:
         PrecisionError: If a named buffer holds rotary tables, positions or running statistics, or
-            whole numbers of which one would change; a pattern matches nothing; or for what is no
-            model, no dtype or no pattern. Nothing is changed then.
+            integers of which one would change; if a pattern matches nothing; or if an argument is
+            not a model, dtype or pattern. Nothing is changed then.
     """
     require_model(model, "cast_module_(model)")
     dtype = as_dtype(dtype)
@@ -159,11 +157,10 @@ def cast_module_(
         if not any(fnmatchcase(name, glob) for name in named):
             known = ", ".join(named) or "none"
             raise PrecisionError(f"{glob!r} matches no floating buffer of the model: {known}")
-    owners = {f"{n}.".removeprefix("."): module for n, module in model.named_modules()}
     for name, buffer in named.items():
         wanted[name] = buffer.dtype
         if any(fnmatchcase(name, glob) for glob in buffers):
-            owner = owners[name[: len(name) - len(name.rpartition(".")[2])]]
+            owner = model.get_submodule(name.rpartition(".")[0])
             _require_castable(name, buffer, owner, dtype)
             wanted[name] = dtype
     add_regions_(placed)
@@ -196,7 +193,7 @@ def _require_castable(name: str, buffer: Tensor, owner: nn.Module, dtype: torch.
 
 
 def _damage_done(kind: Kind, buffer: Tensor) -> str:
-    """What 16 bits have made of a buffer; empty for whole numbers that they all hold."""
+    """What 16 bits have done to a buffer, as text; empty if they hold all its integers exactly."""
     if buffer.is_meta:
         return "its values will be rounded"
     eps = torch.finfo(buffer.dtype).eps
@@ -209,7 +206,7 @@ def _damage_done(kind: Kind, buffer: Tensor) -> str:
     if kind == "running statistics":
         return f"updates of less than {eps / 4:g} of a value round to nothing"
     if buffer.dim() == 1:
-        inexact = torch.where(buffer == 1, 0.0, buffer.double())  # the first frequency is 1
+        inexact = torch.where(buffer == 1, 0.0, buffer.double())  # the first frequency, 1, is exact
         half_ulp = torch.frexp(inexact).exponent.double().sub(1).exp2() * eps / 2
         worst = float(torch.where(inexact != 0, half_ulp, 0.0).max()) * _POSITIONS
         return f"at position {_POSITIONS} an angle may be off by {worst:.2g} rad"
@@ -219,7 +216,7 @@ def _damage_done(kind: Kind, buffer: Tensor) -> str:
 
 
 def _damage_to_come(kind: Kind, before: Tensor, after: Tensor) -> str:
-    """What a cast would do to a buffer that is still exact."""
+    """What a cast would do to a buffer that is still exact, as text."""
     form = dtype_name(after.dtype)
     if kind == "positions":
         return f"{_distinct(after)} of {_distinct(before)} positions distinct"
@@ -260,7 +257,7 @@ def _is_whole(values: Tensor) -> bool:
 
 
 def _is_mask(values: Tensor) -> bool:
-    """0 and one large negative number (the smallest in use is -1e4), or a triangle of ones."""
+    """Whether it holds 0 and one large negative number (-1e4 or below), or a triangle of ones."""
     if float(values.max()) == 0 and float(values.min()) <= -1e4:
         return _distinct(values) == 2
     if values.dim() < 2 or values.shape[-1] < 2 or values.shape[-1] != values.shape[-2]:
@@ -269,16 +266,16 @@ def _is_mask(values: Tensor) -> bool:
 
 
 def _is_geometric(values: Tensor) -> bool:
-    """1, r, r^2, ... with r < 1: the frequencies of rotary embeddings (Su et al. 2021, eq. 15)."""
+    """Whether it is 1, r, r^2, ... with r < 1, as rotary frequencies (Su et al. 2021, eq. 15)."""
     if values.dim() != 1 or values.numel() < 3 or float(values[0]) != 1 or float(values.min()) <= 0:
         return False
     ratios = values[1:] / values[:-1]
-    # each value is rounded to at least 8 bits
+    # values may already have been rounded to bf16, which has 8 significant bits
     return float(ratios[0]) < 1 and bool(((ratios / ratios[0] - 1).abs() < 2.0**-7).all())
 
 
 def _is_wave(values: Tensor) -> bool:
-    """Columns cos(p w) or sin(p w) for p = 0, 1, ...: x[p+1] = 2 cos(w) x[p] - x[p-1]."""
+    """Whether columns are cos(p w) or sin(p w), where x[p+1] = 2 cos(w) x[p] - x[p-1]."""
     table = values.reshape(-1, values.shape[-1])
     if values.dim() < 2 or table.shape[0] < 4 or float(table.abs().max()) > 1:
         return False
@@ -287,5 +284,5 @@ def _is_wave(values: Tensor) -> bool:
         return False
     cosine = torch.where(first == 1, table[1], (1 - table[1].square()).sqrt())
     rest = table[2:] - (2 * cosine * table[1:-1] - table[:-2])
-    # three numbers of 8 bits or more, the middle one times 2 cos(w)
+    # the rounding error of three values of at least 8 bits, one of them times 2 cos(w)
     return bool((rest.abs() < 2.0**-6).all())

@@ -1,4 +1,4 @@
-"""Cast values and modules between formats."""
+"""Casts values and modules between formats."""
 
 from __future__ import annotations
 
@@ -19,28 +19,23 @@ from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import (
-    PlacedModel,
-    Placement,
-    place,
-    root_is_fp32,
-)
+from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
-# A constant to ``torch.compile``, which in torch 2.11 cannot trace the question. Its decorator for
-# that, assume_constant_result, would import the compiler: as long as torch itself.
+# A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
+# for that, assume_constant_result, imports the compiler, which takes as long as importing torch.
 WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor inside ``value``; leave all else as it is.
+    """Cast every floating-point tensor inside ``value``; leave everything else as it is.
 
     Args:
-        value: A tensor, or lists, tuples (named too), mappings and dataclasses of such, nested.
+        value: A tensor, or nested lists, tuples (also named), mappings and dataclasses of tensors.
         dtype: The floating dtype to cast to.
 
     Returns:
-        The same structure. Tensors that have the dtype already are the same objects.
+        The same structure. Tensors that already have the dtype are the same objects.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -50,7 +45,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(cast_floating(item, dtype) for item in value)
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
-    if isinstance(value, dict):  # a copy keeps what a subclass holds besides its items
+    if isinstance(value, dict):  # a copy keeps a subclass's attributes
         result = copy.copy(value)
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
@@ -67,30 +62,23 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.dtype]) -> None:
-    """Cast every floating parameter in place: the Parameter objects stay the same.
+    """Cast every floating parameter in place, to one dtype or to a dtype by name.
 
     Buffers keep their dtype: tables and running statistics lose their meaning in 16 bits.
-
-    Args:
-        module: Its parameters are cast.
-        dtype: One for all, or one for each by name: see
-            :meth:`halfstep.precision.policy.rules.PlacedModel.dtypes`.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            if parameter.dtype != wanted:  # a sharded one has it already, or is refused before
+            if parameter.dtype != wanted:  # true of no sharded one: check_cast refuses those
                 parameter.data = parameter.data.to(wanted)
 
 
 def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Store and compute as a policy and its rules say, in place, without an optimizer.
+    """Convert a model in place to a policy's formats, rules included, without an optimizer.
 
-    For evaluation and generation; training does it by :class:`halfstep.Precision`. Run the model
-    under :func:`around_model`.
-
-    Raises:
-        PrecisionError: As :func:`halfstep.precision.policy.rules.place`; nothing is changed then.
+    For evaluation and generation inside an :class:`Autocast`; for training,
+    :class:`halfstep.Precision` converts. If
+    :func:`~halfstep.precision.policy.rules.place` refuses the rules, nothing is changed.
     """
     placed = place(policy, model)
     if policy.casts == "module":  # as FSDP2 gathers them
@@ -102,11 +90,7 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 @torch.no_grad()
 def upcast_(parameters: Iterable[Tensor]) -> int:
-    """Convert parameters of less than 32 bits to fp32 in place, with their gradients.
-
-    Returns:
-        The bytes that this adds.
-    """
+    """Convert 16-bit parameters and gradients to fp32 in place; return the bytes that this adds."""
     added = 0
     for parameter in parameters:
         gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
@@ -120,7 +104,7 @@ def upcast_(parameters: Iterable[Tensor]) -> int:
 
 
 class CastInputs:
-    """A forward pre-hook: floating inputs of a module with 16-bit weights to the compute dtype."""
+    """A forward pre-hook that casts a 16-bit module's floating inputs to the compute dtype."""
 
     __name__ = "CastInputs"  # torch.export asks every hook for one
 
@@ -129,64 +113,47 @@ class CastInputs:
         self.dtype = dtype
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the arguments to call the module with."""
+        """Return the cast arguments, with which torch calls the module."""
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
-class CastOutputs:
-    """A forward hook: floating outputs to the output dtype, fp32, so that the loss is an island."""
-
-    __name__ = "CastOutputs"
-
-    def __init__(self, policy: PrecisionPolicy) -> None:
-        self.policy = policy
-
-    def __call__(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Give the output to return to the caller."""
-        return cast_floating(output, self.policy.output_dtype)
+def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook that casts floating outputs to fp32, so that the loss is computed in fp32."""
+    return cast_floating(output, torch.float32)
 
 
-class CastRecurrentInputs:
-    """A forward pre-hook of LSTM, GRU and RNN: floating inputs to the format of the weights."""
-
-    __name__ = "CastRecurrentInputs"
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the arguments to call the layer with."""
-        dtype = next(layer.parameters()).dtype
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of LSTM, GRU and RNN that casts floating inputs to the weights' dtype."""
+    dtype = next(layer.parameters()).dtype
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
 def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
-    """Make ``model(...)`` take and give what its callers are used to: fp32 comes out.
+    """Make ``model(...)`` accept floating inputs of any dtype and return fp32.
 
-    Modules that the policy's rules place otherwise than what calls them get a
-    :class:`FormatRegion`. Recurrent layers of 16 bits get their inputs in their own format, which
-    torch asks for before any operation runs.
-
-    Returns:
-        The hooks' handles; ``remove()`` undoes each. Regions go with :func:`remove_regions_`, all
-        of it with :func:`give_back_`.
+    A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`.
+    16-bit recurrent layers get inputs in the weights' dtype, which torch checks before any
+    operation. The returned handles remove single hooks; :func:`give_back_` removes everything.
     """
     policy, module, handles = placed.policy, placed.model, []
     add_regions_(placed)
     if policy.param_dtype != torch.float32:
         for part in module.modules():
             if isinstance(part, nn.RNNBase):
-                hook = CastRecurrentInputs()
-                handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+                hook = part.register_forward_pre_hook(cast_recurrent_inputs, with_kwargs=True)
+                handles.append(hook)
         dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
         inputs = CastInputs(policy, dtype)
         handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
     if policy.compute_dtype != torch.float32:
-        handles.append(module.register_forward_hook(CastOutputs(policy)))
+        handles.append(module.register_forward_hook(cast_outputs))
     return handles
 
 
 class Region:
-    """Stands as ``forward`` in a module's own attributes, around the module's own forward.
+    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
 
-    Unlike a pair of hooks it cannot be left by an interrupt with the context still on, holds no
+    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
     state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
     its module; parameters, buffers and the keys of ``state_dict`` are untouched.
     """
@@ -208,16 +175,16 @@ class Region:
 
 
 class FormatRegion(Region):
-    """The forward of a module that rules place in another format than what is around it.
+    """The forward of a module whose format, by a rule, differs from that of the module around it.
 
-    In fp32: floating inputs are cast to fp32, autocast is off, and floating outputs are cast to
-    what the surroundings compute in. Under a 16-bit policy that is the compute dtype. Under
-    ``*-mixed`` outputs stay fp32: autocast casts operands of products itself, and sums, as of a
-    residual stream, keep their bits; CUDA's autocast does the same after an operation of its fp32
-    list. Nothing here asks which operation or device it is, so dtypes are the same on CPU and CUDA.
+    A module kept in fp32: floating inputs are cast to fp32, autocast is off, and floating outputs
+    are cast to the surrounding format. With 16-bit weights that is the compute dtype. Under
+    ``*-mixed`` outputs stay fp32: autocast itself casts operands of products, and sums such as a
+    residual stream keep their bits; CUDA's autocast does the same after an operation of its fp32
+    list. Nothing here depends on the operation or device, so dtypes are equal on CPU and CUDA.
 
-    Back in the policy's own format, inside of an fp32 module: inputs are cast to the compute dtype
-    or autocast is on again, and outputs are cast to fp32.
+    A module in the policy's own format inside an fp32 module: inputs are cast to the compute dtype
+    or autocast is turned on again, and outputs are cast to fp32.
     """
 
     def __init__(self, policy: PrecisionPolicy, placement: Placement) -> None:
@@ -229,7 +196,7 @@ class FormatRegion(Region):
         self.autocast = None if placement.fp32 or not policy.casts_per_op else compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward in its format."""
+        """Run the module's own forward in the region's format."""
         if self.inputs is not None:
             args, kwargs = cast_floating(args, self.inputs), cast_floating(kwargs, self.inputs)
         with self._context(_device_type(self.module, args, kwargs)):
@@ -246,16 +213,8 @@ class FormatRegion(Region):
         return nullcontext()
 
 
-def around_model(policy: PrecisionPolicy, model: nn.Module, device: torch.device) -> Autocast:
-    """The context for a model's forward and loss; what its rules ask of modules is in its regions.
-
-    Where a rule keeps the model itself in fp32, operation-wise casts are off outside of its
-    submodules too.
-
-    Raises:
-        PrecisionError: If the device cannot honour the policy.
-    """
-    return Autocast(policy, model, device)
+around_model = Autocast
+"""The name by which evaluation and generation use :class:`Autocast`."""
 
 
 def autocast(
@@ -268,11 +227,11 @@ def autocast(
     Args:
         policy: A policy, its name, field string or ``.toml`` file.
         device: Where the forward runs, such as ``"cpu"``.
-        model: Needed where a policy says how weights are stored or has rules for modules. It must
-            be as the policy says already; nothing of it is changed.
+        model: Needed if the policy has 16-bit weights or rules for modules. It must already be in
+            the policy's formats; it is not changed.
 
     Raises:
-        PrecisionError: If the device cannot honour the policy, or a context alone cannot.
+        PrecisionError: If the device cannot honour the policy, or the model does not fit it.
 
     Example:
         >>> with autocast("bf16-mixed", "cpu"):
@@ -299,7 +258,7 @@ def autocast(
 
 
 def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse a model whose weights or modules are not as the policy says."""
+    """Refuse a model whose weights or modules are not in the policy's formats."""
     placed = place(policy, model)
     cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
     if policy.param_dtype != torch.float32:
@@ -319,7 +278,7 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Where a module computes: with its parameters, or where its arguments are."""
+    """The type of device a module computes on: that of its parameters, else of its arguments."""
     for tensor in module.parameters():
         return tensor.device.type
     for value in (*args, *kwargs.values()):
@@ -329,15 +288,15 @@ def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook that does nothing, for torch to see that a module's call matters.
+    """A forward pre-hook that does nothing but keep torch from skipping a module's call.
 
-    ``TransformerEncoderLayer`` in evaluation else hands the weights of its submodules to one fused
-    kernel and calls none of them.
+    Without a hook, ``TransformerEncoderLayer`` in evaluation passes its submodules' weights to one
+    fused kernel and calls none of them.
     """
 
 
 def add_regions_(placed: PlacedModel) -> None:
-    """Make every module compute as the policy's rules say; earlier rules' regions go."""
+    """Make every module compute as the policy's rules say; existing regions are removed first."""
     remove_regions_(placed.model)
     for placement in placed.regions:
         module = placement.module
@@ -347,7 +306,7 @@ def add_regions_(placed: PlacedModel) -> None:
 
 
 def remove_regions_(model: nn.Module) -> None:
-    """Give every module its own forward back."""
+    """Restore every module's own forward."""
     for module in model.modules():
         while isinstance(region := module.__dict__.get("forward"), Region):
             del module.forward
@@ -360,41 +319,37 @@ def remove_regions_(model: nn.Module) -> None:
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
-    kinds = CastInputs | CastOutputs | CastRecurrentInputs | Region
-    return isinstance(value, kinds) or value is keep_fused_paths_off
+    plain = (cast_outputs, cast_recurrent_inputs, keep_fused_paths_off)
+    return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
 
 
 def give_back_(model: nn.Module) -> None:
-    """Take everything off a model that :func:`cast_at_border` has put on it, regions included."""
+    """Remove everything that :func:`cast_at_border` has put on a model, regions included."""
     remove_regions_(model)
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(hook, CastInputs | CastOutputs | CastRecurrentInputs):
+                if is_cast(hook):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-# What torch's own wrappers around a model do to its weights and gradients, held to the policy.
+# Checks that torch's wrappers around a model treat weights and gradients as the policy says.
 #
 # A wrapper has formats of its own: FSDP2 gathers weights in its ``param_dtype`` and sums gradients
 # in its ``reduce_dtype``, whatever the policy says; DDP sums ``parameter.grad``, which masters and
-# buffers have taken away by then. None of them tells.
+# buffers have already taken over by then. None of them warns.
 
 
 def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse a model that is wrapped to compute or to sum otherwise than the policy says.
-
-    Raises:
-        PrecisionError: Naming the wrapper, what it does, and what to do.
-    """
-    moves_on = policy.has_masters or policy.update != "nearest"  # gradients, as they are finished
+    """Refuse a model whose wrapper computes or sums gradients in other formats than the policy."""
+    moves_on = policy.has_masters or policy.update != "nearest"  # gradients do
     for name, module in model.named_modules():
         what = name or "the model"
         if hasattr(module, "_fsdp_wrapped_module"):
             raise PrecisionError(
                 f"{what} is a FullyShardedDataParallel (FSDP1), whose flat parameters do not say "
-                "which part a rank holds, so that norms cannot be told; use "
+                "which part a rank holds, so norms cannot be computed; use "
                 "torch.distributed.fsdp.fully_shard"
             )
         if isinstance(module, DistributedDataParallel) and moves_on:
@@ -406,7 +361,7 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     if policy.loss_scale.calibrate and sharded:
         raise PrecisionError(
-            "init_scale=auto tries scales on each rank by itself, and ranks that share the "
+            "init_scale=auto tries scales on each rank separately, and ranks that share the "
             "parameters of one model would add gradients of different scales; use init_scale=65536"
         )
     found = dict(fsdp_modules(model))
@@ -424,7 +379,7 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
 
 
 def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
-    """Hold one module's ``MixedPrecisionPolicy`` to the policy."""
+    """Refuse one module's FSDP2 ``MixedPrecisionPolicy`` if it contradicts the policy."""
     gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
     summed = getattr(casts, "reduce_dtype", None) or gathered
     output = getattr(casts, "output_dtype", None) or torch.float32
@@ -451,5 +406,5 @@ def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
 
 
 def _written(policy: PrecisionPolicy, wanted: torch.dtype) -> str:
-    """``param_dtype`` as it is written: None means as stored."""
+    """``param_dtype`` as the user must write it; None there means "as stored"."""
     return str(wanted) if policy.casts == "module" else "None"

@@ -1,11 +1,10 @@
 """Pins how fp32 products round their operands, for as long as one runs and no longer.
 
-torch lets fp32 products round to tf32 or bf16 by switches of the whole process (and cuDNN
-convolutions use tf32 unless told not to), so that "fp32" alone does not say what runs. Where the
-switches say what the policy means, nothing is touched. Where they contradict it they are set for
-the time of a single product, or of a backward, and put back: they are no thread's own, so the less
-time the better. While two threads want the same they share; while they want different things, one
-waits.
+Process-wide switches of torch let fp32 products round their operands to tf32 or bf16 (and cuDNN
+convolutions use tf32 unless told not to), so "fp32" alone does not say what runs. Where the
+switches agree with the policy, nothing is touched. Where they contradict it, they are set for a
+single product or backward and then restored: as all threads share them, the shorter the better.
+Threads that want the same value share it; if they want different values, one waits.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +24,7 @@ SWITCHES: dict[str, tuple[Switch, ...]] = {
 setting_of = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
 MEANS = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}
-"""The settings with which fp32 products round their operands so."""
+"""The settings of a switch that mean this rounding of the operands of fp32 products."""
 
 
 class Pins:
@@ -53,12 +51,7 @@ class Pins:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for switch in reversed(self.switches):
             _holders[switch].give_back()
 
@@ -71,7 +64,7 @@ class _Level:
 
 
 class _Holder:
-    """One switch: at which value it is held, by whom, and what it goes back to."""
+    """One switch: the value it is held at, the threads that hold it, and the value to restore."""
 
     def __init__(self, switch: Switch) -> None:
         self.switch = switch
@@ -101,7 +94,7 @@ class _Holder:
         me = threading.get_ident()
         with self.changed:
             self.threads[me] -= 1
-            self.threads += Counter()  # drops those that hold nothing
+            self.threads += Counter()  # drops threads whose count is 0
             level = self.levels[-1]
             level.count -= 1
             if level.count == 0:
@@ -111,10 +104,10 @@ class _Holder:
 
 
 def _own_setting(switch: Switch) -> str:
-    """What a switch was set to itself: ``"none"`` where it follows the one above it.
+    """What a switch itself was set to: ``"none"`` where it inherits its parent's setting.
 
-    The settings form a tree, and reading one gives what holds. Where the one above differs, the
-    switch was set itself; where it does not, the one above is moved to see who follows.
+    The settings form a tree, and reading one gives the effective value. If the parent's differs,
+    the switch was set itself; if not, the parent is changed for a moment to see whether it follows.
     """
     backend, _ = switch
     above = (backend, "all")

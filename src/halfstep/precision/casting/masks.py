@@ -1,4 +1,4 @@
-"""Attention masks that survive the format they are added in.
+"""Attention masks that keep their meaning in the format in which they are added.
 
 A mask is added to the scores before the softmax. Three constants go wrong: the lowest number of the
 format, which becomes -inf as soon as two masks are added (a row of -inf is NaN after the softmax);
@@ -14,7 +14,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_floating, as_number
 from halfstep.precision.policy.policy import dtype_name
 
-# The smallest number that libraries write for "masked" in an added mask.
+# The smallest magnitude that libraries use for "masked" in an additive mask.
 # Source: google-research/bert, modeling.py, attention_layer: (1.0 - attention_mask) * -10000.0
 _MASKED = -1e4
 _SHOWN = 3
@@ -25,12 +25,12 @@ def mask_value(dtype: str | torch.dtype) -> float:
 
     It is the most negative number m that can be added twice to any score s of half the format's
     range, ``|s| <= max / 2``, and stay finite: ``s + 2 m >= -max / 2 - 2 max / 4 = -max``. A
-    quarter is exact in binary. Next to a score t that is not masked its softmax is exactly 0 where
-    ``exp(s + m - t)`` underflows in fp32, that is for ``s - t < max / 4 - 104``: scores between
-    -8000 and 8000 in fp16, and any in bf16 and fp32 that training ever sees.
+    quarter is exact in binary. Beside an unmasked score t, the masked score's softmax is exactly 0
+    if ``exp(s + m - t)`` underflows in fp32, that is if ``s - t < max / 4 - 104``. This holds for
+    scores between -8000 and 8000 in fp16, and in bf16 and fp32 for all that occur in training.
 
     Args:
-        dtype: A floating dtype, or its name: of the scores that the mask is added to.
+        dtype: The floating dtype, or its name, of the scores that the mask is added to.
 
     Raises:
         PrecisionError: If it is not floating.
@@ -45,21 +45,21 @@ def mask_value(dtype: str | torch.dtype) -> float:
 def check_mask(
     mask: Tensor | float, *, what: str = "attention mask", dtype: str | torch.dtype | None = None
 ) -> None:
-    """Refuse a mask that makes NaN, or that means something else in the scores' format.
+    """Refuse a mask that would cause NaN, or that changes its meaning in the scores' dtype.
 
-    ``-inf`` is taken as it is meant; where a whole row has it, the row is refused.
+    ``-inf`` is allowed, unless a whole row has it.
 
     Args:
         mask: Shape (..., S), its last dim the keys. Booleans as in
-            ``torch.nn.functional.scaled_dot_product_attention`` (True takes part); floating is
-            added to the scores. Or the constant alone that a mask is filled with.
-        what: Its name in the message.
-        dtype: Of the scores, or its name, if it is not the mask's own.
+            ``torch.nn.functional.scaled_dot_product_attention`` (True takes part); a floating mask
+            is added to the scores. Or just the constant that a mask is filled with.
+        what: The mask's name in the message.
+        dtype: The dtype of the scores, or its name, if it is not the mask's own.
 
     Raises:
         PrecisionError: For NaN, numbers beyond the dtype, numbers that become infinite when two
-            such masks are added, and rows in which everything is masked (at or below -1e4); for
-            what is no mask and no floating dtype.
+            such masks are added, and rows in which everything is masked (at or below -1e4); or if
+            an argument is not a mask or not a floating dtype.
     """
     if not isinstance(mask, Tensor):
         mask = as_number(mask, "check_mask(mask)", "a tensor, or the number it is filled with")
@@ -97,7 +97,7 @@ def check_mask(
 
 
 def _check_rows(masked: Tensor, what: str) -> None:
-    """Refuse rows in which all is masked; a mask without dims has none."""
+    """Refuse rows in which every element is masked; a 0-dim mask has no rows."""
     if not masked.dim() or not masked.shape[-1]:
         return
     rows = masked.all(dim=-1)

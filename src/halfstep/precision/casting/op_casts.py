@@ -1,13 +1,13 @@
-"""Applies the op table: modes through which every torch function passes while they are entered.
+"""Applies the op table by torch function modes, which intercept every torch call while entered.
 
 :class:`AutocastCasts` makes a CPU under ``torch.autocast`` compute in the formats of CUDA's
-autocast. :class:`StoredCasts` promotes operands of two formats under 16-bit weights. Both stand
+autocast. :class:`StoredCasts` promotes operands of two dtypes under 16-bit weights. Both act
 above autograd and autocast, as ``x.float()`` written by hand would, so gradients come back in the
-format of what was cast, and checkpointing and ``torch.compile`` see the casts as part of the model.
+dtype before the cast, and checkpointing and ``torch.compile`` see the casts as part of the model.
 
-A mode of this kind sees the functions that Python calls, not what a function written in C++ calls
-inside; for those torch's own autocast remains underneath. A function of torch that is written in
-Python (``F.multi_head_attention_forward``, ``Tensor.backward``) is run with the mode still on.
+Such a mode sees the functions that Python calls, but not what a function written in C++ calls
+inside; there torch's own autocast still applies. A function of torch that is written in Python
+(``F.multi_head_attention_forward``, ``Tensor.backward``) is run with the mode still on.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Function = Callable[..., Any]
 _NO_16_BITS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _RUNS_BACKWARD = frozenset(
     {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-)  # in one call, whose products no mode sees one by one
+)  # a backward is one call, inside which no mode sees single products
 _entered = threading.local()
 
 
 class OpCasts(TorchFunctionMode):
-    """Casts nothing itself; pins how fp32 products round where the process says otherwise.
+    """A mode that casts nothing, but pins how fp32 products round where torch's switches differ.
 
-    Enter an instance once, and make a new one for each entry. Of nested ones only the innermost
-    acts.
+    An instance can be entered only once; make a new one for each entry. Of nested modes only the
+    innermost acts.
 
     Args:
-        pins: The switches to hold while a product runs; None where they are right as they are.
+        pins: The switches to hold while a product runs; None if they are already right.
     """
 
     table: Mapping[Function, str] = {}
@@ -84,7 +84,7 @@ class OpCasts(TorchFunctionMode):
                 return found
         plain = type(func) is not FunctionType or func in LEAVES
         if self.covered or (plain and cast is None and self.pins is None):
-            # most calls, a model's every view and shape: as short as can be
+            # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
         if cast is not None and self.is_on():
@@ -98,11 +98,11 @@ class OpCasts(TorchFunctionMode):
         return self._inside(func, args, kwargs)
 
     def looks_inside(self, func: Function) -> bool:
-        """Whether the calls that a function written in Python makes matter here."""
+        """Whether the mode must see the calls that a function written in Python makes."""
         return self.pins is not None
 
     def is_on(self) -> bool:
-        """Whether the table applies now."""
+        """Whether the mode's table applies now."""
         return False
 
     def runs_kernels(self) -> bool:
@@ -110,22 +110,22 @@ class OpCasts(TorchFunctionMode):
         return False
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of the table."""
+        """Run a function of the table with its arguments cast."""
         raise NotImplementedError
 
     def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The operands of a product, while the table does not apply."""
+        """The operands to use for a product while the table does not apply."""
         return args, kwargs
 
     def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function as it is."""
+        """Run a function without casts, and a product with the pins held."""
         if self.pins is None or func not in PRODUCTS:
             return func(*args, **kwargs)
         with self.pins:
             return func(*args, **kwargs)
 
     def _inside(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of torch written in Python, and have its calls pass through here too."""
+        """Run a torch function written in Python so that its calls pass through this mode too."""
         body = body_of(func)
         if body is None or func in self._running:
             return func(*args, **kwargs)
@@ -142,12 +142,12 @@ class OpCasts(TorchFunctionMode):
 
 
 class AutocastCasts(OpCasts):
-    """CUDA's lists on a CPU, while ``torch.autocast("cpu")`` is on."""
+    """Applies CUDA's autocast lists on a CPU while ``torch.autocast("cpu")`` is on."""
 
     table = AUTOCAST_ON_CPU
 
     def is_on(self) -> bool:
-        """Whether autocast is on: not in fp32 regions, nor in a backward but for recomputation."""
+        """Whether autocast is on: not in fp32 regions; in a backward only for recomputation."""
         return torch.is_autocast_enabled("cpu")
 
     def runs_kernels(self) -> bool:
@@ -155,13 +155,13 @@ class AutocastCasts(OpCasts):
         return self.is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
     def looks_inside(self, func: Function) -> bool:
-        """Not while autocast is off, but that a backward may compute a part again with it on."""
+        """Whether autocast is on, or the function is a backward, which may recompute with it on."""
         return self.pins is not None or self.is_on() or func in _RUNS_BACKWARD
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function with its operands in the format of its list."""
         if kwargs.get("out") is not None or cast == "product":
-            # autocast leaves out= alone on CUDA as well; products it casts by itself
+            # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
             return self.call(func, args, kwargs)
         if cast == "into_self":
             return self.call(func, *_into_self(args, kwargs))
@@ -177,25 +177,26 @@ class AutocastCasts(OpCasts):
                 result = func(*args, **kwargs)
                 return _cast(result, found.pop()) if len(found) == 1 else result
             args, kwargs = _cast((args, kwargs), _widest(found), on_cpu=True)
-            with torch.autocast("cpu", enabled=False):  # what it is made of is not cast again
+            with torch.autocast("cpu", enabled=False):  # its inner operations are not cast again
                 return self.call(func, args, kwargs)
         args, kwargs = _cast((args, kwargs), to, on_cpu=True)
         return self.call(func, args, kwargs)
 
     def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """In a backward, 16-bit gradients meet fp32 tensors that a Function of the user's saved.
+        """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
 
-        Their product runs in 16 bits, as it would under ``torch.amp.custom_bwd``.
+        Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
         """
         if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
             found = _formats((args, kwargs), on_cpu=True)
             if len(found) == 2 and torch.float32 in found:
-                return _cast((args, kwargs), min(found, key=_bytes), on_cpu=True)  # type: ignore[no-any-return]
+                low = min(found, key=lambda dtype: dtype.itemsize)
+                return _cast((args, kwargs), low, on_cpu=True)  # type: ignore[no-any-return]
         return args, kwargs
 
 
 class StoredCasts(OpCasts):
-    """The promotion of operands of two formats under a policy with 16-bit weights.
+    """Promotes operands of two dtypes to one under a policy with 16-bit weights.
 
     Args:
         compute: The policy's compute dtype.
@@ -209,7 +210,7 @@ class StoredCasts(OpCasts):
         self.compute = compute
 
     def is_on(self) -> bool:
-        """Always: where formats agree, most of the table does nothing."""
+        """Always True: where all operands have one dtype, most of the table does nothing."""
         return True
 
     def runs_kernels(self) -> bool:
@@ -217,11 +218,11 @@ class StoredCasts(OpCasts):
         return self.compute == torch.bfloat16
 
     def looks_inside(self, func: Function) -> bool:
-        """Always, since operands of two formats may meet there as well."""
+        """Always True, since operands of two dtypes may meet there as well."""
         return True
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with its operands in one format, where they have several."""
+        """Run a function with its operands promoted to one dtype if they have several."""
         if cast in ("loss", "fp32"):
             return self.call(func, *_low_to_fp32((args, kwargs)))
         if cast == "into_self":
@@ -241,8 +242,8 @@ class StoredCasts(OpCasts):
         elif cast == "widest":
             to = _widest(found)
         elif cast == "statistics":
-            # (input, weight, bias, running mean, running variance): those are written in place, and
-            # torch would write 16-bit ones of an fp32 norm into a copy; alone it refuses them
+            # (input, weight, bias, running mean, running variance): a norm writes the last two in
+            # place, which a cast would turn into writing a copy; 16-bit ones torch itself refuses
             first, rest = args[:3], args[3:]
             kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
             if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):
@@ -256,7 +257,7 @@ class StoredCasts(OpCasts):
 
 
 def inside_casts() -> bool:
-    """Whether this thread is inside of any mode of this file."""
+    """Whether this thread has entered any mode of this file."""
     return bool(_modes())
 
 
@@ -271,7 +272,7 @@ def _modes() -> list[OpCasts]:
 
 
 def _formats(value: Any, *, on_cpu: bool = False) -> set[torch.dtype]:
-    """The floating dtypes in arguments; of what autocast may touch, with ``on_cpu``."""
+    """The floating dtypes in arguments; with ``on_cpu``, only of tensors that autocast casts."""
     found: set[torch.dtype] = set()
     _collect(value, found, on_cpu)
     return found
@@ -289,33 +290,30 @@ def _collect(value: Any, found: set[torch.dtype], on_cpu: bool) -> None:
             _collect(item, found, on_cpu)
 
 
-def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
-    """Cast floating tensors in arguments; of those that autocast may touch, with ``on_cpu``."""
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A function's arguments with ``change`` applied to every tensor in them."""
     if isinstance(value, Tensor):
-        if value.dtype == to or not value.is_floating_point():
-            return value
-        if on_cpu and (value.dtype == torch.float64 or value.device.type != "cpu"):
-            return value
-        return value.to(to)
+        return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)([_cast(item, to, on_cpu=on_cpu) for item in value])
+        return type(value)([_mapped(item, change) for item in value])
     if type(value) is dict:
-        return {key: _cast(item, to, on_cpu=on_cpu) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     return value
+
+
+def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
+    """Cast floating tensors in arguments; with ``on_cpu``, only those that autocast casts."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if on_cpu and (tensor.dtype == torch.float64 or tensor.device.type != "cpu"):
+            return tensor
+        return tensor.to(to) if tensor.is_floating_point() else tensor
+
+    return _mapped(value, change)
 
 
 def _low_to_fp32(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW else value
-    if type(value) is tuple or type(value) is list:
-        return type(value)([_low_to_fp32(item) for item in value])
-    if type(value) is dict:
-        return {key: _low_to_fp32(item) for key, item in value.items()}
-    return value
-
-
-def _bytes(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+    return _mapped(value, lambda tensor: tensor.float() if tensor.dtype in LOW else tensor)
 
 
 def _widest(found: set[torch.dtype]) -> torch.dtype:
@@ -332,10 +330,10 @@ def _into_self(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
 def _with_finite_mask(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Attention's arguments with a float mask cast so that large numbers stay finite.
+    """Attention's arguments with a floating mask cast so that finite values stay finite.
 
-    The smallest fp32 number, which masks are made of, is -inf in 16 bits, and a row of nothing but
-    -inf has a softmax of NaN. What is -inf already stays so.
+    The lowest fp32 number, which many masks hold, becomes -inf in 16 bits, and the softmax of a row
+    of -inf is NaN. Elements that are -inf already stay so.
     """
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
     if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.dtype == dtype:
@@ -355,7 +353,7 @@ _PLAIN = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 @cache
 def _overrides_nothing(kind: type) -> bool:
-    """Whether a type of tensor leaves functions of torch as they are."""
+    """Whether a tensor class leaves ``__torch_function__`` as torch defines it."""
     override = getattr(kind, "__torch_function__", None)
     known = (_PLAIN, torch._C._disabled_torch_function_impl)
     return getattr(override, "__func__", override) in known
@@ -368,14 +366,14 @@ LEAVES: frozenset[Function] = frozenset(
         *(torch.Tensor.split, torch.Tensor.unflatten, torch.split, torch.broadcast_tensors),
     }
 )
-"""Functions written in Python that models call often, with nothing of the table inside."""
+"""Functions written in Python that models call often and that call no function of the table."""
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _bodies: dict[Function, Function | None] = {}
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a function, but that no argument and no mode overrides anything."""
+    """A function's globals, except that ``has_torch_function`` and its variants answer no."""
 
     def __init__(self, real: dict[str, Any]) -> None:
         super().__init__(dict.fromkeys(_CHECKS, _nothing_overrides))
@@ -390,10 +388,10 @@ def _nothing_overrides(*_: Any) -> bool:
 
 
 def body_of(func: Function) -> Function | None:
-    """A function of torch whose calls pass through a mode; None for one that never asks for modes.
+    """A copy of a torch function that runs its own code under a mode; None if none is needed.
 
-    Such a function asks ``has_torch_function`` before all else and hands itself to the mode, so
-    that its own code never runs under one. The copy gets "no" for an answer and goes on.
+    A torch function written in Python first calls ``has_torch_function`` and, if a mode is on,
+    passes itself to the mode instead of running its body. In the copy that check answers no.
     """
     if func not in _bodies:
         body = None

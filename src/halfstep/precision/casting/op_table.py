@@ -3,8 +3,8 @@
 ``torch.autocast`` keeps a table per device, in C++, and the two differ: CUDA's sends ``softmax``,
 ``pow`` and ``layer_norm`` to fp32, the CPU's leaves them in 16 bits. Here CUDA's documented lists
 are written down once; ``op_casts.py`` applies them on a CPU, so that a laptop
-computes in the formats of a GPU. Under policies with 16-bit weights, where nothing is cast
-operation by operation, the second half of the table says what becomes of operands of two formats.
+computes in the formats of a GPU. Policies with 16-bit weights cast nothing operation by operation;
+for them the second half of the table says how operands of two dtypes are promoted.
 
 An operation has one name here and many spellings in Python (``torch.softmax``, ``x.softmax``,
 ``torch.nn.functional.softmax``, ``torch.special.softmax``); they are derived, never listed.
@@ -30,18 +30,18 @@ Function = Callable[..., Any]
 # --- *-mixed: fp32 weights, operands cast operation by operation ----------------------------------
 
 AUTOCAST: dict[Cast, tuple[str, ...]] = {
-    # Operands in the compute dtype, and so is the result.
+    # Operands are cast to the compute dtype, which the result has too.
     "half": (
         *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
         *("linalg_multi_dot", "linalg_vecdot", "matmul", "__rmatmul__", "mm", "mv", "prelu"),
         *("_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
-        # cuDNN's kernels of whole layers take 16 bits under autocast too
+        # cuDNN's kernels for whole recurrent layers also take 16 bits under autocast
         *("gru", "lstm", "rnn_relu", "rnn_tanh"),
         "scaled_dot_product_attention",
     ),
-    # 16-bit operands as fp32, and an fp32 result.
+    # 16-bit operands are cast to fp32, and the result is fp32.
     "fp32": (
         *("acos", "arccos", "asin", "arcsin", "cosh", "erfinv", "exp", "expm1", "log", "log10"),
         *("log1p", "log2", "reciprocal", "__rdiv__", "__rtruediv__", "rsqrt", "sinh", "tan"),
@@ -62,13 +62,13 @@ AUTOCAST: dict[Cast, tuple[str, ...]] = {
         *("nll_loss", "nll_loss2d", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
         "triplet_margin_loss",
     ),
-    # Operands of several formats in the widest of them.
+    # Operands of several dtypes are cast to the widest of them.
     "widest": (
         *("addcdiv", "addcmul", "atan2", "arctan2", "bilinear", "cat", "cross", "dot"),
         *("grid_sampler", "grid_sample", "index_put", "scatter_add", "stack", "tensordot", "vdot"),
     ),
-    # In none of CUDA's lists, but in the CPU's: computed in fp32 there, and rounded to the format
-    # of the input, as CUDA's own kernels do.
+    # These are in none of CUDA's lists but in the CPU's, which computes them in fp32: the result is
+    # rounded to the dtype of the input, as CUDA's own kernels do.
     "as_given": (
         *("adaptive_avg_pool3d", "adaptive_max_pool3d", "avg_pool3d", "max_pool3d"),
         *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d"),
@@ -80,20 +80,20 @@ AUTOCAST: dict[Cast, tuple[str, ...]] = {
 # --- 16-bit weights: nothing is cast where formats agree ------------------------------------------
 
 MIXED: dict[Mixed, tuple[str, ...]] = {
-    # Operands of several formats, one of them the compute dtype: all in the compute dtype.
+    # Operands of several dtypes, one of them the compute dtype: all are cast to that.
     "product": (
         *(name for name in AUTOCAST["half"]),
         *("bilinear", "dot", "inner", "tensordot", "vdot", "embedding_bag", "linear_cross_entropy"),
         *("sparse_mm", "sparse_addmm", "spmm"),
     ),
-    # The same where the norm updates running statistics, which stay the tensors that they are.
+    # Operands of several dtypes: 16-bit ones are cast to fp32, but not the running statistics.
     "statistics": ("batch_norm", "instance_norm", "native_batch_norm"),
-    # Operands of several formats: in fp32, with an fp32 result.
+    # Operands of several dtypes are cast to fp32, and the result is fp32.
     "norm": (
         *("group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm"),
         *("cosine_similarity", "dist", "pairwise_distance"),
     ),
-    # No 16-bit kernels, or none on every device: 16-bit operands as fp32, and an fp32 result.
+    # Some device has no 16-bit kernel: 16-bit operands are cast to fp32, and the result is fp32.
     "fp32": (
         *("cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "geqrf"),
         *("histogram", "histogramdd", "inverse", "logdet", "lu", "lu_solve", "nanquantile"),
@@ -111,8 +111,8 @@ MIXED: dict[Mixed, tuple[str, ...]] = {
         *("fft_ifft2", "fft_ifftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "fft_irfft"),
         *("fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn"),
     ),
-    # The loss functions of torch: 16-bit operands as fp32, always, and an fp32 result. In bf16 a
-    # loss has 8 bits; in fp16 the loss scale of 65536 is itself infinite.
+    # torch's loss functions: 16-bit operands are always cast to fp32, and the result is fp32. A
+    # bf16 loss has only 8 bits, and in fp16 the loss scale of 65536 is itself infinite.
     "loss": (
         *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss"),
         *("cross_entropy", "cross_entropy_loss", "ctc_loss", "gaussian_nll_loss"),
@@ -121,14 +121,14 @@ MIXED: dict[Mixed, tuple[str, ...]] = {
         *("multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss"),
         *("soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss"),
     ),
-    # torch refuses operands of several formats: all in the widest of them.
+    # torch refuses operands of several dtypes: all are cast to the widest of them.
     "widest": (
         *("cartesian_prod", "cross", "grid_sample", "grid_sampler", "grid_sampler_2d"),
         *("grid_sampler_3d", "heaviside", "index_add", "index_copy", "index_put", "index_reduce"),
         *("lerp", "linalg_cross", "masked_scatter", "meshgrid", "put", "scatter", "scatter_add"),
         *("scatter_reduce", "allclose", "isclose"),
     ),
-    # The same in place: the result has the format of the tensor that is written.
+    # The same in place: operands are cast to the dtype of the tensor that is written.
     "into_self": (
         *("__setitem__", "addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "index_add_"),
         *("index_copy_", "index_put_", "index_reduce_", "lerp_", "masked_scatter_", "put_"),
@@ -153,11 +153,7 @@ _NAMESPACES: tuple[tuple[Any, str], ...] = (
 
 
 def spellings(name: str) -> Iterator[tuple[str, Function]]:
-    """Every Python function that runs an operation of the table, with its path.
-
-    Args:
-        name: ``"softmax"``; ``"linalg_solve"`` is ``torch.linalg.solve``.
-    """
+    """Every Python function that runs the operation ``name``, with its path."""
     for space, prefix in _NAMESPACES:
         for spelled in {name, name.removeprefix(prefix)}:
             found = getattr(space, spelled, None)
@@ -167,20 +163,17 @@ def spellings(name: str) -> Iterator[tuple[str, Function]]:
 
 
 def functions(names: Iterable[str]) -> Iterator[Function]:
-    """Every Python spelling of operations of the table."""
+    """Every Python function that runs one of the named operations."""
     for name in names:
         for _, function in spellings(name):
             yield function
 
 
-def _native_on_cpu() -> frozenset[str]:
-    """Operations that the CPU's own autocast casts: it also keeps the cast copies of weights."""
-    key = "AutocastCPU"
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in names)
-
-
-NATIVE_ON_CPU = _native_on_cpu()
+NATIVE_ON_CPU = frozenset(
+    name.removeprefix("aten::").partition(".")[0]
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+)
+"""Operations that torch's CPU autocast casts itself, and whose cast weights it caches."""
 AUTOCAST_ON_CPU: dict[Function, Cast] = {
     function: cast
     for cast, names in AUTOCAST.items()
@@ -188,10 +181,10 @@ AUTOCAST_ON_CPU: dict[Function, Cast] = {
     if name not in NATIVE_ON_CPU or cast == "as_given" or name == "grid_sampler"
     for _, function in spellings(name)
 }
-"""What is left to do for a CPU whose own autocast is on. It widens ``grid_sampler`` always."""
+"""What torch's CPU autocast leaves to do. It always widens ``grid_sampler``, so that is here."""
 _CAST_ANYWAY = frozenset(name for names in AUTOCAST.values() for name in names)
-# What torch refuses under autocast, on every device: a source of another format than the tensor
-# that it is written into, and products of two formats in the backward of a Function of the user's.
+# torch's autocast refuses, on every device, a source whose dtype differs from the tensor that it is
+# written into, and products of two dtypes in the backward of a user's Function.
 AUTOCAST_ON_CPU |= {f: "product" for f in functions(AUTOCAST["half"]) if f not in AUTOCAST_ON_CPU}
 AUTOCAST_ON_CPU |= {
     f: "widest" for f in functions(n for n in MIXED["widest"] if n not in _CAST_ANYWAY)
@@ -201,7 +194,7 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
     function: mixed
     for mixed, names in MIXED.items()
     for function in functions(names)
-    # F.batch_norm has its arguments in another order; it calls torch.batch_norm
+    # F.batch_norm, whose argument order differs, calls torch.batch_norm
     if mixed != "statistics" or not isinstance(function, FunctionType)
 }
 _MULTIPLIES = (
@@ -210,4 +203,4 @@ _MULTIPLIES = (
     *(name for name in MIXED["into_self"] if name.startswith(("add", "badd"))),
 )
 PRODUCTS: frozenset[Function] = frozenset(functions(_MULTIPLIES))
-"""Whatever multiplies matrices in fp32 and so obeys torch's switches for tf32 and bf16."""
+"""Functions that multiply fp32 matrices and so obey torch's switches for tf32 and bf16."""

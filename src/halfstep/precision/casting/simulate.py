@@ -1,11 +1,11 @@
-"""16-bit products on a CPU without instructions for them: fp32 products with 16-bit rounding.
+"""Simulates 16-bit products on a CPU without instructions for them, by fp32 products.
 
 torch multiplies fp16 matrices on most CPUs with scalar code, and bf16 ones too where the processor
 has no bf16 instructions. Inside :func:`simulated_fp16` (or :func:`simulated_bf16`) every matrix
-product, convolution and attention over fp16 (bf16) CPU tensors runs instead as: operands to fp32
-(exact), the fp32 kernel, the result rounded once to 16 bits. That is what a tensor core does:
-16-bit operands, exact products, fp32 accumulation, one rounding. So fp16 overflows to inf at 65520
-and is 0 below 2^-25, and only the order of the fp32 additions differs from torch's own kernel.
+product, convolution and attention over fp16 (bf16) CPU tensors instead converts its operands to
+fp32 (exactly), runs the fp32 kernel, and rounds the result once to 16 bits. A tensor core does the
+same: 16-bit operands, exact products, fp32 accumulation, one rounding. So fp16 overflows to inf at
+65520 and is 0 below 2^-25; only the order of fp32 additions differs from torch's own kernel.
 
 Attention differs in one more place: the fp32 kernel does not round the softmax probabilities to
 16 bits between its two products.
@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 
-# Operators whose 16-bit CPU kernels are scalar. All floating outputs take the operands' dtype, but
-# attention returns its log-sum-exp in fp32 (output 1), which must stay so for the backward.
+# Operators whose 16-bit CPU kernels are scalar. Their floating outputs have the operands' dtype,
+# except attention's log-sum-exp (output 1), which must stay fp32 for the backward.
 _PRODUCTS = frozenset(
     {
         _aten.mm.default,
@@ -43,7 +43,7 @@ _PRODUCTS = frozenset(
         _aten.addr.default,
         _aten.convolution.default,
         _aten.convolution_backward.default,
-        # Fused layers of torch.nn: whole in fp32, rounded at their end.
+        # Fused layers of torch.nn: they run wholly in fp32 and are rounded at their end.
         _aten._native_multi_head_attention.default,
         _aten._transformer_encoder_layer_fwd.default,
         _aten.mkldnn_rnn_layer.default,
@@ -69,14 +69,14 @@ def _is_other_floating(value: object, dtype: torch.dtype) -> bool:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is defined by other operators, whose kernels are the ones to replace."""
-    if func.namespace == "prim":  # a question, as of a tensor's device, that no kernel answers
+    """Whether an operator is composed of other operators, whose kernels are to be replaced."""
+    if func.namespace == "prim":  # a query such as a tensor's device, which runs no kernel
         return False
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _map(values: Any, when: torch.dtype, to: torch.dtype) -> Any:
-    """Convert every tensor of dtype ``when`` in a flat or once nested argument list."""
+    """Convert every tensor of dtype ``when``, in nested argument lists too, to dtype ``to``."""
     if isinstance(values, Tensor):
         return values.to(to) if values.dtype == when else values
     if isinstance(values, tuple | list):
@@ -106,7 +106,7 @@ class SimulatedProducts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # modes that cast have had the call already, and what follows is no call of the model's
+        # the casting modes have already seen this call; what it runs is not the model's own call
         with torch._C.DisableTorchFunction():
             return self.run(func, args, kwargs or {})
 
@@ -117,9 +117,9 @@ class SimulatedProducts(TorchDispatchMode):
         if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
             return func(*args, **kwargs)
         if func in _PRODUCTS and any(_is_other_floating(arg, low) for arg in args):
-            return func(*args, **kwargs)  # torch refuses operands of two dtypes; so be it
+            return func(*args, **kwargs)  # torch refuses operands of two dtypes, here too
         if not rerouted:
-            # Without gradients a composite such as linear arrives whole: take it apart.
+            # Without gradients a composite such as linear arrives whole, so decompose it.
             with self:
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts

@@ -1,1 +1,1 @@
-"""Weights that lose nothing: masters, how gradients reach them, and exact rounding."""
+"""Master weights: how they are kept, how gradients reach them, and how they are rounded."""

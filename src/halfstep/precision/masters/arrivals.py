@@ -1,17 +1,17 @@
 """How gradients arrive in ``p.grad``: unscaled, and added up in the policy's format.
 
 A backward of ``loss * S`` gives every gradient times S. Here it is divided by S again before it
-reaches ``p.grad``, so that what can be seen between two lines of a training loop is the gradient:
-clipping, masks, noise, norms and hooks on parameters need not know of the scale. S is a power of
-two and p.grad fp32, so the division is exact.
+reaches ``p.grad``, so that the training loop always sees the true gradient there: clipping, masks,
+noise, norms and hooks on parameters need not know the scale. S is a power of two and p.grad fp32,
+so the division is exact.
 
-Gradients of 16-bit weights stay 16 bit after one backward, as autograd made them, and become fp32
-when a second one is about to be added. Under fp16 they are fp32 from the start: unscaled, fp16
-could not hold them; and so are those of parameters with hooks of the user's, which may multiply
-them by an fp32 mask. Between two backwards ``p.grad`` takes a tensor of any format.
+Gradients of 16-bit weights stay 16-bit after one backward, as autograd made them, and become fp32
+when a second one is about to be added. Under fp16 they are fp32 from the start, because fp16 could
+not hold them unscaled; so are those of parameters with user hooks, which may multiply them by an
+fp32 mask. Between two backwards ``p.grad`` accepts a tensor of any dtype.
 
-A loss may reach leaves that are not the model's: an image that is attacked or painted, a module
-that another optimizer trains. Their gradients are unscaled too, for the time of the backward.
+A loss may also reach leaves that are not the model's: an image that is optimised, or a module that
+another optimizer trains. Their gradients are unscaled too, by hooks that last for the backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,66 +30,63 @@ from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, loca
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.scaling.calibrate import graph_leaves
 
-# Thread to 1 / S of the backward that it runs: a loss may reach models of another Precision.
+# Thread id to 1 / S of the backward it runs. Global, as a loss may reach another Precision's model.
 _RUNNING: dict[int, float] = {}
 
 
 def is_running(device: torch.device) -> bool:
     """Whether this thread runs a backward of some Precision, or works for one, as on CUDA.
 
-    Args:
-        device: Of what is computed. A CPU's part of a backward runs in the thread that called it.
+    On a CPU a backward runs in the thread that called it; on CUDA autograd uses its own thread.
     """
     return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
 
 
 class _Unscale:
-    """A hook of a parameter: the arriving gradient times 1 / S of the backward that made it."""
+    """A parameter hook that multiplies the arriving gradient by 1 / S of its backward."""
 
     __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
 
     def __init__(self, widens: bool) -> None:
-        self.widens = widens  # gradients that arrive add up in fp32
-        self.inverse: float | None = None  # of a backward of the parameter's own Precision
+        self.widens = widens  # whether gradients are accumulated in fp32
+        self.inverse: float | None = None  # 1 / S, while the parameter's own Precision runs one
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         inverse = self.inverse
         if inverse is None:
             inverse = _RUNNING.get(threading.get_ident())
-        if inverse is None and is_running(gradient.device):  # on CUDA, in a thread of its own
+        if inverse is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
             inverse = next(iter(_RUNNING.values()), None)
         return None if inverse is None or inverse == 1.0 else gradient * inverse
 
 
 class Arrivals:
-    """The parameters of one Precision, as receivers of gradients."""
+    """Controls how the parameters of one Precision receive their gradients."""
 
     def __init__(self, policy: PrecisionPolicy, model: nn.Module) -> None:
-        """Ask whether FSDP2 sets the gradients of sharded parameters.
+        """Find out whether FSDP2 sets the gradients of sharded parameters.
 
-        Args:
-            policy: In which format gradients add up, and whether they are scaled.
-            model: FSDP2 computes with parameters of its own, and writes ``p.grad`` of the sharded
-                ones past autograd, so that no hook of theirs runs.
+        FSDP2 computes with parameters of its own and writes ``p.grad`` of the sharded ones without
+        autograd, so hooks on those do not run.
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
         self._scaled = policy.loss_scale.kind != "none"
         self._unscale = _Unscale(self._widens)
         self._handles: list[RemovableHandle] = []
-        self._low: list[nn.Parameter] = []  # whose gradients add up in fp32
-        self._received: list[nn.Parameter] = []  # of 16 bits, by autograd
+        self._low: list[nn.Parameter] = []  # 16-bit ones whose gradients are accumulated in fp32
+        self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
         self._sharded: list[nn.Parameter] = []
         self._left: list[tuple[nn.Parameter, int, int]] = []
 
     def watch(self, parameter: nn.Parameter) -> None:
-        """Let a trainable parameter, in its final dtype, receive as the policy says."""
+        """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
         sharded = self._by_fsdp and is_sharded(parameter)
         if sharded:
             self._sharded.append(parameter)
         if parameter.dtype in LOW:
             gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = None  # of any format
+            parameter.grad_dtype = None  # lets ``grad`` have any dtype
             if self._widens:
                 self._low.append(parameter)
                 gradient = None if gradient is None else gradient.float()
@@ -97,7 +94,7 @@ class Arrivals:
                 self._received.append(parameter)
             parameter.grad = gradient
         if self._scaled and not sharded:
-            for number in _hooks_of(parameter):  # that another Precision has put there
+            for number in _hooks_of(parameter):  # left by another Precision
                 parameter._backward_hooks.pop(number)  # type: ignore[union-attr]
             self._handles.append(self._hook(parameter))
 
@@ -108,12 +105,9 @@ class Arrivals:
 
     @contextmanager
     def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The context of a backward of ``loss * scale``.
+        """The context for a backward of ``loss * scale``, for these inputs or for all leaves.
 
-        Args:
-            scale: A power of two.
-            loss: Whose graph is searched for leaves that are not the model's.
-            inputs: What alone gets a gradient; none: all leaves.
+        The graph of the loss is searched for leaves that are not the model's.
         """
         wide = self._prepare(scale)
         leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
@@ -143,13 +137,15 @@ class Arrivals:
                 _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
 
     def _prepare(self, scale: float) -> list[Tensor]:
-        """Make what is there ready for more to be added by autograd; return what gets fp32."""
+        """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
                 parameter.grad = parameter.grad.float()
         wide: list[Tensor] = []
         for parameter in self._received:
-            if (self._widens and parameter.dtype == torch.float16) or _has_hooks(parameter):
+            # torch requires that what a user's hook returns has the gradient's dtype
+            hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
+            if (self._widens and parameter.dtype == torch.float16) or hooked:
                 wide.append(_widened(parameter))
         if scale != 1.0:
             _multiply_gradients_(self._sharded, scale)
@@ -160,12 +156,7 @@ class Arrivals:
     ) -> list[RemovableHandle]:
         """Unscale gradients of leaves that are not the model's; widen those of another Precision.
 
-        Args:
-            leaves: All that a loss reaches.
-            wide: What gets fp32; what is widened here is appended.
-
-        Returns:
-            Hooks of leaves that no Precision unscales already.
+        Widened leaves are appended to ``wide``; leaves that no Precision unscales get hooks.
         """
         handles = []
         for leaf in leaves:
@@ -177,15 +168,15 @@ class Arrivals:
         return handles
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember how a backward has left the gradients."""
+        """Remember the gradients as a backward has left them."""
         self._left = [(p, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
         self._left.sort(key=lambda left: left[0].numel())
 
     def cleared(self) -> bool:
-        """Whether all gradients that the last backward has left were dropped or set to zero.
+        """Whether all gradients left by the last backward were since dropped or set to zero.
 
-        On a CPU one is looked at, the smallest, even where torch knows of no write to it, as
-        ``p.grad.data.zero_()`` is none; on a GPU that would have the host wait.
+        ``p.grad.data.zero_()`` does not change the version counter, so on a CPU the values are
+        checked even without a counted write; on a GPU that would make the host wait.
         """
         for parameter, identity, version in self._left:
             gradient = parameter.grad
@@ -200,13 +191,13 @@ class Arrivals:
         return bool(self._left)
 
     def release(self) -> None:
-        """Remove the hooks from all parameters; gradients that are there stay."""
+        """Remove the hooks from all parameters; present gradients stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def close(self) -> None:
-        """Let parameters take gradients as torch's do, in the format of the weight."""
+        """Make parameters receive gradients as usual in torch, in the dtype of the weight."""
         self.release()
         for parameter in {*self._low, *self._received}:
             gradient, parameter.grad = parameter.grad, None
@@ -216,18 +207,13 @@ class Arrivals:
 
 
 def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
-    """The hooks that unscale a tensor's gradient, by their numbers: one, or none."""
+    """The hook that unscales a tensor's gradient, by its id; empty if it has none."""
     hooks: dict[int, Any] = tensor._backward_hooks or {}
     return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a user has hooked the gradient: torch holds what a hook returns to its dtype."""
-    return len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
-
-
 def _widened(parameter: Tensor) -> Tensor:
-    """Let autograd give a parameter fp32 gradients, and make the one that is there fp32."""
+    """Make autograd give a parameter fp32 gradients, and convert a present one to fp32."""
     gradient, parameter.grad = parameter.grad, None
     parameter.grad_dtype = torch.float32
     parameter.grad = None if gradient is None else gradient.float()
@@ -236,21 +222,18 @@ def _widened(parameter: Tensor) -> Tensor:
 
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
     for tensor in tensors:
-        gradient = tensor.grad if tensor.is_leaf else _gradient_inside(tensor)
+        with nullcontext() if tensor.is_leaf else warnings.catch_warnings():
+            if not tensor.is_leaf:  # torch warns where an activation has no gradient yet
+                warnings.simplefilter("ignore", UserWarning)
+            gradient = tensor.grad
         if gradient is not None:
             local_part(gradient).mul_(factor)
 
 
-def _gradient_inside(activation: Tensor) -> Tensor | None:
-    with warnings.catch_warnings():  # torch warns where an activation has no gradient yet
-        warnings.simplefilter("ignore", UserWarning)
-        return activation.grad
-
-
 def _move_first(parameter: Tensor, number: int) -> None:
-    """Let a hook run before the user's, which then see the gradient unscaled.
+    """Make a hook run before the user's, so that those see the unscaled gradient.
 
-    torch calls them in the order in which the dict was filled.
+    torch calls hooks in the insertion order of the dict.
     """
     hooks = parameter._backward_hooks
     assert hooks is not None

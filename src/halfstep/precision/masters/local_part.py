@@ -1,13 +1,13 @@
-"""What this rank holds of a sharded parameter: the plain tensor that the optimizer updates.
+"""This rank's part of a sharded parameter, as the plain tensor that the optimizer updates.
 
-FSDP2 and tensor parallelism store a parameter as DTensor: a global shape, and on every rank a part.
-An update is element by element, so a rank can take it on its part alone, with any optimizer, any
-way of keeping masters and any kernel; mixed lists of DTensors and plain tensors, which torch's
-foreach and fused optimizers and its clipping refuse, never come about. A part is a plain parameter
-over the memory of the DTensor's local tensor.
+FSDP2 and tensor parallelism store a parameter as a DTensor: a global shape, and a part on every
+rank. An update is element-wise, so a rank can apply it to its part alone, with any optimizer, any
+rounding mode and any kernel. It also avoids mixed lists of DTensors and plain tensors, which
+torch's foreach and fused optimizers and its clipping refuse. A part is a plain parameter over the
+memory of the DTensor's local tensor.
 
-A DTensor is known here by what it can do, since importing ``torch.distributed.tensor`` takes longer
-than the rest of halfstep.
+A DTensor is recognised by its attributes, since importing ``torch.distributed.tensor`` takes
+longer than the rest of halfstep.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: sharded, or replicated over a mesh."""
+    """Whether a tensor is a DTensor: sharded, or replicated over a mesh."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank, detached, in the same memory; a plain tensor is itself."""
+    """A DTensor's part on this rank, detached, in the same memory; or the plain tensor itself."""
     if not is_sharded(tensor):
         return tensor
     local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> int:
-    """How many ranks hold different parts of it: 1 for a plain or replicated tensor."""
+    """How many ranks hold different parts of a tensor: 1 for a plain or replicated one."""
     if not is_sharded(tensor):
         return 1
     dtensor: Any = tensor
@@ -44,8 +44,8 @@ def parts_of(tensor: Tensor) -> int:
 def local_gradient(weight: Tensor) -> Tensor | None:
     """A finished gradient's part on this rank, in the same memory.
 
-    One that is placed otherwise than its weight, as a partial sum, is brought there first and
-    stays there. Every rank must ask for the same weight at the same time.
+    A gradient placed differently from its weight, such as a partial sum, is redistributed first
+    and stays so. That is a collective: all ranks must ask for the same weight at the same time.
     """
     gradient: Any = weight.grad
     if gradient is None or not is_sharded(gradient):
@@ -57,7 +57,7 @@ def local_gradient(weight: Tensor) -> Tensor | None:
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that ``fully_shard`` (FSDP2) was called on, by name, and its state of each."""
+    """The modules that ``fully_shard`` (FSDP2) was called on, by name, with FSDP2's state."""
     for name, module in model.named_modules():
         state_of = getattr(module, "_get_fsdp_state", None)
         if callable(state_of):
@@ -65,10 +65,10 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Drop weights that FSDP2 still holds gathered from a forward without a backward.
+    """Drop weights that FSDP2 still holds gathered after a forward without a backward.
 
-    They are copies that no update reaches, stand in the sharded parameters' places, and the next
-    forward would take them as they are.
+    They are copies that no update reaches; they replace the sharded parameters, and the next
+    forward would use them as they are.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     for name, _ in fsdp_modules(model):
@@ -76,7 +76,7 @@ def reshard_(model: nn.Module) -> None:
 
 
 def place_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor that is placed as a parameter is; a plain one is itself."""
+    """This rank's part as a DTensor placed like ``parameter``; unchanged if that is plain."""
     if not is_sharded(parameter):
         return local
     dtensor: Any = parameter

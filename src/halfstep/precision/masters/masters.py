@@ -1,17 +1,17 @@
-"""Who owns the weights that the optimizer updates, and where their gradients are.
+"""Master weights: the tensors that optimizers update in place of the model's parameters.
 
 With 16-bit weights an update smaller than half the gap between neighbouring numbers rounds to
-nothing: at 1.0 the bf16 gap is 2^-7, so 100 updates of 1e-3 leave 1.0. Either an fp32 copy, the
-master, takes the updates, and the 16-bit weight is rounded from it after every step; or one of
-halfstep's optimizers keeps beside the weight what it cannot hold.
+nothing: at 1.0 the bf16 gap is 2^-7, so after 100 updates of 1e-3 the weight is still 1.0.
+Therefore either an fp32 copy, the master, is updated, and the 16-bit weight is rounded from it
+after every step; or one of halfstep's optimizers stores the lost bits beside the weight.
 
-What a user can see stays the truth all the while:
+What a user sees between steps is always valid:
 
 * Gradients are in ``p.grad`` of the model's own parameters (``arrivals.py``).
 * The optimizers' groups and states hold the model's own parameters. Masters, and this rank's parts
-  of sharded parameters, stand in their places only while an optimizer steps (:meth:`installed`).
-* A weight that was written in place is the weight: its master takes the value over before it is
-  used (:meth:`take_written_`).
+  of sharded parameters, replace them only while an optimizer steps (:meth:`installed`).
+* A weight that was written in place counts: its master adopts the value before it is used
+  (:meth:`take_written_`).
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
 """
@@ -45,38 +45,28 @@ from halfstep.precision.policy.policy import LOW, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.scaling.gradients import multiply_
 
-# Elements that are compared at a time: a rounded copy of them stays in the caches.
+# Number of elements compared at a time: small enough that their rounded copy stays in the caches.
 _CHUNK = 2**15
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One trainable parameter.
+    """One trainable parameter and the tensor that the optimizer updates for it."""
 
-    Attributes:
-        name: Its name in the model.
-        parameter: The model's own, which holds the gradient.
-        target: What the optimizer updates: the parameter itself, this rank's part of it in the
-            same memory, or an fp32 master.
-        dtype: Of the parameter.
-        copied: Whether the target is an fp32 master, to be rounded into the parameter.
-        sharded: Whether the parameter is a DTensor.
-        held: Whether an optimizer has it.
-        keeper: The optimizer that keeps what 16 bits cannot hold, or None.
-    """
-
-    name: str
-    parameter: nn.Parameter
+    name: str  # its name in the model
+    parameter: nn.Parameter  # the model's own, which holds the gradient
+    # the tensor that the optimizer updates: the parameter itself, this rank's part of it in the
+    # same memory, or an fp32 master
     target: nn.Parameter
-    dtype: torch.dtype
-    copied: bool
-    sharded: bool
-    held: bool
-    keeper: KeepsMasters | None
+    dtype: torch.dtype  # of the parameter
+    copied: bool  # whether the target is an fp32 master, to be rounded into the parameter
+    sharded: bool  # whether the parameter is a DTensor
+    held: bool  # whether an optimizer holds it
+    keeper: KeepsMasters | None  # the optimizer that keeps the bits lost by 16 bits, or None
 
     @property
     def visible(self) -> Tensor:
-        """What the model computes with on this rank."""
+        """The tensor that the model computes with on this rank."""
         return (local_part(self.parameter) if self.sharded else self.parameter).detach()
 
     @property
@@ -85,24 +75,20 @@ class Weight:
         return local_gradient(self.parameter) if self.sharded else self.parameter.grad
 
     def require_unconverted(self) -> None:
-        """Refuse a parameter that was converted or moved since it was taken in.
-
-        Raises:
-            PrecisionError: Naming it, what it is now and what it was.
-        """
+        """Refuse a parameter that was converted or moved since it was taken in."""
         parameter, device = self.parameter, self.target.device
         if parameter.dtype == self.dtype and parameter.device == device:
             return
         raise PrecisionError(
             f"{self.name} is {dtype_name(parameter.dtype)} on {parameter.device} now, and was "
-            f"{dtype_name(self.dtype)} on {device} when Precision took it: the model was "
-            "converted or moved since (model.to, .half, .float, .cuda). Do that first, then make "
+            f"{dtype_name(self.dtype)} on {device} when Precision took it: the model was since "
+            "converted or moved (model.to, .half, .float, .cuda). Do that first, then make "
             "the optimizer and Precision"
         )
 
 
 class MasterWeights:
-    """All that is trained, by the model's names, and its way from the gradient to the weight."""
+    """All trained parameters of a model, and the steps from their gradients to their weights."""
 
     def __init__(self, placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
         """Cast the model in place to the policy's weights, and keep what the cast loses.
@@ -110,7 +96,7 @@ class MasterWeights:
         Args:
             placed: The policy and the model, whose Parameter objects stay the same objects; only
                 their storage changes.
-            optimizers: Those of halfstep take the policy's rounding and format of moments.
+            optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
 
         Raises:
             PrecisionError: If an optimizer was made for other formats than the policy's; nothing
@@ -127,13 +113,13 @@ class MasterWeights:
         self._model = model
         self._optimizers = optimizers
         self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
-        self._settled: set[int] = set()  # ids of held parameters that have nothing more to wait for
+        self._settled: set[int] = set()  # ids of held parameters that have been adopted
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
         self._installed = False
         self.handles: list[RemovableHandle] = []
-        """Hooks of the optimizers, to be removed with this."""
-        # those that cannot be given gradients and look for them in ``grad``
+        """Optimizer hooks, to be removed together with this object."""
+        # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
         self._looking = [o for o in optimizers if not takes_gradients(o)]
         self._hooks = StepHooks() if policy.has_masters else None
         for optimizer in optimizers:
@@ -144,21 +130,21 @@ class MasterWeights:
         if policy.keeps_more_than_weights:
             self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
         self._adopt_all(placed)
-        if policy.param_dtype != torch.float32:  # what is frozen, or no optimizer's
+        if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
 
-    # What is trained
+    # Which parameters are trained
 
     def adopt(self) -> None:
-        """Take in parameters that have become trainable or have come to an optimizer.
+        """Adopt parameters that have become trainable or were added to an optimizer.
 
-        Those that are 16 bit by then start from their 16-bit values; others are cast.
+        Those that are already 16-bit start from their 16-bit values; others are cast.
 
         Raises:
             PrecisionError: If an optimizer was given a tensor that is not the model's, or a
                 parameter was converted since it was taken in.
         """
-        self._install(False)  # in case that a load of a state has raised half-way
+        self._install(False)  # in case loading a state has raised half-way
         settled = self._settled
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
         for weight in self._weights.values():
@@ -168,7 +154,7 @@ class MasterWeights:
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeepsMasters):
                 self._take_in(optimizer)
-        with torch.inference_mode(False):  # a master made inside could never be updated
+        with torch.inference_mode(False):  # a master made in inference mode cannot be updated
             self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
         strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
         if strangers:
@@ -217,7 +203,7 @@ class MasterWeights:
         return Weight(name, parameter, target, dtype, copied, sharded, parameter in held, keeper)
 
     def _held(self) -> dict[Tensor, KeepsMasters | None]:
-        """The optimizers' parameters, as the model has them, and whether one keeps masters."""
+        """The model's parameters that optimizers hold, each with its optimizer if that is ours."""
         found: dict[Tensor, KeepsMasters | None] = {}
         for optimizer in self._optimizers:
             keeper = optimizer if isinstance(optimizer, KeepsMasters) else None
@@ -227,7 +213,7 @@ class MasterWeights:
         return found
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizers update, by the model's names: masters, parts or parameters."""
+        """The tensors that the optimizers update, by name: masters, local parts or parameters."""
         return {weight.name: weight.target for weight in self._current()}
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
@@ -235,7 +221,7 @@ class MasterWeights:
         return self._to_parameter.get(target, target)
 
     def _take_in(self, optimizer: Any) -> None:
-        """Let groups that came to one of halfstep's optimizers be kept as the policy says."""
+        """Set the policy's rounding mode and moments on groups added to halfstep's optimizers."""
         for group in optimizer.param_groups:
             if group["update"] is None:
                 group["update"] = self._policy.update
@@ -246,10 +232,9 @@ class MasterWeights:
 
     @contextmanager
     def installed(self, yes: bool = True) -> Iterator[None]:
-        """Inside, the optimizers' groups and states hold targets in the parameters' places.
+        """Inside the context, the optimizers' groups and states hold targets, not parameters.
 
-        Args:
-            yes: False gives the parameters back meanwhile, for code of the user's.
+        With False they hold the parameters there, for the user's code.
         """
         before = self._installed
         self._install(yes)
@@ -267,7 +252,7 @@ class MasterWeights:
             return
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                # in place: some optimizers hold on to the list itself
+                # in place, because some optimizers keep a reference to the list itself
                 group["params"][:] = [table.get(p, p) for p in group["params"]]
             states = [(table.get(p, p), state) for p, state in optimizer.state.items()]
             optimizer.state.clear()
@@ -277,13 +262,9 @@ class MasterWeights:
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
     ) -> dict[nn.Parameter, Tensor]:
-        """Target to finished gradient on this rank, of those that have one.
+        """This rank's finished gradient of each target that has one.
 
-        Args:
-            targets: These alone; None: all that the optimizers hold, in their order.
-
-        Raises:
-            PrecisionError: If a parameter was converted or moved since it was taken in.
+        The targets are those given, or all that the optimizers hold, in their order.
         """
         if targets is None:
             parameters = [*self._held()]
@@ -301,7 +282,7 @@ class MasterWeights:
         return found
 
     def replace(self, gradients: Gradients) -> None:
-        """Set finished gradients by target: the sums over all ranks; others keep theirs."""
+        """Set the gradients of these targets to their sums over all ranks."""
         for target, gradient in gradients.items():
             parameter = self._to_parameter.get(target, target)
             if parameter.dtype in LOW and self._policy.grad_dtype != torch.float32:
@@ -309,16 +290,16 @@ class MasterWeights:
             parameter.grad = place_like(gradient, parameter)
 
     def trains(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether any of some tensors is a parameter that an optimizer holds."""
+        """Whether any of these tensors is a parameter that an optimizer holds."""
         found = (self._weights.get(tensor) for tensor in tensors)
         return any(weight is not None and weight.held for weight in found)
 
     def note(self) -> None:
-        """Remember how a backward has left the gradients: see :meth:`Arrivals.cleared`."""
+        """Remember the gradients as a backward has left them: see :meth:`Arrivals.cleared`."""
         self.arrivals.note(weight.parameter for weight in self._weights.values() if weight.held)
 
     def clear(self) -> None:
-        """Forget the gradients of all that the optimizers hold."""
+        """Drop the gradients of all parameters that the optimizers hold."""
         for parameter in self._held():
             parameter.grad = None
             target = self._to_target.get(parameter)
@@ -327,24 +308,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_written_(self) -> None:
-        """Let masters take over what was written into the model's weights.
+        """Make masters adopt what the user wrote into the model's weights.
 
-        Where the weight is not its rounded master, it was written by somebody else. Beside a
-        remainder no comparison is needed: see :func:`rounding.join`. Weights
-        that ``model.load_state_dict`` has changed are taken as they are, remainders dropped.
+        A weight that differs from its rounded master was written by the user. With a remainder no
+        comparison is needed: see :func:`rounding.join`. Weights that ``model.load_state_dict`` has
+        changed are adopted exactly, and their remainders dropped.
         """
         for weight in self._weights.values():
-            self._take_(weight)
+            if weight.keeper is None and not weight.copied:
+                continue
+            if self._was_loaded(weight):
+                self._set_(weight, weight.visible)
+            elif weight.copied:
+                _follow_(weight.target.detach(), weight.visible)
         self._loaded.before.clear()
-
-    def _take_(self, weight: Weight) -> None:
-        """Let what stands behind one weight take over what was written into it."""
-        if weight.keeper is None and not weight.copied:
-            return
-        if self._was_loaded(weight):
-            self._set_(weight, weight.visible)
-        elif weight.copied:
-            _follow_(weight.target.detach(), weight.visible)
 
     def _was_loaded(self, weight: Weight) -> bool:
         before = self._loaded.before
@@ -352,13 +329,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_all_(self) -> None:
-        """Take every weight exactly as it is, and drop what lies behind it."""
+        """Adopt every weight exactly as it is: its master equals it, its remainder is dropped."""
         for weight in self._weights.values():
             self._set_(weight, weight.visible)
         self._loaded.before.clear()
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
-        """Let a weight, or its master, stand for a value of any floating dtype."""
+        """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
         keeper = self._keeper(weight)
         if keeper is None:
             weight.target.copy_(value)
@@ -367,7 +344,7 @@ class MasterWeights:
                 keeper.write_master_(weight.target, value.float())
 
     def update_(self, gradients: Gradients, factor: float) -> None:
-        """Let the optimizers step with the gradients times ``factor``, down to the weights."""
+        """Step the optimizers with the gradients times ``factor``, and round masters to weights."""
         hooks = self._hooks
         with self.installed():
             self.hand_over(self._looking, gradients, factor)
@@ -376,7 +353,7 @@ class MasterWeights:
         self.push_(gradients)
 
     def _step(self, gradients: Gradients, factor: float) -> None:
-        """Step: those that take them with these gradients times ``factor``, others as they are."""
+        """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one checks for itself
             for keeper in self._optimizers:
                 if isinstance(keeper, KeepsMasters):
@@ -391,9 +368,9 @@ class MasterWeights:
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
     ) -> None:
-        """Let ``target.grad`` be the gradient times ``factor``, in a format the optimizer takes.
+        """Set ``target.grad`` to the gradient times ``factor``, in a dtype the optimizer accepts.
 
-        What has to be widened is widened one by one, and the 16-bit gradient freed.
+        Gradients that must be widened are widened one by one, each freeing its 16-bit original.
         """
         given: list[Tensor] = []
         for optimizer in optimizers:
@@ -414,7 +391,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def push_(self, targets: Mapping[nn.Parameter, Any] | None = None) -> None:
-        """Round masters to nearest into their weights; those that did not step are left alone."""
+        """Round these masters, or all, to nearest into their weights."""
         copies = [
             weight
             for weight in self._weights.values()
@@ -424,19 +401,19 @@ class MasterWeights:
             torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
 
     def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Masters and the weights that are rounded from them."""
+        """Pairs of each master and the weight that is rounded from it."""
         weights = self._weights.values()
         return [(w.target.detach(), w.visible) for w in weights if w.copied]
 
     # Exact values
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and what the weight stands for, exact, one after the other."""
+        """The name and the exact value of each weight, one after the other."""
         for weight in self._current():
             keeper = self._keeper(weight)
             if keeper is None:
                 value = weight.target.detach()
-                # what no optimizer holds has no master, and is saved beside them in their format
+                # a weight that no optimizer holds has no master; it is saved in fp32 like masters
                 alone = value.dtype in LOW and self._policy.keeps_more_than_weights
                 yield weight.name, value.float() if alone else value
             else:
@@ -445,11 +422,11 @@ class MasterWeights:
                 yield weight.name, value
 
     def _current(self) -> list[Weight]:
-        """One weight of each name: the newest, where a module was replaced by another."""
+        """One weight per name: the newest, in case a module was replaced."""
         return [*{weight.name: weight for weight in self._weights.values()}.values()]
 
     def _keeper(self, weight: Weight) -> KeepsMasters | None:
-        """The optimizer that keeps a weight's remainder; None once it has been taken from it."""
+        """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
         keeper: Any = weight.keeper
         if keeper is None:
             return None
@@ -460,14 +437,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
-        """The fp32 values that a parameter stands for, in memory of their own."""
+        """The exact fp32 values that a parameter represents, in new memory."""
         weight = self._weights.get(parameter)
         keeper = None if weight is None else self._keeper(weight)
         if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
         if self._was_loaded(weight):
             return weight.visible.to(torch.float32, copy=True)
-        if keeper is None:  # the master stays: what was written may be there for a while only
+        if keeper is None:  # the master itself is not changed: the write may be temporary
             value = weight.target.detach().clone(memory_format=torch.preserve_format)
             _follow_(value, weight.visible)
             return value
@@ -476,11 +453,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Set every weight from :meth:`items`, of this policy or of another.
-
-        Raises:
-            PrecisionError: If a weight is missing or of another shape; nothing is changed then.
-        """
+        """Set every weight to values from :meth:`items`, under this policy or another."""
         allowed = "fp32 tensors by the names of Precision.named_parameters()"
         for weight in self._current():
             table = require(values, Mapping, "start_from_(values)", allowed)
@@ -497,7 +470,7 @@ class MasterWeights:
         self._loaded.before.clear()
 
     def close(self) -> None:
-        """Give the parameters back as plain ones; gradients are dropped."""
+        """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
         self.arrivals.close()
 
@@ -505,7 +478,7 @@ class MasterWeights:
 def _load_into_targets(
     optimizer: Optimizer, masters: weakref.ref[MasterWeights]
 ) -> list[RemovableHandle]:
-    """Let states be loaded beside the targets: torch casts moments to the dtype of those."""
+    """Install targets while a state is loaded, as torch casts moments to the parameters' dtype."""
 
     def install(yes: bool) -> None:
         held = masters()
@@ -519,14 +492,14 @@ def _load_into_targets(
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
-    """State that was made for sharded parameters, as this rank's parts of it."""
+    """Optimizer state whose DTensors are replaced by this rank's parts."""
     if not any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
         return state
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _follow_(master: Tensor, visible: Tensor) -> None:
-    """Let a master be the weight where the weight is not the rounded master."""
+    """Set a master's elements to the weight's where the weight is not the rounded master."""
     if visible.stride() != master.stride() or not visible.is_contiguous():
         _follow_piece_(master, visible)
         return

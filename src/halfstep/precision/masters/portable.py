@@ -1,13 +1,13 @@
-"""What a copy or a pickle of a model under Precision is: a plain model, which needs no halfstep.
+"""Makes copies and pickles of a model under Precision plain models, which need no halfstep.
 
 * ``copy.deepcopy`` of the model, of a part of it or of a parameter gives fp32 weights with the
-  exact values that are trained, and no hooks. An average over such a copy, a target network or a
-  momentum encoder then moves by steps that 16 bits would swallow.
+  exact trained values, and no hooks. So an average of weights, a target network or a momentum
+  encoder made from such a copy follows updates that 16 bits would lose.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
-* ``torch.jit.script`` compiles a copy as ``copy.deepcopy`` gives it.
+* ``torch.jit.script`` compiles a copy made by ``copy.deepcopy``.
 
-All are told to Python and torch by attributes of the single objects, which :func:`make_plain_`
-removes.
+Python and torch learn of this by attributes on each object (``__reduce_ex__`` and the like), which
+:func:`make_plain_` removes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from halfstep.precision.policy.policy import LOW
 
 _OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__")
 _OF_A_PARAMETER = ("__deepcopy__", "__reduce_ex__")
-_DEPTH = 40  # frames between AveragedModel's constructor and the copy of a deep parameter
+_DEPTH = 40  # most frames between AveragedModel's constructor and the copy of a nested parameter
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -48,27 +49,25 @@ Exact = weakref.WeakMethod[Callable[[Tensor], Tensor]]
 def make_portable_(
     model: nn.Module, ours: Callable[[object], bool], low: Iterable[nn.Parameter], exact: Exact
 ) -> None:
-    """Let copies and pickles of a model be plain.
+    """Make copies and pickles of a model, whose hooks must all be in place, plain.
 
-    Args:
-        model: With all hooks and replaced forwards in place.
-        ours: Whether a hook or a ``forward`` is halfstep's.
-        low: Parameters that were cast to 16 bits.
-        exact: Gives the fp32 values that one of them stands for, in memory of their own; once it is
-            gone they are what is stored.
+    ``ours`` recognises halfstep's hooks and forwards. ``low`` are the parameters that were cast to
+    16 bits; ``exact``, a weak reference, gives the exact fp32 values of one of them.
     """
     for module in model.modules():
         hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
         if any(map(ours, (*hooks, module.__dict__.get("forward")))):
-            module.__dict__["__reduce_ex__"] = _PlainModule(module, ours)
-            module.__dict__["__prepare_scriptable__"] = _PlainCopy(module)
+            own = weakref.ref(module)
+            module.__dict__["__reduce_ex__"] = partial(_reduce_module, own, ours)
+            module.__dict__["__prepare_scriptable__"] = partial(_plain_copy, own)
     for parameter in low:
-        parameter.__dict__["__deepcopy__"] = _ExactCopy(parameter, exact)
-        parameter.__dict__["__reduce_ex__"] = _PlainParameter(parameter)
+        held = weakref.ref(parameter)
+        parameter.__dict__["__deepcopy__"] = partial(_exact_copy, held, exact)
+        parameter.__dict__["__reduce_ex__"] = partial(_reduce_parameter, held)
 
 
 def make_plain_(model: nn.Module) -> None:
-    """Take from a model what :func:`make_portable_` gave it for copies and pickles."""
+    """Remove from a model what :func:`make_portable_` added for copies and pickles."""
     for module in model.modules():
         for name in _OF_A_MODULE:
             module.__dict__.pop(name, None)
@@ -77,91 +76,63 @@ def make_plain_(model: nn.Module) -> None:
             parameter.__dict__.pop(name, None)
 
 
-class _PlainModule:
-    """Stands as ``__reduce_ex__`` in a module's own attributes."""
-
-    def __init__(self, module: nn.Module, ours: Callable[[object], bool]) -> None:
-        self._module = weakref.ref(module)
-        self._ours = ours
-
-    def __call__(self, protocol: Any) -> Any:
-        """What the module's class says, without what is ours."""
-        module = self._module()
-        assert module is not None, "asked by way of the module"
-        reduced: Any = type(module).__reduce_ex__(module, protocol)
-        made, arguments, state, *rest = reduced
-        if isinstance(state, Mapping):
-            state = self._without_ours(state)
-        return made, arguments, state, *rest
-
-    def _without_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
-        if self._ours(plain.get("forward")):
-            del plain["forward"]
-        dropped: set[int] = set()
-        for name in _HOOKS:
-            hooks = plain[name]
-            dropped |= {key for key, hook in hooks.items() if self._ours(hook)}
-            plain[name] = type(hooks)((k, h) for k, h in hooks.items() if not self._ours(h))
-        for name in _NUMBERED:
-            marks = plain[name]
-            plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
-        return plain
+# Python calls each of these through the module or parameter it refers to, which is thus alive.
 
 
-class _PlainCopy:
-    """Stands as ``__prepare_scriptable__``, which torch.jit.script asks for what to compile."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self) -> nn.Module:
-        """A plain copy, which shares no weight with the model that is trained."""
-        return copy.deepcopy(self._module())  # type: ignore[return-value]  # asked by way of it
-
-
-class _PlainParameter:
-    """Stands as ``__reduce_ex__`` in a parameter's own attributes."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, protocol: Any) -> Any:
-        """The parameter as it is stored."""
-        parameter = self._parameter()
-        assert parameter is not None, "asked by way of the parameter"
-        plain: Any = nn.Parameter(parameter.data, parameter.requires_grad)
-        return plain.__reduce_ex__(protocol)
+def _reduce_module(
+    module: Callable[[], Any], ours: Callable[[object], bool], protocol: Any
+) -> tuple[Any, ...]:
+    """``__reduce_ex__`` of a module: its class's result without halfstep's hooks and forwards."""
+    held = module()
+    kind: Any = type(held)
+    made, arguments, state, *rest = kind.__reduce_ex__(held, protocol)
+    if isinstance(state, Mapping):
+        state = _without_ours(state, ours)
+    return made, arguments, state, *rest
 
 
-class _ExactCopy:
-    """Stands as ``__deepcopy__`` in a 16-bit parameter's own attributes."""
+def _without_ours(state: Mapping[str, Any], ours: Callable[[object], bool]) -> dict[str, Any]:
+    plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
+    if ours(plain.get("forward")):
+        del plain["forward"]
+    dropped: set[int] = set()
+    for name in _HOOKS:
+        hooks = plain[name]
+        dropped |= {key for key, hook in hooks.items() if ours(hook)}
+        plain[name] = type(hooks)((k, h) for k, h in hooks.items() if not ours(h))
+    for name in _NUMBERED:
+        marks = plain[name]
+        plain[name] = type(marks)((k, v) for k, v in marks.items() if k not in dropped)
+    return plain
 
-    def __init__(self, parameter: nn.Parameter, exact: Exact) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._exact = exact
 
-    def __call__(self, memo: Any) -> nn.Parameter:
-        """The fp32 values that are trained.
+def _plain_copy(module: Callable[[], Any]) -> Any:
+    """``__prepare_scriptable__``: a copy that shares no weight with the model in training."""
+    return copy.deepcopy(module())
 
-        Raises:
-            PrecisionError: If torch's AveragedModel asks, which cannot average fp32 with 16 bits.
-        """
-        parameter = self._parameter()
-        assert parameter is not None, "asked by way of the parameter"
-        if _averages():
-            raise PrecisionError(
-                "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
-                "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
-                "Precision(..., ema=...), which averages the exact weights"
-            )
-        exact = self._exact()
-        values = parameter.detach().float() if exact is None else exact(parameter)
-        return nn.Parameter(values, parameter.requires_grad)
+
+def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
+    """``__reduce_ex__`` of a parameter: a plain parameter with the stored values."""
+    held = parameter()
+    plain: Any = nn.Parameter(held.data, held.requires_grad)
+    return plain.__reduce_ex__(protocol)
+
+
+def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Parameter:
+    """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
+    if _averages():
+        raise PrecisionError(
+            "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
+            "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
+            "Precision(..., ema=...), which averages the exact weights"
+        )
+    held, read = parameter(), exact()
+    values = held.detach().float() if read is None else read(held)
+    return nn.Parameter(values, held.requires_grad)
 
 
 def _averages() -> bool:
-    """Whether an AveragedModel is being made, somewhere up the stack."""
+    """Whether an AveragedModel is being constructed somewhere up the stack."""
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if isinstance(frame.f_locals.get("self"), AveragedModel):
@@ -172,24 +143,24 @@ def _averages() -> bool:
     return False
 
 
-# Which weights a load of the model's state has changed.
+# Which weights ``model.load_state_dict`` has changed.
 
 
-# Bytes that are looked at a time: their products take eight times the memory.
+# Bytes hashed at a time: their int64 products take eight times the memory.
 _CHUNK = 2**15
 
 
 class Loaded:
-    """A hook before a load of the model's state that remembers which weights it changes.
+    """A ``load_state_dict`` pre-hook that remembers which weights a load changes.
 
     A weight that is loaded with the value it has, or that gets it back before the next step, keeps
-    what lies behind it. So a resume is exact whether the model or Precision is loaded first, and
-    averages may be loaded for an evaluation and the weights again after it.
+    its master or remainder. So a resume is exact whether the model or Precision is loaded first,
+    and averages may be loaded for an evaluation if the weights are loaded again after it.
     """
 
     def __init__(self) -> None:
         self.before: dict[str, int] = {}
-        """Names of weights that a load has changed, and what tells their value before it."""
+        """Names of weights that a load has changed, with the fingerprint of their earlier value."""
 
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
@@ -197,20 +168,20 @@ class Loaded:
         """Note the weights that are about to get another value."""
         for name, parameter in module.named_parameters():
             value = state.get(prefix + name)
-            low = parameter.dtype in LOW  # nothing lies behind others
+            low = parameter.dtype in LOW  # others have no master or remainder
             if low and isinstance(value, Tensor) and name not in self.before:
                 own, new = local_part(parameter).detach(), local_part(value).detach()
                 if own.shape != new.shape or not torch.equal(new.to(own), own):
                     self.before[name] = _fingerprint(own)
 
     def changed(self, name: str, visible: Tensor) -> bool:
-        """Whether a weight has another value by a load than before it."""
+        """Whether a weight that was loaded differs from its value before the load."""
         return name in self.before and self.before[name] != _fingerprint(visible)
 
 
 def _fingerprint(weight: Tensor) -> int:
-    """A number that tells a tensor's bits from others, but for one case in 2^31 at the least."""
-    codes = weight.contiguous().view(torch.uint8).reshape(-1)
+    """A hash of a tensor's bits; two tensors collide with a probability of at most 2^-31."""
+    codes = weight.reshape(-1).view(torch.uint8)  # a scalar parameter has no dim to view as bytes
     total = torch.zeros((), dtype=torch.int64, device=codes.device)
     for start in range(0, codes.numel(), _CHUNK):
         part = codes[start : start + _CHUNK].long()

@@ -1,9 +1,9 @@
-"""Rounding that loses nothing, or nothing on average: split masters, stochastic, Kahan.
+"""Rounding modes that lose no update, or none on average: split masters, stochastic, Kahan.
 
-:data:`ROUNDING` at the end is the table of rounding modes, from which all else derives.
+:data:`ROUNDING` at the end is the table of rounding modes, from which everything else derives.
 
-Split masters. The bf16 weight is the upper half of an fp32 master rounded to nearest; what is left
-is the signed distance from the weight to the master, which 16 bits always hold::
+Split masters: the bf16 weight is the upper half of an fp32 master, rounded to nearest; the rest is
+the signed distance from the weight to the master, which always fits in 16 bits::
 
     b = bits of the fp32 master, a 32-bit integer
     weight    = (b + 0x8000) >> 16          the upper half, rounded (ties away from zero)
@@ -13,9 +13,9 @@ is the signed distance from the weight to the master, which 16 bits always hold:
 Finite masters above the largest bf16 have an infinite weight, as rounding to nearest demands, and a
 negative remainder, which keeps the master. NaN becomes the quiet NaN of its sign.
 
-With 24 bits the remainder is 8 bits wide and the lowest byte of the master is rounded away. Rounded
-to nearest, updates below 2^-17 of the weight would stall there; a random byte added before the cut
-makes the rounding right on average.
+With 24 bits the remainder is 8 bits wide and the lowest byte of the master is rounded away. With
+nearest rounding, updates below 2^-17 of the weight would be lost; a random byte added before the
+low byte is cut off makes the rounding right on average.
 
 The random bits are a pure function of (seed, step, stream, index), so a resume, a replay and two
 ranks draw the same ones.
@@ -47,18 +47,19 @@ _INF = 0x7F800000
 _QUIET = 0x7FC00000
 
 
-def _mix(x: int) -> int:
-    """A bijection of 32-bit integers whose output bits each depend on every input bit."""
-    x ^= x >> 16
+def _mix(x: Any) -> Any:
+    """A bijection of 32-bit integers; tensors hold them as int64, whose overflow is masked off."""
+    x = x ^ x >> 16
     x = x * 0x7FEB352D & _MASK
-    x ^= x >> 15
+    x = x ^ x >> 15
     x = x * 0x846CA68B & _MASK
     return x ^ x >> 16
 
 
 def random_key(seed: int, step: int, stream: int) -> int:
     """The 32-bit key of one tensor's random bits in one step."""
-    return _mix(_mix(_mix(seed & _MASK) ^ step & _MASK) ^ stream & _MASK)
+    key: int = _mix(_mix(_mix(seed & _MASK) ^ step & _MASK) ^ stream & _MASK)
+    return key
 
 
 def random_bits(
@@ -73,42 +74,27 @@ def random_bits(
     """32 random bits per element, a pure function of seed, step, stream and element number.
 
     Args:
-        seed: Any integer; the low 32 bits count.
-        step: The optimizer step.
-        shape: Number of elements, or the shape.
-        stream: Tells tensors of one step apart.
-        start: Number of the first element: a slice of a tensor draws the tensor's own bits.
-        device: Where the result lives; the bits are the same on every device.
+        seed: Any integer; only its low 32 bits are used.
+        step: The number of the optimizer step.
+        shape: The number of elements, or the shape.
+        stream: A number that differs between tensors of one step.
+        start: Index of the first element, so that a slice draws the same bits as in its tensor.
+        device: The device of the result; the bits are the same on every device.
 
     Returns:
         int32, of ``shape``.
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
-    x = torch.arange(start, start + size.numel(), device=device) ^ random_key(seed, step, stream)
-    x = x & _MASK  # int64 holds 32-bit products only if both factors are cut: see _times
-    x = x ^ x >> 16
-    x = _times(x, 0x7FEB352D)
-    x = x ^ x >> 15
-    x = _times(x, 0x846CA68B)
-    x = x ^ x >> 16
-    return _int32(x).reshape(size)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """The product modulo 2^32 in int64, which wraps around harmlessly at 2^64."""
-    return x * factor & _MASK
-
-
-def _int32(x: Tensor) -> Tensor:
-    """Numbers below 2^32 in int64 as the int32 of the same bits."""
-    return (x - ((x & 0x80000000) << 1)).to(torch.int32)
+    numbers = torch.arange(start, start + size.numel(), device=device)
+    x: Tensor = _mix((numbers ^ random_key(seed, step, stream)) & _MASK)
+    return (x - ((x & 0x80000000) << 1)).to(torch.int32).reshape(size)  # the same 32 bits
 
 
 def _canonical_bits(master: Tensor) -> Tensor:
-    """The bits of fp32 numbers in int32, with every NaN made the quiet one of its sign."""
+    """The bits of fp32 numbers in int32, with every NaN replaced by the quiet NaN of its sign."""
     bits = master.view(torch.int32)
-    # A sum is the fastest way to ask for a NaN (it may also come of infinities, which does no
-    # harm). On other devices asking would wait.
+    # A sum is the fastest test for a NaN (infinities may give one too, which does no harm). On
+    # other devices the test would make the host wait.
     if bits.device.type == "cpu" and not math.isnan(float(master.sum())):
         return bits
     return torch.where(master.isnan(), bits & ~_ABS | _QUIET, bits)
@@ -134,19 +120,18 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
         (1.0, True)
     """
     bits = _canonical_bits(master)
-    # The lower half wraps around to its signed number; the upper one is rounded by what it lost.
+    # int16 reads the lower half as signed; + 0x8000 rounds the upper half accordingly.
     return _bf16_of((bits + 0x8000).bitwise_right_shift_(16)), bits.to(torch.int16)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master of a bf16 weight and its int16 remainder; the inverse of :func:`split`.
 
-    A weight that somebody has written since stands for itself to within half a gap: whatever
-    remainder is beside it, rounding gives the weight back. Beside a zero a negative remainder,
-    which :func:`split` never makes, would make a NaN; there it counts as 0.
+    If the weight was written since the split, the result is the written value to within half a
+    gap: with any remainder, rounding gives the weight back. With a weight of 0, a negative
+    remainder, which :func:`split` never makes, would give a NaN; there it counts as 0.
     """
-    high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + _beside(high, remainder.to(torch.int32))).view(torch.float32)
+    return _joined(weight, remainder.to(torch.int32))
 
 
 def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,58 +142,59 @@ def split24(master: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         bits: int32 random bits of the same shape; the low 8 are used.
 
     Returns:
-        bf16 and int8. :func:`join24` gives a number of 15 stored mantissa bits whose mean over the
-        random bits is the master.
+        bf16 and int8. :func:`join24` gives a number with 15 stored mantissa bits whose expectation
+        over the random bits is the master.
     """
-    b = _canonical_bits(master)
-    magnitude = b & _ABS
-    rounded = (magnitude + (bits & 0xFF)) & ~0xFF
-    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x100), magnitude)
-    cut = (b & ~_ABS | rounded) >> 8  # 24 bits with the sign
+    cut = _cut(master, bits, 0xFF) >> 8  # 24 bits with the sign
     low = cut << 24 >> 24
     return _bf16_of((cut - low) >> 8), low.to(torch.int8)
 
 
 def join24(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The 24-bit master, as fp32, of a bf16 weight and its int8 remainder; as :func:`join`."""
+    """The 24-bit master, in fp32, of a bf16 weight and its int8 remainder; see :func:`join`."""
+    return _joined(weight, remainder.to(torch.int32) << 8)
+
+
+def _joined(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 sum of a bf16 weight and a remainder; a zero's negative remainder counts as 0."""
     high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + _beside(high, remainder.to(torch.int32) << 8)).view(torch.float32)
+    low = torch.where((high & _ABS) == 0, low.clamp(min=0), low)
+    return (high + low).view(torch.float32)
 
 
-def _beside(high: Tensor, low: Tensor) -> Tensor:
-    """Remainders as numbers, but 0 where they cannot be those of a weight of zero."""
-    return torch.where((high & _ABS) == 0, low.clamp(min=0), low)
+def _cut(values: Tensor, bits: Tensor, low: int) -> Tensor:
+    """The bits of fp32 numbers after random bits are added and the low bits cleared, sign kept."""
+    b = _canonical_bits(values)
+    magnitude = b & _ABS
+    rounded = ((magnitude + (bits & low)) & ~low).clamp(max=_INF - (low + 1))  # stays finite
+    return b & ~_ABS | torch.where(magnitude < _INF, rounded, magnitude)
 
 
 def round_stochastic(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 to bf16, up with a probability equal to the fraction cut off.
+    """Round fp32 to bf16, away from 0 with a probability equal to the fraction cut off.
 
     Args:
         values: fp32, any shape, contiguous.
         bits: int32 random bits of the same shape; the low 16 are used.
 
     Returns:
-        bf16: numbers that bf16 holds stay; others have the right mean, up to the largest finite
-        bf16, which finite values never exceed. Infinities stay; NaN stays NaN.
+        bf16: values that bf16 holds stay; the expectation of others is exact, up to the largest
+        finite bf16, which finite values never exceed. Infinities stay; NaN stays NaN.
     """
-    b = _canonical_bits(values)
-    magnitude = b & _ABS
-    rounded = (magnitude + (bits & 0xFFFF)) & ~0xFFFF
-    rounded = torch.where(magnitude < _INF, rounded.clamp(max=_INF - 0x10000), magnitude)
-    return _bf16_of((b & ~_ABS | rounded) >> 16)
+    return _bf16_of(_cut(values, bits, 0xFFFF) >> 16)
 
 
 def kahan_split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Round fp32 to the nearest bf16 and keep what that loses, rounded to bf16 as well.
+    """Round fp32 to the nearest bf16, and the rounding error to bf16 as well.
 
     Returns:
         bf16 weight and bf16 residual of the same shape: 16 mantissa bits together, so updates below
         2^-17 of the weight are still lost. A weight that is not finite has the residual 0, and a
-        zero keeps its sign. Splitting what :func:`kahan_join` gives changes no bit.
+        zero keeps its sign. Splitting the result of :func:`kahan_join` changes no bit.
     """
     weight = master.to(torch.bfloat16)
     lost = torch.where(weight.isfinite(), master - weight.float(), 0.0).to(torch.bfloat16)
-    # the residual may have been rounded up to the half way, and the sum belong to a neighbour
+    # the residual may round up to half a gap, so that the sum rounds to a neighbour of the weight
     held = torch.where(lost == 0, weight.float(), weight.float() + lost.float())
     weight = held.to(torch.bfloat16)
     return weight, torch.where(weight.isfinite(), held - weight.float(), 0.0).to(torch.bfloat16)
@@ -217,8 +203,8 @@ def kahan_split(master: Tensor) -> tuple[Tensor, Tensor]:
 def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
     """The fp32 sum of a bf16 weight and its residual.
 
-    The weight itself where the residual is 0 (-0 and +0 would make +0), and where the sum would not
-    be rounded to the weight: then somebody has written the weight since.
+    It is the weight itself where the residual is 0 (the sum of -0 and +0 would be +0), and where
+    the sum does not round to the weight, which was then written since the split.
     """
     own, total = weight.float(), weight.float() + residual.float()
     fits = (residual != 0) & (total.to(torch.bfloat16) == weight)
@@ -226,11 +212,11 @@ def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance from a number to its neighbour: what a smaller update rounds back from.
+    """Half the distance from a number to its neighbour; smaller updates round back to the number.
 
     Args:
         value: Numbers of ``dtype``, in fp64, any shape.
-        direction: The sign says on which side; below a power of two the gap is half as wide.
+        direction: Its sign gives the side; towards 0 from a power of two the gap is half as wide.
         dtype: A floating dtype.
 
     Returns:
@@ -249,46 +235,38 @@ def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingMode:
-    """How an fp32 value is kept in a weight from one step to the next.
+    """How an fp32 value is stored in a weight from one step to the next.
 
-    Its number in the C++ kernel is its position in :data:`ROUNDING`; Triton knows it by name.
-
-    Attributes:
-        name: How policies, optimizers and kernels know it.
-        policy: The named policy that uses it, with bf16 weights; empty where several do.
-        master_dtype: What such a policy calls its master: the weight's own format where the two
-            together are less than fp32.
-        remainder_dtype: What is stored beside the weight; None for nothing.
-        random: Whether ``split`` draws random bits, so that updates are right on average.
-        split: An fp32 value, and int32 random bits where it draws some, to weight and remainder.
-        join: Weight and remainder to the fp32 value.
-        weight_text: What ``explain`` says of the weights.
-        master_text: What ``explain`` says of the master.
-        advice: Policies that keep the updates which this mode loses; empty where it loses none.
+    Its number in the C++ kernel is its position in :data:`ROUNDING`; Triton uses its name.
     """
 
-    name: Update
-    policy: str = ""
+    name: Update  # its name in policies, optimizers and kernels
+    policy: str = ""  # the named policy that uses it, with bf16 weights; empty if several do
+    # the ``master_dtype`` of such a policy: the weight's own dtype if weight and remainder together
+    # hold less than fp32
     master_dtype: torch.dtype = torch.float32
-    remainder_dtype: torch.dtype | None = None
+    remainder_dtype: torch.dtype | None = None  # dtype stored beside the weight, None for nothing
+    # whether ``split`` draws random bits, so that updates are right on average
     random: bool = False
+    # maps an fp32 value, and int32 random bits if ``random``, to weight and remainder
     split: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
-    join: Callable[[Tensor, Tensor], Tensor] | None = None
-    weight_text: str
-    master_text: str = "what the optimizer updates"
+    join: Callable[[Tensor, Tensor], Tensor] | None = None  # the inverse of ``split``
+    weight_text: str  # what ``explain`` says about the weights
+    master_text: str = "what the optimizer updates"  # what ``explain`` says about the master
+    # the policies to recommend for the updates that this mode loses; empty if it loses none
     advice: str = ""
 
     @property
     def bytes(self) -> int:
-        """Bytes per parameter beside the weight."""
+        """Bytes per parameter stored beside the weight."""
         return 0 if self.remainder_dtype is None else self.remainder_dtype.itemsize
 
     def half_gap(
         self, weight: Tensor, remainder: Tensor | None, value: Tensor, direction: Tensor
     ) -> Tensor:
-        """Half the gap around ``value`` that an update in this direction falls into, in fp64.
+        """Half the gap next to ``value`` in this direction, below which updates are lost; fp64.
 
-        With random bits any update counts that changes the fp32 sum before it.
+        With random bits an update is lost only if it does not change the fp32 sum before rounding.
         """
         if self.remainder_dtype is None and not self.random:
             return half_gap(value, direction, weight.dtype)
@@ -348,11 +326,7 @@ ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 
 
 def rounding_mode(update: str) -> RoundingMode:
-    """The rounding mode of a name.
-
-    Raises:
-        PrecisionError: If there is none.
-    """
+    """The rounding mode of this name; an error for an unknown name lists all."""
     if update not in ROUNDING:
         raise PrecisionError(f"update={update!r}; allowed: {', '.join(ROUNDING)}")
     return ROUNDING[update]

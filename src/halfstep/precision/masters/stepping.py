@@ -1,4 +1,4 @@
-"""Optimizers that keep masters beside 16-bit weights and step in one pass over memory."""
+"""How Precision steps optimizers: the interface of halfstep's own, and users' hooks on a step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Gradients = Mapping[nn.Parameter, Tensor]
 
 @runtime_checkable
 class KeepsMasters(Protocol):
-    """An optimizer that keeps what a 16-bit weight cannot hold: those of ``halfstep.optim``."""
+    """An optimizer that stores the bits a 16-bit weight cannot hold, as ``halfstep.optim``'s do."""
 
     def check_precision(self, update: Any, moments: Any) -> None:
-        """Refuse ways of keeping weights and moments that contradict its own."""
+        """Refuse a rounding mode and moment format that contradict its own options."""
 
     def set_precision(self, update: Any, moments: Any) -> None:
-        """Take the ways of keeping weights and moments."""
+        """Set the rounding mode and the moment format."""
 
     def check_step(self, gradients: Gradients) -> None:
         """Refuse gradients that a step cannot take, before any optimizer steps."""
@@ -36,20 +36,20 @@ class KeepsMasters(Protocol):
     def step(
         self, closure: None = None, *, gradients: Gradients | None = None, multiplier: float = 1.0
     ) -> Any:
-        """Take a step with these gradients times a number."""
+        """Take a step with these gradients times ``multiplier``."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all: :func:`halfstep.precision.scaling.gradients.global_norm`."""
+        """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
 
     def read_master(self, parameter: nn.Parameter) -> Tensor:
-        """The fp32 numbers that a parameter stands for."""
+        """The exact fp32 values that a parameter and its remainder represent."""
 
     def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Round fp32 numbers into a parameter and what is kept beside it."""
+        """Store fp32 values in a parameter and its remainder."""
 
 
 def takes_gradients(optimizer: Optimizer) -> bool:
-    """Whether ``step`` can be given gradients; a user's subclass may have a ``step`` of its own."""
+    """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
     return isinstance(optimizer, KeepsMasters) and _has_gradients(type(optimizer))
 
 
@@ -62,11 +62,7 @@ def _has_gradients(kind: type[Any]) -> bool:
 
 
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that cannot keep weights or moments as the policy says.
-
-    Raises:
-        PrecisionError: Naming the optimizer, the policy and the nearest that works.
-    """
+    """Refuse an optimizer that cannot keep weights or moments as the policy says."""
     if not policy.needs_own_optimizer:
         return
     for optimizer in optimizers:
@@ -79,36 +75,36 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
             )
 
 
-# A user's hooks of an optimizer's step, where masters stand in the weights' places.
+# Users' optimizer step hooks, under a policy where masters replace the weights during a step.
 
 
 class Rounded(Protocol):
-    """Masters, and the weights that are rounded from them."""
+    """The part of :class:`MasterWeights` that :class:`StepHooks` uses."""
 
     def push_(self, targets: Gradients) -> None:
         """Round the masters that got a gradient into their weights."""
 
     def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Each master, and its weight."""
+        """Pairs of each master and its weight."""
 
 
 class StepHooks:
-    """Hooks of an optimizer's steps see weights, and write them, in their turn.
+    """Lets a user's step hooks read and write the model's weights at the right time.
 
-    A user's hook after the step, such as an average, looks at the model, whose weights are
-    therefore rounded before it; and what hooks write there is taken over when they have run.
-    Nothing of this costs anything where nobody has hooked the optimizer.
+    A user's post-step hook, such as an average, reads the model, so the weights are rounded from
+    the masters before it runs; what hooks write into weights is adopted after they have run.
+    This costs nothing if the user has not hooked the optimizer.
     """
 
     def __init__(self) -> None:
-        self._gradients: Gradients | None = None  # of a step that is under way
-        self._seen: list[Tensor] = []  # weights before a user's hooks
-        self._first: list[tuple[Any, int]] = []  # hooks before the step, and ours among them
+        self._gradients: Gradients | None = None  # of the step in progress
+        self._seen: list[Tensor] = []  # copies of the weights before the user's hooks ran
+        self._first: list[tuple[Any, int]] = []  # each dict of pre-hooks, and our hook's id in it
 
     def surround(
         self, optimizer: Optimizer, masters: weakref.ref[Rounded]
     ) -> list[RemovableHandle]:
-        """Put our hooks around the user's: before the step the last, after it the first."""
+        """Put our hooks around the step itself: the last pre-hook and the first post-hook."""
 
         def before(*_: Any) -> None:
             self.take_(masters())
@@ -131,7 +127,7 @@ class StepHooks:
 
     @contextmanager
     def stepping(self, masters: Rounded, gradients: Gradients) -> Iterator[None]:
-        """The context of a step with these gradients."""
+        """The context for a step with these gradients."""
         for hooks, number in self._first:
             if _has_users(hooks):
                 hooks.move_to_end(number)
@@ -148,7 +144,7 @@ class StepHooks:
 
     @torch.no_grad()
     def take_(self, masters: Rounded | None) -> None:
-        """Let masters take over what hooks have written into weights since we looked."""
+        """Make masters adopt what hooks have written into weights since :meth:`_look`."""
         if masters is None or not self._seen:
             return
         for (master, visible), before in zip(masters.rounded(), self._seen, strict=True):

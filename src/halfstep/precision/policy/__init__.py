@@ -1,1 +1,1 @@
-"""What is asked for: the policy as a value, its spelling, and its rules by module."""
+"""The precision policy that a user asks for: its value, its spelling, and its rules by module."""

@@ -1,8 +1,8 @@
 """The precision policy: which number format each part of training uses, as one frozen value.
 
 A policy is written as a name (``bf16-mixed``), as a string of fields
-(``params=bf16,compute=bf16,master=fp32``) or as a TOML file (a base policy and what differs). All
-three give the same value, and ``str(policy)`` gives the canonical spelling back.
+(``params=bf16,compute=bf16,master=fp32``) or as a TOML file (a base policy and its changes). All
+three give the same value, and ``str(policy)`` gives its canonical spelling.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update
-from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
-"""The formats of 16 bits."""
+"""The 16-bit dtypes."""
 Casts = Literal["op", "module"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
-# They separate rules and fields; a module name that holds one is matched with ? in its place.
+# These characters separate rules and fields; in a pattern, ? matches one in a module's name.
 _NOT_IN_RULES = frozenset("|,=:\"'")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
@@ -32,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _check_rules(rules: tuple[tuple[str, str], ...], tf32: bool, compute: str) -> None:
-    """Refuse a rule that cannot be honoured, or that could not be written into a field string."""
+    """Refuse a rule that cannot be honoured, or that a field string cannot express."""
     if rules and tf32:
         raise PrecisionError(
             f"rule {rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole process, "
@@ -57,34 +57,35 @@ class PrecisionPolicy:
     """Which format each part of training uses; a combination that cannot be run is refused."""
 
     param_dtype: torch.dtype = torch.float32
-    """What the module stores between steps. (FSDP2 uses this word for ``compute_dtype``.)"""
+    """The dtype of weights between steps. (FSDP2 uses this name for ``compute_dtype``.)"""
     compute_dtype: torch.dtype = torch.float32
-    """Operands of matrix products and attention, forward and backward. Where it differs from
-    ``param_dtype``, operations are cast one by one (autocast)."""
+    """The dtype of operands of matrix products and attention, forward and backward. Where it
+    differs from ``param_dtype``, operands are cast operation by operation (autocast)."""
     output_dtype: torch.dtype = torch.float32
-    """Logits handed to the loss. Always fp32: the loss is an fp32 island."""
+    """The dtype of logits passed to the loss. Always fp32, since the loss is computed in fp32."""
     grad_dtype: torch.dtype = torch.float32
-    """The buffer in which gradients of several micro-batches are added up."""
+    """The dtype in which gradients of several micro-batches are accumulated."""
     reduce_dtype: torch.dtype = torch.float32
-    """Gradients on the wire between data-parallel ranks; unused on one device."""
+    """The dtype of gradients sent between data-parallel ranks; unused on one device."""
     master_dtype: torch.dtype = torch.float32
-    """What the optimizer updates. Equal to ``param_dtype`` means no second copy."""
+    """The dtype that the optimizer updates. Equal to ``param_dtype`` means no second copy."""
     update: Update = "nearest"
     """How an update reaches a 16-bit weight without a second fp32 copy: an entry of ``ROUNDING`` in
-    ``rounding.py``. ``"nearest"``: from an fp32 copy where ``master_dtype`` is fp32; else small
-    updates get lost."""
+    ``rounding.py``. ``"nearest"`` rounds the weight from an fp32 copy if ``master_dtype`` is fp32;
+    otherwise small updates are lost."""
     moments: Moments = "master"
-    """The optimizer's moments: in ``master_dtype``, or ``"fp32"``, ``"bf16"`` or ``"8bit"``."""
+    """The format of the optimizer's moments: ``"master"`` (``master_dtype``), ``"fp32"``,
+    ``"bf16"`` or ``"8bit"``."""
     casts: Casts = "op"
-    """Where fp32 weights become 16 bit for computing: at every operation (autocast), or once for a
-    module when FSDP2 gathers its weights: cheaper, and residual streams are 16 bit too."""
+    """Where fp32 weights are cast for computing: ``"op"``, at every operation (autocast), or
+    ``"module"``, when FSDP2 gathers them: cheaper, but residual streams are 16-bit too."""
     tf32: bool = False
     """Whether fp32 matrix products may round their operands to tf32 (10 mantissa bits)."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """How the loss is scaled."""
     rules: tuple[tuple[str, str], ...] = ()
-    """Modules with another format: pairs of a glob over module names (or ``type:`` and a glob over
-    class names) and ``"fp32"`` or the compute format. See ``rules.py``."""
+    """Modules with another format, as pairs of a glob over module names (or ``type:`` and a glob
+    over class names) and ``"fp32"`` or the compute format. See ``rules.py``."""
 
     def __post_init__(self) -> None:
         """Raise PrecisionError for a combination that no code path can honour."""
@@ -136,7 +137,7 @@ class PrecisionPolicy:
         _check_rules(self.rules, self.tf32, dtype_name(c))
 
     def _check_values(self) -> None:
-        """Refuse values that no field of this kind may have, whatever the others are."""
+        """Refuse values that are invalid for their field, whatever the other fields are."""
         for field_ in POLICY_FIELDS.values():
             dtype, name = getattr(self, field_), field_.removesuffix("_dtype")
             if dtype not in DTYPES.values():
@@ -157,7 +158,7 @@ class PrecisionPolicy:
 
     @property
     def name(self) -> str:
-        """The preset's name, and reduce, moments and rules where only these differ; or all."""
+        """The preset's name with its changed reduce, moments and rules; else all fields."""
         for name, preset in POLICIES.items():
             plain = replace(self, moments="master", rules=(), reduce_dtype=preset.reduce_dtype)
             if plain == preset:
@@ -174,22 +175,22 @@ class PrecisionPolicy:
 
     @property
     def keeps_more_than_weights(self) -> bool:
-        """Whether the numbers that are trained are finer than the module's weights."""
+        """Whether the trained values are finer than the model's weights (masters, remainders)."""
         return self.has_masters or ROUNDING[self.update].remainder_dtype is not None
 
     @property
     def needs_own_optimizer(self) -> bool:
-        """Whether only halfstep's optimizers keep weights and moments as this policy says."""
+        """Whether only halfstep's optimizers can store weights and moments as this policy says."""
         return self.update != "nearest" or self.moments != "master"
 
     @property
     def moment_format(self) -> str:
-        """The moments' format by name, ``"master"`` resolved."""
+        """The name of the moments' format, with ``"master"`` resolved."""
         return dtype_name(self.master_dtype) if self.moments == "master" else self.moments
 
     @property
     def is_pure(self) -> bool:
-        """Whether weights are 16 bit with no fp32 copy, so that small updates round to nothing."""
+        """Whether 16-bit weights have no fp32 copy, so that small updates round to nothing."""
         return self.master_dtype != torch.float32 and self.update == "nearest"
 
     @property
@@ -207,35 +208,28 @@ POLICY_FIELDS = {
     for name, kind in _TYPES.items()
     if kind is torch.dtype
 }
-"""Key in a field string to the field, for fields that hold a dtype."""
+"""Maps a field string's key to the field's name, for fields that hold a dtype."""
 CHOICES = {name: get_args(kind) for name, kind in _TYPES.items() if get_origin(kind) is Literal}
-"""Field, which is its own key, to what it may be, for fields that hold a word."""
+"""Maps a field's name, which is also its key, to its allowed values, for ``Literal`` fields."""
 
 
-def _master(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        param_dtype=dtype, compute_dtype=dtype, loss_scale=LossScaleConfig(kind=kind)
-    )
-
-
-def _pure(dtype: torch.dtype, kind: Kind) -> PrecisionPolicy:
+def _low(
+    dtype: torch.dtype, master: torch.dtype = torch.float32, update: Update = "nearest"
+) -> PrecisionPolicy:
+    """A policy with 16-bit weights, whose masters or rounding mode preserve small updates."""
+    added = master if update == "nearest" else torch.float32
     return PrecisionPolicy(
         param_dtype=dtype,
         compute_dtype=dtype,
-        grad_dtype=dtype,
-        reduce_dtype=dtype,
-        master_dtype=dtype,
-        loss_scale=LossScaleConfig(kind=kind),
+        grad_dtype=added,
+        reduce_dtype=added,
+        master_dtype=master,
+        update=update,
+        loss_scale=_SCALED if dtype == torch.float16 else LossScaleConfig(),
     )
 
 
-def _kept(mode: RoundingMode) -> PrecisionPolicy:
-    return PrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        compute_dtype=torch.bfloat16,
-        master_dtype=mode.master_dtype,
-        update=mode.name,
-    )
+_SCALED = LossScaleConfig(kind="dynamic")
 
 
 POLICIES: dict[str, PrecisionPolicy] = {
@@ -243,14 +237,16 @@ POLICIES: dict[str, PrecisionPolicy] = {
     "tf32": PrecisionPolicy(tf32=True),
     "bf16-mixed": PrecisionPolicy(compute_dtype=torch.bfloat16),
     "bf16-module": PrecisionPolicy(compute_dtype=torch.bfloat16, casts="module"),
-    "fp16-mixed": PrecisionPolicy(
-        compute_dtype=torch.float16, loss_scale=LossScaleConfig(kind="dynamic")
-    ),
-    "bf16-master": _master(torch.bfloat16, "none"),
-    "fp16-master": _master(torch.float16, "dynamic"),
-    **{mode.policy: _kept(mode) for mode in ROUNDING.values() if mode.policy},
-    "bf16-pure": _pure(torch.bfloat16, "none"),
-    "fp16-pure": _pure(torch.float16, "dynamic"),
+    "fp16-mixed": PrecisionPolicy(compute_dtype=torch.float16, loss_scale=_SCALED),
+    "bf16-master": _low(torch.bfloat16),
+    "fp16-master": _low(torch.float16),
+    **{
+        m.policy: _low(torch.bfloat16, m.master_dtype, m.name)
+        for m in ROUNDING.values()
+        if m.policy
+    },
+    "bf16-pure": _low(torch.bfloat16, torch.bfloat16),
+    "fp16-pure": _low(torch.float16, torch.float16),
 }
 _ALIASES = {
     "fp32": "32 32-true float32 fp32-true no",
@@ -263,7 +259,7 @@ ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known.sp
 
 
 def _spell(policy: PrecisionPolicy) -> str:
-    """Every field, so that none can be lost between two runs; words only where not the default."""
+    """A policy as a field string, with every dtype, and other fields if they are not default."""
     keys = {name: key for key, name in POLICY_FIELDS.items()}
     parts = []
     for field_ in fields(policy):
@@ -288,7 +284,7 @@ def _spell_scale(scale: LossScaleConfig) -> list[str]:
         for key in LOSS_SCALE_FIELDS
         if getattr(scale, key) != getattr(default, key)
     }
-    if scale.calibrate:  # what its init_scale is will be measured
+    if scale.calibrate:  # its init_scale is only a placeholder
         changed = {"init_scale": "auto", **{k: v for k, v in changed.items() if k != "init_scale"}}
     return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 

@@ -1,17 +1,17 @@
-"""Which modules a policy's rules keep in which format.
+"""Applies a policy's rules to a model: which module is kept in which format.
 
 A rule is a pattern and a format: ``("*.norm*", "fp32")``. The pattern is a glob over the module's
 qualified name (``*`` matches dots too), or ``type:`` and a glob over the name of its class. For
 every module::
 
     rules match the module itself    the last of them decides
-    none does                        its parent decides; for the root, the policy
+    no rule matches it               its parent's format holds; for the root, the policy's
 
-So a rule on a module holds for all below it, a rule that matches deeper down overrides it there in
-whatever order they stand, and among rules that match the same module the later one wins.
+So a rule on a module also holds for its submodules, a rule that matches a submodule overrides it
+there whatever their order, and among rules that match the same module the last one wins.
 
-What "fp32" means for a module is in ``FormatRegion`` of ``casting/cast.py``; a module that
-calls no submodule's forward but uses its weights (``torch.nn.MultiheadAttention``) is one piece.
+``FormatRegion`` in ``casting/cast.py`` defines what "fp32" means for a module. A module that uses
+its submodules' weights without calling them (``torch.nn.MultiheadAttention``) cannot be divided.
 """
 
 from __future__ import annotations
@@ -30,43 +30,30 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the rules say of one module.
+    """What the rules say about one module."""
 
-    Attributes:
-        name: Its qualified name, one of several where a module is shared.
-        module: The module.
-        fp32: Whether a rule keeps it in fp32; else it is in the policy's own format.
-        rule: The pattern that decided, ``""`` where none did.
-        direct: Whether that pattern matches the module itself.
-        around_fp32: Whether the module that calls it is kept in fp32: the nearest one above that
-            has a forward (a ``ModuleList`` has none).
-    """
-
-    name: str
+    name: str  # its qualified name, one of several where a module is shared
     module: nn.Module
-    fp32: bool
-    rule: str
-    direct: bool
+    fp32: bool  # whether a rule keeps it in fp32; otherwise it is in the policy's own format
+    rule: str  # the pattern that decided, ``""`` if none did
+    direct: bool  # whether that pattern matches the module itself
+    # whether the module that calls it is kept in fp32: its nearest ancestor with a forward (a
+    # ``ModuleList`` has none)
     around_fp32: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """What a policy says of a model: made once by :func:`place`, and handed to all who ask.
-
-    Attributes:
-        policy: The policy.
-        model: The model.
-        modules: Every module, a shared one under each of its names; parents first.
-    """
+    """A policy's rules resolved on a model; :func:`place` makes it, once for all users."""
 
     policy: PrecisionPolicy
     model: nn.Module
+    # every module, a shared one under each of its names; parents first
     modules: tuple[Placement, ...]
 
     @property
     def regions(self) -> list[Placement]:
-        """The modules that must set their format themselves, as no other code does it."""
+        """The modules that must switch format themselves: those that get a ``FormatRegion``."""
         if not self.policy.rules or self.policy.compute_dtype == torch.float32:
             return []
         return [placement for placement in self.modules if needs_region(placement)]
@@ -90,7 +77,7 @@ class PlacedModel:
 
 
 def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
-    """Apply the rules to every module.
+    """Resolve the rules for every module; the model is not changed.
 
     Raises:
         PrecisionError: If a rule matches no module, or rules contradict each other about a shared
@@ -102,13 +89,16 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
     found: dict[str, Placement] = {}
     for name, module in named:
         above = found[name.rpartition(".")[0]] if name else None
+        pattern, fp32 = "", policy.compute_dtype == torch.float32
+        if above is not None:
+            pattern, fp32 = above.rule, above.fp32
         matching = [rule for rule in policy.rules if matches(rule[0], name, module)]
         if matching:
-            pattern, form = matching[-1]
-            fp32 = form == "fp32"
-        else:
-            pattern, fp32 = (above.rule, above.fp32) if above else ("", _is_fp32(policy))
-        around = fp32 if above is None else above.fp32 if _runs(above) else above.around_fp32
+            pattern, fp32 = matching[-1][0], matching[-1][1] == "fp32"
+        around = fp32
+        if above is not None:
+            runs = not above.name or has_forward(above.module)
+            around = above.fp32 if runs else above.around_fp32
         found[name] = Placement(name, module, fp32, pattern, bool(matching), around)
     placements = list(found.values())
     if policy.rules:
@@ -124,13 +114,13 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def root_is_fp32(policy: PrecisionPolicy, model: nn.Module) -> bool:
-    """Whether a rule keeps the model itself in fp32: what runs outside all its submodules."""
+    """Whether a rule keeps the root in fp32, that is, operations outside all submodules."""
     matching = [form for pattern, form in policy.rules if matches(pattern, "", model)]
     return bool(matching) and matching[-1] == "fp32"
 
 
 def needs_region(placement: Placement) -> bool:
-    """Whether the module must set its format itself, because the one around it has another."""
+    """Whether the module must switch format itself, since its caller may have another."""
     if not has_forward(placement.module):
         return False
     if not placement.fp32:
@@ -139,16 +129,8 @@ def needs_region(placement: Placement) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module is called itself, as a ``ModuleList`` is not."""
+    """Whether the module can be called, unlike a ``ModuleList``."""
     return type(module).forward is not nn.Module.forward
-
-
-def _runs(placement: Placement) -> bool:
-    return not placement.name or has_forward(placement.module)
-
-
-def _is_fp32(policy: PrecisionPolicy) -> bool:
-    return policy.compute_dtype == torch.float32
 
 
 def _require_matches(
@@ -172,7 +154,7 @@ def _require_matches(
 
 
 def _check_shared(policy: PrecisionPolicy, placements: list[Placement]) -> None:
-    """Refuse what one rule keeps in fp32 and another, or none, in the policy's format."""
+    """Refuse a shared module or tensor that is fp32 under one name and 16-bit under another."""
     compute = dtype_name(policy.compute_dtype)
     modules: dict[int, Placement] = {}
     owners: dict[int, tuple[str, bool]] = {}
@@ -205,7 +187,7 @@ def _check_shared(policy: PrecisionPolicy, placements: list[Placement]) -> None:
 
 
 def _low_owners(policy: PrecisionPolicy, placement: Placement) -> Iterator[tuple[str, int]]:
-    """Name and identity of the module's own parameters, where the policy stores 16 bits."""
+    """Name and id of the module's own parameters, if the policy stores 16-bit weights."""
     if policy.param_dtype != torch.float32:
         for name, parameter in placement.module._parameters.items():
             if parameter is not None and parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""Read a precision policy from a name, a string of fields or a file."""
+"""Parses a precision policy from a name, a string of fields or a file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossS
 
 
 def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
-    """Read a policy from its name, alias, field string or ``.toml`` file.
+    """Parse a policy from its name, alias, field string or ``.toml`` file.
 
     Grammar: ``key=value`` pairs joined by commas, after a name to start from if there is one. Keys:
     ``params compute output grad reduce master`` (fp32, bf16, fp16; compute also tf32), ``update``
     (a rounding mode, as split), ``moments`` (master, fp32, bf16, 8bit), ``scale`` (none, static,
     dynamic), the fields of :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module
     names, joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after ``keep_fp32``'s).
-    What is left out follows from what is there: compute from params; master is fp32, or what the
-    rounding mode calls it; grad and reduce follow master; scale is dynamic where compute is fp16. A
-    file holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs,
-    and rules as a table ``[rules]`` of ``"glob" = "format"``.
+    Missing keys follow from the given ones: compute is as params; master is fp32, or what the
+    rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
+    holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs, and
+    rules as a table ``[rules]`` of ``"glob" = "format"``.
 
     Raises:
         PrecisionError: For an unknown name, key or value, or fields that contradict each other.
@@ -79,7 +79,7 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
 
 
 def _hint(name: str) -> str:
-    """The known name that is meant; never one of another format than the name speaks of."""
+    """A suggestion for a misspelt name; never one of another format than the name contains."""
     formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
     asked = next((short for word, short in formats.items() if word in name), "")
     names = {**{policy: policy for policy in POLICIES}, **ALIASES}
@@ -89,7 +89,7 @@ def _hint(name: str) -> str:
 
 
 def _no_policy(spec: object) -> str:
-    """What to write instead of something that is no text."""
+    """The message for a policy that is not a string: what to write instead."""
     if spec in (torch.bfloat16, torch.float16):
         short = "bf16" if spec == torch.bfloat16 else "fp16"
         return (
@@ -121,7 +121,7 @@ def _read_file(path: Path) -> PrecisionPolicy:
 
 
 def _keep_fp32(value: object) -> list[tuple[str, str]]:
-    """Globs as a list, or joined by ``|``, as rules."""
+    """The rules for globs given as a list or joined by ``|``."""
     globs = value.split("|") if isinstance(value, str) else [] if value is None else value
     if not isinstance(globs, list) or not all(isinstance(glob, str) for glob in globs):
         raise PrecisionError(f"keep_fp32 is {value!r}; allowed: a list of globs over module names")
@@ -129,7 +129,7 @@ def _keep_fp32(value: object) -> list[tuple[str, str]]:
 
 
 def _rules(value: object) -> list[tuple[str, str]]:
-    """A table of globs and formats, or ``glob:format`` joined by ``|``, as rules."""
+    """The rules for a table of globs and formats, or for ``glob:format`` joined by ``|``."""
     if isinstance(value, str):
         parts = [part.rpartition(":") for part in value.split("|")]
         return [(glob.strip(), form.strip()) for glob, _, form in parts]
@@ -145,7 +145,7 @@ def _rules(value: object) -> list[tuple[str, str]]:
 def _from_fields(
     values: dict[str, str], base: PrecisionPolicy | None, rules: Sequence[tuple[str, str]] = ()
 ) -> PrecisionPolicy:
-    """Build a policy from spelled fields over a base, filling what was left out."""
+    """Build a policy from fields as text and a base policy, with defaults for missing fields."""
     rules = [*rules, *_keep_fp32(values.pop("keep_fp32", None)), *_rules(values.pop("rules", None))]
     allowed = [*POLICY_FIELDS, *CHOICES, "scale", *LOSS_SCALE_FIELDS, "keep_fp32", "rules"]
     for key in values:
@@ -173,7 +173,7 @@ def _from_fields(
         base = PrecisionPolicy(**dtypes, **ways, tf32=tf32, loss_scale=scale)
     elif "compute" in values:
         dtypes.setdefault("compute_dtype", torch.float32)
-        if dtypes["compute_dtype"] != base.compute_dtype:  # a scale fits a format, not its heir
+        if dtypes["compute_dtype"] != base.compute_dtype:  # the base's scale is for another dtype
             kind: Kind = "dynamic" if dtypes["compute_dtype"] == torch.float16 else "none"
             base = replace(base, loss_scale=LossScaleConfig(kind=kind))
     else:

@@ -1,1 +1,1 @@
-"""Loss scaling: how the scale moves, where it starts, and what it protects."""
+"""Loss scaling: how the scale adapts, how it is calibrated, and how gradients are checked."""

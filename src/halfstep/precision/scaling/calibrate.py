@@ -1,8 +1,8 @@
-"""A calibrated start of loss scaling: the largest scale whose gradients are still finite.
+"""Calibrates the first loss scale: the largest whose gradients are still finite.
 
-A dynamic scale that starts at 2^16 finds its level by throwing batches away. Here one batch, whose
-graph is there already, is back-propagated a few times under different scales instead, into
-throw-away gradients.
+A dynamic scale that starts at 2^16 finds its level by skipping batches. Here one batch, whose graph
+exists already, is instead back-propagated a few times under different scales, into temporary
+gradients.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 
 def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float = 2.0**24) -> float:
     """The largest power of two S in [minimum, maximum] whose gradients of ``loss * S`` are finite.
 
-    Algorithm: bisection over the exponent, one backward pass a trial, log2(number of exponents)
-    rounded up of them (5 for the defaults)::
+    Algorithm: bisection over the exponent, with one backward pass per trial and
+    ceil(log2(number of exponents)) trials (5 for the defaults)::
 
         low, high <- ceil(log2(minimum)), floor(log2(maximum)) + 1
         while high - low > 1:
@@ -29,11 +28,11 @@ def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float =
             else: high <- middle
         return 2^low
 
-    Bisection is right because overflow is monotonic: what overflows at S overflows at 2 S.
+    Bisection is valid because overflow is monotonic: what overflows at S overflows at 2 S.
 
     No ``grad`` is touched, nothing is accumulated, no post-accumulate hook runs (so DDP reduces
     nothing), and the graph is kept for the real backward. ``Tensor.register_hook`` and full
-    backward hooks of modules do run, once a trial, since they are part of the gradient's function.
+    backward hooks of modules do run, once per trial, since they are part of the gradient.
     A trial needs memory for one more set of gradients. On a CPU that simulates fp16, call it
     inside the same context as the backward (:meth:`Autocast.arithmetic`).
 
@@ -43,12 +42,12 @@ def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float =
         maximum: The largest scale allowed.
 
     Returns:
-        A power of two. If even the smallest one overflows, that one: a dynamic scale is at its
-        floor then and says so.
+        A power of two. If even the smallest one overflows, that one: a dynamic scale is then at
+        its floor and reports it.
 
     Raises:
-        PrecisionError: If the loss is no finite scalar with a gradient, if there is no power of
-            two between the bounds, or if the graph cannot be differentiated twice.
+        PrecisionError: If the loss is not a finite scalar with a gradient, if there is no power of
+            two between the bounds, or if the graph cannot be differentiated more than once.
 
     **Source:** the bounds are the floor and the ceiling of Apex's ``LossScaler`` (1 and 2^24).
 
@@ -77,7 +76,7 @@ def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float =
 
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
-    """The leaf tensors that a backward of ``loss`` would give a gradient, each once."""
+    """The leaf tensors that would get a gradient from a backward of ``loss``, each once."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     leaves: dict[Tensor, None] = {}
@@ -91,11 +90,6 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
                 seen.add(following)
                 todo.append(following)
     return list(leaves)
-
-
-def calibrated(loss: Tensor, config: LossScaleConfig) -> float:
-    """The first scale of a configuration with ``calibrate``, between its floor and ceiling."""
-    return largest_finite_scale(loss, minimum=config.min_scale, maximum=config.max_scale)
 
 
 def _exponents(minimum: float, maximum: float) -> tuple[int, int]:
@@ -140,12 +134,8 @@ def _is_finite_at(loss: Tensor, scale: float, leaves: list[Tensor]) -> bool:
         if "heckpoint" not in str(error) or ".grad()" not in str(error):
             raise
         raise PrecisionError(
-            "calibration cannot look through torch.utils.checkpoint(use_reentrant=True); use "
+            "calibration cannot pass through torch.utils.checkpoint(use_reentrant=True); use "
             "use_reentrant=False, or give the first loss scale as a number"
         ) from error
-    return all(_is_finite(gradient) for gradient in gradients if gradient is not None)
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(values.isfinite().all())
+    found = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+    return all(bool(values.isfinite().all()) for values in found)

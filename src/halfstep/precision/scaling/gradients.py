@@ -1,7 +1,7 @@
-"""A step's finished gradients: their norm, whether they are finite, and what follows from that.
+"""Checks a step's finished gradients: their norm, whether they are finite, and whether to step.
 
-:class:`Examiner` looks at them once a step, over all ranks. Where the run has one process,
-:class:`OneRank` stands for the ranks, and nothing outside of this file decides; several agree in
+:class:`Examiner` examines them once per step, over all ranks. In a run of one process,
+:class:`OneRank` takes the place of the ranks, and this file alone decides; several ranks agree in
 ``agreement.py``.
 """
 
@@ -20,36 +20,31 @@ from halfstep.precision.masters.stepping import KeepsMasters
 from halfstep.precision.result import Reason
 
 Gradients = Mapping[int, Sequence[Tensor]]
-"""Number of ranks with different parts (:meth:`Ranks.parts_of`) to gradients."""
+"""Maps a number of ranks with different parts (:meth:`Ranks.parts_of`) to such gradients."""
 Norm = Callable[[Sequence[Tensor]], Tensor]
 
-# Elements that are widened at a time: 1 MiB of fp32.
+# Number of elements widened at a time: 1 MiB of fp32.
 _PIECE = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Which parameters have gradients that are not finite, and in which way.
+    """The parameters whose gradients are not finite, by whether they hold NaN or only inf."""
 
-    Attributes:
-        nan: Names of parameters with a NaN in the gradient.
-        inf: Names of parameters with an infinity and no NaN.
-    """
-
-    nan: tuple[str, ...]
-    inf: tuple[str, ...]
+    nan: tuple[str, ...]  # names of parameters with a NaN in the gradient
+    inf: tuple[str, ...]  # names of parameters with an infinity and no NaN
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, NaN first."""
+        """The names of all non-finite gradients, NaN first."""
         return self.nan + self.inf
 
     @property
     def reason(self) -> Reason | None:
         """Why a step with these gradients is skipped, or None if all are finite.
 
-        An overflow can reach the parameters as NaN alone (inf - inf on its way through a backward
-        pass), so NaN is first answered like an overflow; a bug survives down to the floor.
+        An overflow can reach the parameters as NaN only (by inf - inf during the backward pass), so
+        NaN is first treated as an overflow; a bug persists until the scale is at its floor.
         """
         if not self.names:
             return None
@@ -74,7 +69,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     values = _values(gradients)
-    # torch's CPU norm of 16 bits in fp32 is 14 times slower than one of a widened copy.
+    # On a CPU torch's fp32 norm of a 16-bit tensor is 14 times slower than that of an fp32 copy.
     narrow = [v for v in values if v.element_size() == 2 and v.device.type == "cpu"]
     norms = [
         torch.linalg.vector_norm(part.float())
@@ -96,7 +91,7 @@ def exact_global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
-    """Name the parameters whose gradients hold NaN or inf. Synchronises with the host."""
+    """Find the parameters whose gradients hold NaN or inf. Synchronises with the host."""
     nan: list[str] = []
     inf: list[str] = []
     for name, gradient in named_gradients:
@@ -107,7 +102,7 @@ def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
 
 
 def multiply_(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply every gradient by a number, in place; by exactly 1 costs nothing."""
+    """Multiply every gradient by a number, in place; a factor of exactly 1 costs nothing."""
     if factor != 1.0 and gradients:
         torch._foreach_mul_(list(gradients), factor)
 
@@ -116,7 +111,7 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     """The factor, at most 1, that brings a global norm down to ``max_norm``.
 
     **Source:** Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
-    2013, algorithm 1; the 1e-6 in the denominator as ``torch.nn.utils.clip_grad_norm_``.
+    2013, algorithm 1; the 1e-6, against a division by 0, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     if max_norm is None:
         return 1.0
@@ -124,38 +119,38 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 class Ranks(Protocol):
-    """The ranks that train one model together; :class:`OneRank` is the null object."""
+    """How the ranks that train one model agree; :class:`OneRank` is the case of one process."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host.
 
         Args:
-            loss: fp32 scalar: this rank's.
-            gradients: What this rank holds of the step's gradients.
-            norm: Gives the 2-norm of some of them as a scalar tensor.
+            loss: This rank's loss, an fp32 scalar.
+            gradients: This rank's parts of the step's gradients.
+            norm: A function that returns the 2-norm of gradients as a scalar tensor.
         """
 
     def cannot(self) -> None:
-        """Take part in :meth:`measure` as one that cannot step; the others then raise, too."""
+        """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The largest of all ranks' marks, place by place; every rank gives as many."""
+        """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
 
     def worst_(self, marks: Tensor) -> None:
-        """As :meth:`worst`, in place, without waiting for the device."""
+        """Like :meth:`worst`, but in place and without waiting for the device."""
 
     def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 where all hold the whole."""
+        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """What any rank found; ``names`` are all there are, the same on every rank."""
+        """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
 
 
 class OneRank:
-    """A run of one process, or of processes that have nothing to do with each other."""
+    """A run of one process, or of processes that each train a model of their own."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own loss and norm: there is nobody to add up with."""
+        """This process's own loss and norm."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every).to(loss.device)
         value, length = torch.stack([loss.to(total.dtype), total]).tolist()
@@ -165,39 +160,33 @@ class OneRank:
         """Do nothing: no other rank waits for this one."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks as they were given."""
+        """The marks unchanged, as there is no other rank."""
         return list(marks)
 
     def worst_(self, marks: Tensor) -> None:
-        """They stay as they are."""
+        """Do nothing: there is no other rank."""
 
     def parts_of(self, parameter: Tensor) -> int:
-        """1: what this process has is all there is."""
+        """Always 1: this process holds every parameter whole."""
         return 1
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """What this process found, as it is."""
+        """This process's findings, unchanged."""
         return found
 
 
-# Below this norm, squares of fp32 gradients come near the smallest fp32 number, 2^-149.
+# Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
 _SQUARES_FIT = 1e-15
 _STRANGER = "a tensor that is not the model's"
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a step's gradients and loss turned out to be, the same on every rank.
+    """The verdict on a step's loss and gradients, the same on every rank."""
 
-    Attributes:
-        loss: Of the whole step.
-        norm: The global 2-norm of its gradients, in fp64 where squares leave the range of fp32.
-        found: What is not finite in them; None if the loss itself is not.
-    """
-
-    loss: float
-    norm: float
-    found: NonFinite | None
+    loss: float  # of the whole step, over all ranks
+    norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
+    found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
 
     @property
     def broken(self) -> bool:
@@ -205,21 +194,25 @@ class Judged:
         return self.found is None or bool(self.found.names)
 
 
-class Trained(Protocol):
-    """What the optimizers update: see :class:`halfstep.precision.masters.masters.MasterWeights`."""
+class TrainedTensors(Protocol):
+    """The part of :class:`~halfstep.precision.masters.masters.MasterWeights` used here."""
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Its tensors, by the model's names."""
+        """The tensors that the optimizers update, by the model's names."""
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
-        """The model's own parameter that one of them stands for."""
+        """The model's own parameter for one of these tensors."""
 
 
 class Examiner:
-    """Measures a step's gradients, and names what is broken in them."""
+    """Measures a step's gradients, and names those that are not finite."""
 
     def __init__(
-        self, model: nn.Module, masters: Trained, optimizers: Sequence[Optimizer], ranks: Ranks
+        self,
+        model: nn.Module,
+        masters: TrainedTensors,
+        optimizers: Sequence[Optimizer],
+        ranks: Ranks,
     ) -> None:
         self._model = model
         self._masters = masters
@@ -228,12 +221,7 @@ class Examiner:
         self._dense_norm: Norm = own[0].norm if own else global_norm
 
     def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Measure a step, with one host synchronisation.
-
-        Args:
-            loss: This rank's, fp32 scalar.
-            gradients: By what the optimizers are about to update.
-        """
+        """Judge this rank's loss, and the gradient of each target; the host waits once."""
         by_parts: dict[int, list[Tensor]] = {}
         for target, gradient in gradients.items():
             parts = self._ranks.parts_of(self._masters.parameter_of(target))
@@ -251,7 +239,7 @@ class Examiner:
         return Judged(value, norm, found)
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """By halfstep's kernel if an optimizer has one, which takes dense gradients."""
+        """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
         if any(gradient.is_sparse for gradient in gradients):
             return global_norm(gradients)
         return self._dense_norm(gradients)

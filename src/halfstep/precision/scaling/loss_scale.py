@@ -1,17 +1,17 @@
 """Loss scaling: none, static and dynamic behind one interface.
 
-A 16-bit gradient below 2^-24 (fp16) is 0. Multiplying the loss by S multiplies every gradient by S
-on its way through the 16-bit operations; dividing the finished fp32 gradient by S restores it. S is
-always a power of two here, so both are exact.
+The smallest positive fp16 number is 2^-24, so smaller gradients underflow to 0. Multiplying the
+loss by S multiplies every gradient by S on its way through the 16-bit operations; dividing the
+finished fp32 gradient by S restores it. S is always a power of two here, so both are exact.
 
-The algorithm of a dynamic scale is :meth:`Limits.after`: a state, and whether the step overflowed,
-give the next state. ``Precision`` and ``GradScaler`` call it; ``triton_decide.py`` repeats it on a
-GPU, and is tested against it.
+:meth:`Limits.after` is the algorithm of a dynamic scale: from a state, and whether the step
+overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it;
+``triton_decide.py`` repeats it on a GPU and is tested against it.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
-3.2 and 4; start, factors and interval as ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor and
-hysteresis (refilled on growth only) as Megatron-Core's ``DynamicGradScaler``; the ceiling of 2^24
-as NVIDIA Apex's ``LossScaler``.
+3.2 and 4; start, factors and interval as in ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor
+and hysteresis (reset by growth only) as in Megatron-Core's ``DynamicGradScaler``; the ceiling of
+2^24 as in NVIDIA Apex's ``LossScaler``.
 """
 
 from __future__ import annotations
@@ -31,28 +31,25 @@ State = dict[str, float | int]
 def _is_power_of_two(value: float) -> bool:
     try:
         return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer beyond the range of float
         return False
 
 
 def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    """Whether a value is a plain number: bool is no number, an int may stand for a float."""
+    """Whether a value is of this kind of number; a bool is not, an int also counts as a float."""
     return isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
 class ScaleState(NamedTuple):
-    """All that changes of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
+    """The changing state of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
 
-    value: float
-    """The scale that the next backward carries."""
-    good_steps: int
-    """Good steps since the last overflow or growth."""
-    hysteresis_left: int
-    """Overflows left before the next back-off."""
+    value: float  # the scale of the next backward
+    good_steps: int  # since the last overflow or growth
+    hysteresis_left: int  # overflows left before the next back-off
 
 
 class Limits(NamedTuple):
-    """How a dynamic loss scale moves; the fields are those of :class:`LossScaleConfig`."""
+    """How a dynamic loss scale adapts; the fields are those of :class:`LossScaleConfig`."""
 
     growth_factor: float
     backoff_factor: float
@@ -62,7 +59,7 @@ class Limits(NamedTuple):
     hysteresis: int
 
     def after(self, state: ScaleState, found_nonfinite: bool) -> ScaleState:
-        """Back off, hold or grow."""
+        """The next state: the scale backs off, holds or grows."""
         value, good, left = state
         if found_nonfinite:
             left -= 1
@@ -79,30 +76,30 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleConfig:
-    """How the loss is scaled; every number is checked when the value is made."""
+    """How the loss is scaled; every field is checked when the object is made."""
 
     kind: Kind = "none"
     """``"none"``, ``"static"`` (``init_scale`` throughout) or ``"dynamic"``."""
     init_scale: float = 2.0**16
     """The first scale, a power of two."""
     calibrate: bool = False
-    """Written ``init_scale=auto``: start instead at the largest scale up to ``max_scale`` whose
-    gradients of the first micro-batch are finite, found by back-propagating it a few times."""
+    """Written ``init_scale=auto``: start instead at the largest scale up to ``max_scale`` at which
+    the first micro-batch's gradients are finite, found by back-propagating it a few times."""
     growth_factor: float = 2.0
-    """What the scale is multiplied by after ``growth_interval`` good steps in a row."""
+    """The factor of the scale after ``growth_interval`` good steps in a row."""
     backoff_factor: float = 0.5
-    """What the scale is multiplied by on overflow."""
+    """The factor of the scale on overflow."""
     growth_interval: int = 2000
     """Good optimizer steps in a row before the scale grows."""
     min_scale: float = 1.0
-    """The floor. An overflow at the floor stops the run: no smaller scale can help."""
+    """The smallest scale. An overflow there stops the run, since no smaller scale can help."""
     max_scale: float = 2.0**24
-    """The ceiling."""
+    """The largest scale."""
     hysteresis: int = 1
-    """Overflows that are needed for the first back-off after a growth."""
+    """Number of overflows before the first back-off after a growth."""
     max_consecutive_skips: int = 50
-    """Skipped steps in a row after which the run stops. With kind "none" nothing is skipped: the
-    first non-finite gradient stops the run, since no scale can be lowered."""
+    """Number of skipped steps in a row at which the run stops. With kind "none" nothing is skipped:
+    the first non-finite gradient stops the run, since no scale can be lowered."""
 
     def __post_init__(self) -> None:
         """Raise PrecisionError for a value that no loss scaler can run with."""
@@ -120,7 +117,7 @@ class LossScaleConfig:
             value = getattr(self, name)
             if not _is_number(value, int) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
-        if self.calibrate:  # only stands for what will be measured
+        if self.calibrate:  # a placeholder until the scale is calibrated
             placeholder = min(max(self.init_scale, self.min_scale), self.max_scale)
             object.__setattr__(self, "init_scale", placeholder)
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
@@ -141,33 +138,29 @@ class LossScaleConfig:
 
 
 class LossScale:
-    """What a training step needs of a loss scale; this one is 1, and nothing ever changes it."""
+    """The interface of a loss scale; this base class is the constant scale 1."""
 
     value = 1.0
-    """The present scale, a power of two."""
+    """The current scale, a power of two."""
     at_floor = True
     """Whether the next overflow can no longer be answered by a smaller scale."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale, same shape; call ``backward`` on it."""
+        """The loss times the current scale, same shape; call ``backward`` on it."""
         return loss
 
     def start_at(self, value: float) -> None:
         """Take a calibrated scale before the first step."""
 
     def update(self, found_nonfinite: bool) -> None:
-        """Adapt after a step; ``found_nonfinite`` tells whether it had to be skipped."""
+        """Adapt after a step; ``found_nonfinite`` says whether it had to be skipped."""
 
     def state_dict(self) -> State:
-        """Everything that changes, as plain numbers."""
+        """The changing state, as plain numbers."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`; all or nothing.
-
-        Raises:
-            PrecisionError: If the state is none of this configuration.
-        """
+        """Continue from :meth:`state_dict`; all or nothing."""
         _check_keys(state, set(), "no loss scale")
 
 
@@ -180,7 +173,7 @@ class StaticLossScale(LossScale):
         self.value = float(config.init_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the present scale, in fp32 where the loss is of lower precision."""
+        """The loss times the current scale, in fp32 even if the loss is 16-bit."""
         return loss.float() * self.value
 
     def state_dict(self) -> State:
@@ -188,7 +181,7 @@ class StaticLossScale(LossScale):
         return {"value": self.value}
 
     def load_state_dict(self, state: State) -> None:
-        """Accept only the same scale."""
+        """Check that the saved scale is this one; raise PrecisionError if not."""
         _check_keys(state, {"value"}, "static loss scale")
         value = state["value"]
         if not _is_number(value, float) or value != self.value:
@@ -204,23 +197,19 @@ class DynamicLossScale(StaticLossScale):
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(config)
         self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
-        self.state = ScaleState(self.value, 0, config.hysteresis)
-
-    @property
-    def at_floor(self) -> bool:  # type: ignore[override]
-        """Whether the scale is at its floor and hysteresis is used up."""
-        return self.limits.at_floor(self.state)
+        self.take(ScaleState(self.value, 0, config.hysteresis))
 
     def take(self, state: ScaleState) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.state, self.value = state, state.value
+        self.at_floor = self.limits.at_floor(state)
 
     def start_at(self, value: float) -> None:
-        """Start at this power of two between floor and ceiling."""
+        """Start at this power of two, which lies between floor and ceiling."""
         self.take(self.state._replace(value=value))
 
     def update(self, found_nonfinite: bool) -> None:
-        """Back off, hold or grow."""
+        """Adapt by :meth:`Limits.after`: back off, hold or grow."""
         self.take(self.limits.after(self.state, found_nonfinite))
 
     def state_dict(self) -> State:
@@ -231,10 +220,10 @@ class DynamicLossScale(StaticLossScale):
         """Continue from the saved scale and counters.
 
         Raises:
-            PrecisionError: If a key is missing or unknown, or a number cannot be a state of this
+            PrecisionError: If a key is missing or unknown, or a value does not fit this
                 configuration; nothing is changed then.
         """
-        if "tracker" in state:  # its name in older checkpoints
+        if "tracker" in state:  # the name of hysteresis_left in older checkpoints
             state = {"hysteresis_left" if k == "tracker" else k: v for k, v in state.items()}
         _check_keys(state, {*ScaleState._fields}, "dynamic loss scale")
         value, good, left = (state[name] for name in ScaleState._fields)

@@ -1,1 +1,1 @@
-"""Checkpoints: which pieces ranks hold, how they are written, committed and read."""
+"""Checkpoints: which pieces the ranks hold, and how these are written, committed and read."""

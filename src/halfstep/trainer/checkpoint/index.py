@@ -10,10 +10,9 @@
                      "offset": [0, 0], "shape": [384, 768]}, ...]}},
      "optimizer": {"blocks.0.attention.weight/exp_avg": ...}}
 
-A piece of 8-bit codes has ``"order"`` besides: its dims as they lie in memory, slowest first, which
-is how the file holds them; the tops of their blocks lie in the same file as ``NAME/exp_avg_tops``.
-
-A manifest is data from outside: whatever is not exactly of this form is refused.
+A piece of 8-bit codes also has ``"order"``: its dims in memory order, slowest first, which is how
+the file stores them. The tops (scales) of its blocks are in the same file, as
+``NAME/exp_avg_tops``. A manifest is untrusted input: one not exactly of this form is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
 SECTIONS = (WEIGHTS, OPTIMIZER)
-# safetensors' own names
+# Dtypes by the names that safetensors uses.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -55,22 +54,21 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-EMPTY_CODES = "F32"  # an 8-bit moment without elements has no tops: its dtype on loading
+EMPTY_CODES = "F32"  # dtype recorded for an 8-bit moment without elements, which has no tops
 _SHARD = re.compile(r"(weights|optimizer)(-(\d{5,})-of-(\d{5,}))?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_JSON_BYTES = 1 << 30  # the manifest of a model of 10,000 tensors on 1,000 ranks
-_MOST = 2**63 - 1  # torch's and safetensors' largest size
+_JSON_BYTES = 1 << 30  # more than a manifest takes for 10,000 tensors on 1,000 ranks
+_MOST = 2**63 - 1  # largest size in torch and safetensors
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A piece in a file.
+    """A piece and the file that stores it.
 
     Attributes:
-        file: Its name within the checkpoint.
-        piece: The box.
-        order: For 8-bit codes, the dims as they lie in memory; None for any other tensor.
+        file: Name of the file within the checkpoint.
+        piece: The box of the whole tensor.
+        order: For 8-bit codes, the dims in memory order; None for any other tensor.
     """
 
     file: str
@@ -80,7 +78,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: its whole shape, its dtype by safetensors' name, and where its pieces are."""
+    """A tensor in the index: its whole shape, its dtype in safetensors' spelling, its pieces."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -88,17 +86,17 @@ class Entry:
 
     @property
     def coded(self) -> bool:
-        """Whether it is an 8-bit moment, which has block tops."""
+        """Whether the tensor is an 8-bit moment, which has block tops."""
         return any(stored.order is not None for stored in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A checked manifest.
+    """A validated manifest.
 
     Attributes:
         files: File name to SHA-256.
-        tensors: ``"weights"`` and ``"optimizer"``, each tensor name to entry.
+        tensors: For ``"weights"`` and ``"optimizer"``, tensor name to entry.
     """
 
     files: dict[str, str]
@@ -106,28 +104,15 @@ class Index:
 
 
 def shard_name(section: str, rank: int, size: int) -> str:
-    """The file of a rank's tensors; without numbers where there is one rank."""
+    """Return the name of a rank's file of tensors; it has no numbers where there is one rank."""
     return f"{section}{f'-{rank + 1:05d}-of-{size:05d}' if size > 1 else ''}.safetensors"
 
 
-def as_json(entry: Entry) -> dict[str, Any]:
-    """An entry as the manifest spells it."""
-    pieces = []
-    for stored in entry.pieces:
-        piece: dict[str, Any] = {
-            "file": stored.file,
-            "offset": list(stored.piece.offset),
-            "shape": list(stored.piece.local),
-        }
-        pieces.append(piece if stored.order is None else {**piece, "order": list(stored.order)})
-    return {"shape": list(entry.shape), "dtype": entry.dtype, "pieces": pieces}
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A file with one JSON object, in which no key stands twice.
+    """Read a file with one JSON object, in which no key occurs twice.
 
     Raises:
-        CheckpointError: If it cannot be read or is anything else.
+        CheckpointError: If the file cannot be read or holds anything else.
     """
     require_plain(path)
     try:
@@ -146,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_plain(path: Path) -> None:
-    """Refuse a link, and what is not a file: reading a pipe would wait for ever.
+    """Refuse anything but a regular file: a link leads elsewhere, reading a pipe waits for ever.
 
     Raises:
         CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
@@ -168,10 +153,10 @@ def require_plain(path: Path) -> None:
 
 
 def check_index(raw: dict[str, Any], where: Path) -> Index:
-    """A manifest's content of the present format, checked whole.
+    """Validate a manifest of the current format completely.
 
     Args:
-        raw: From :func:`read_json`.
+        raw: The manifest, from :func:`read_json`.
         where: Its path, for messages.
 
     Raises:
@@ -192,7 +177,7 @@ def check_index(raw: dict[str, Any], where: Path) -> Index:
 
 
 def checked_files(raw: Any, where: Path) -> dict[str, str]:
-    """The table of files, name to SHA-256; every name is one that a checkpoint can have.
+    """Validate the table of files, name to SHA-256; only names of a checkpoint are allowed.
 
     Raises:
         CheckpointError: Naming the file.
@@ -217,7 +202,7 @@ def _entry(raw: Any, section: str, files: Collection[str], what: str) -> Entry:
     if not isinstance(raw["dtype"], str) or raw["dtype"] not in DTYPES:
         raise CheckpointError(f"{what}: dtype {raw['dtype']!r}; allowed: {', '.join(DTYPES)}")
     if not isinstance(raw["pieces"], list):
-        raise CheckpointError(f"{what}: its pieces are no list: the manifest is damaged")
+        raise CheckpointError(f"{what}: its pieces are not a list: the manifest is damaged")
     pieces = tuple(
         _piece(part, shape, section, files, f"{what}, piece {number}")
         for number, part in enumerate(raw["pieces"])

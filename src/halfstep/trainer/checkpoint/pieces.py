@@ -1,4 +1,4 @@
-"""Pieces: which box of a whole tensor a rank holds, and who writes it into a checkpoint."""
+"""Pieces: the box of a whole tensor that a rank holds, and which rank writes it to a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import CheckpointError
@@ -15,14 +14,14 @@ from halfstep.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a whole tensor.
+    """A box (hyperrectangle) of a whole tensor, which may be all of it.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         offset: The box's first index along each dim.
-        local: The box's own shape; with a 0 in it, the box is empty.
-        written: Whether this rank writes it into a checkpoint. Of the ranks that hold the same box
-            exactly one does.
+        local: Shape of the box itself; with a 0 in it, the box is empty.
+        written: Whether this rank writes the box into a checkpoint. Exactly one of the ranks that
+            hold the same box does.
     """
 
     shape: tuple[int, ...]
@@ -32,13 +31,13 @@ class Piece:
 
     @classmethod
     def whole(cls, shape: Iterable[int], *, written: bool = True) -> Piece:
-        """All of a tensor."""
+        """Make the piece that is all of a tensor of this shape."""
         shape = tuple(shape)
         return cls(shape, (0,) * len(shape), shape, written)
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         return math.prod(self.local)
 
     def is_same_box(self, other: Piece) -> bool:
@@ -46,24 +45,22 @@ class Piece:
         return (self.shape, self.offset, self.local) == (other.shape, other.offset, other.local)
 
 
-def piece_of(tensor: Tensor, *, rank: int | None = None) -> Piece:
-    """The piece of a whole tensor that this rank holds.
+def piece_of(tensor: Tensor, *, rank: int) -> Piece:
+    """Find the piece of a whole tensor that this rank holds.
 
     Args:
         tensor: A DTensor, or a plain tensor, which every rank holds whole and rank 0 writes.
-        rank: This process's global rank; None asks ``torch.distributed``.
+        rank: This process's global rank.
 
     Returns:
-        The piece. It is written where the rank's coordinate is 0 on every mesh axis along which the
-        tensor is replicated, and the mesh holds global rank 0: of several meshes side by side, each
-        of which holds the tensor (tensor parallel within data parallel), one writes.
+        The piece. A rank writes it if its coordinate is 0 on every mesh axis along which the tensor
+        is replicated, and its mesh contains global rank 0: where several meshes hold the tensor
+        side by side (tensor parallel within data parallel), only one of them writes.
 
     Raises:
-        CheckpointError: If the tensor is not cut into boxes, or holds sums that are not finished.
+        CheckpointError: If the tensor is not cut into boxes, or has a placement such as Partial.
     """
-    if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    dtensor: Any = tensor  # known by what it can do: importing its class takes as long as torch
+    dtensor: Any = tensor  # duck-typed: importing the DTensor class takes as long as torch itself
     if not hasattr(tensor, "device_mesh"):
         return Piece.whole(tensor.shape, written=rank == 0)
     shape, mesh = tuple(tensor.shape), dtensor.device_mesh
@@ -87,20 +84,20 @@ def local_piece(
     sizes: Sequence[int],
     coordinate: Sequence[int],
 ) -> Piece:
-    """The piece that a coordinate of a mesh holds.
+    """Find the piece that the rank at a coordinate of a mesh holds.
 
     Args:
-        shape: Of the whole tensor.
-        placements: One for each mesh axis.
-        sizes: Of the mesh axes.
-        coordinate: The rank's place on each mesh axis.
+        shape: Shape of the whole tensor.
+        placements: One placement for each mesh axis.
+        sizes: Sizes of the mesh axes.
+        coordinate: The rank's coordinate on each mesh axis.
 
     Raises:
-        CheckpointError: If it is no box, or a placement is neither a shard nor replicated.
+        CheckpointError: If the part is not a box, or a placement is neither Shard nor Replicate.
 
-    Axes are taken from left to right, each cuts what the axes before it left, into parts as
-    ``torch.chunk`` makes them: ceil(n / parts) elements, the last ones fewer or none. FSDP2 over
-    tensor parallel cuts the same dim from right to left: its placement has a ``split_factor``.
+    Mesh axes apply from left to right. Each cuts what the axes before it left into parts as
+    ``torch.chunk`` does: ceil(n / parts) elements, the last parts fewer or none. FSDP2 over tensor
+    parallel cuts the same dim from right to left; its placement then has a ``split_factor``.
     """
     indices: list[Sequence[int]] = [range(n) for n in shape]
     written = True
@@ -125,7 +122,7 @@ def local_piece(
             ]
         )
     for found in indices:
-        if found and found[-1] - found[0] + 1 != len(found):  # they ascend
+        if found and found[-1] - found[0] + 1 != len(found):  # ascending, but with gaps
             raise CheckpointError(
                 f"a DTensor of shape {tuple(shape)} placed {tuple(placements)} on a mesh of "
                 f"{tuple(sizes)} is not cut into boxes: it cannot be saved; choose a layout whose "
@@ -144,9 +141,9 @@ Slices = tuple[slice, ...]
 
 
 def overlap(a: Piece, b: Piece) -> tuple[Slices, Slices] | None:
-    """Where two boxes of one tensor meet, as slices of the first and of the second; None: nowhere.
+    """Intersect two boxes of one tensor, as slices of the first and of the second; None if empty.
 
-    Two boxes of a tensor of 0 dims meet.
+    Two boxes of a 0-dim tensor always overlap.
     """
     in_a, in_b = [], []
     for a0, a_size, b0, b_size in zip(a.offset, a.local, b.offset, b.local, strict=True):
@@ -159,12 +156,12 @@ def overlap(a: Piece, b: Piece) -> tuple[Slices, Slices] | None:
 
 
 def fault(shape: Sequence[int], pieces: Sequence[Piece]) -> str:
-    """What keeps non-empty pieces from making up a tensor, each element once; empty if nothing."""
+    """Say why non-empty pieces do not cover each element of a tensor once; empty if they do."""
     for piece in pieces:
         ends = [o + n for o, n in zip(piece.offset, piece.local, strict=True)]
         if any(end > whole for end, whole in zip(ends, shape, strict=True)):
             return f"the piece of shape {piece.local} at {piece.offset} is outside {tuple(shape)}"
-    if shape and pieces:  # neighbours along the dim with most cuts: others cannot meet
+    if shape and pieces:  # sweep along the dim with most cuts: distant pieces cannot overlap
         dim = max(range(len(shape)), key=lambda d: len({p.offset[d] for p in pieces}))
         ordered = sorted(pieces, key=lambda p: p.offset[dim])
     else:

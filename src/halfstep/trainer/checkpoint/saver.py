@@ -1,4 +1,4 @@
-"""Saving beside training: a step waits for a copy of the state, not for the disk."""
+"""Saves checkpoints in the background: a step waits for a copy of the state, not for the disk."""
 
 from __future__ import annotations
 
@@ -8,66 +8,56 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from halfstep.trainer.checkpoint.commit import TIMEOUT, Team, save_part
-from halfstep.trainer.checkpoint.parts import Part
-from halfstep.trainer.checkpoint.store import Checkpoint
-
-
-def _nobody_to_meet() -> None:
-    """What one process alone waits for."""
+from halfstep.trainer.checkpoint.shards import Part
+from halfstep.trainer.checkpoint.store import Checkpoint, Team, save_part
 
 
 class Saver:
-    """Writes a run's checkpoints in a thread, which training need not wait for.
+    """Writes a run's checkpoints in a thread, so that training need not wait for the disk.
 
     Every rank has one, and calls :meth:`save` and :meth:`wait` for the same steps in the same
-    order. There are no collectives in the thread. Host memory holds one copy of this rank's part of
-    the state at a time.
+    order. The thread runs no collectives, which could interleave with those of training. Host
+    memory holds one copy of this rank's part of the state at a time.
 
-    An error of a save is raised once, by the next call of any method; if none comes, it is printed
-    when the interpreter ends. The interpreter does not end while a save is going on.
+    An error in a save is raised once, by the next call of any method; if there is none, it is
+    printed when the interpreter exits. The interpreter does not exit during a save.
 
     Args:
         folder: The run's ``checkpoints`` folder, which all ranks share.
         keep: How many checkpoints to keep, at least 1.
-        rank: This process's.
-        size: Number of ranks that save.
-        token: The same on all ranks and another one in every start of the run: 1 to 64 letters,
-            digits, ``-`` and ``_``. One rank may leave it empty.
+        team: The ranks that save. Its token, without a number, is the same on all ranks but
+            different at every start of the run. A single rank may leave it empty.
         background: Whether training goes on meanwhile; otherwise :meth:`save` waits, and nothing is
             copied.
-        timeout: Seconds that rank 0 waits for the others.
         meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
-            calls it once, when the other ranks' parts are written and before rank 0 waits for their
-            receipts: those of the dead never come. One process needs none.
+            calls it once, after the other ranks have written their parts and before rank 0 waits
+            for their receipts, which a dead rank would never send. One process needs none.
 
     Attributes:
-        blocked_seconds: How long the last :meth:`save` kept its caller, in seconds.
+        blocked_seconds: Seconds for which the last :meth:`save` blocked its caller.
     """
 
     def __init__(
         self,
         folder: Path,
         keep: int,
-        rank: int = 0,
-        size: int = 1,
-        token: str = "",
+        team: Team = Team(),  # noqa: B008  (frozen)
         background: bool = True,
-        timeout: float = TIMEOUT,
-        meet: Callable[[], None] = _nobody_to_meet,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
-        self._team = Team(rank, size, token, timeout)
+        self._team = team
         self._background = background
         self._meet = meet
         self._saves = 0
         self._thread: threading.Thread | None = None
-        self._path: Path | None = None  # of a save that nobody has been told of
-        self._error: BaseException | None = None  # that nobody has been told of
+        self._path: Path | None = None  # a completed checkpoint that was not yet returned
+        self._error: BaseException | None = None  # an error that was not yet raised
         atexit.register(self._last_words)
 
     def save(self, step: int, checkpoint: Checkpoint, *, spared: int | None = None) -> None:
@@ -75,22 +65,21 @@ class Saver:
 
         The checkpoint of the step ``spared`` is not removed, whatever its age.
 
-
-        First waits for the save before it. In the background, only memory is read and written here;
-        otherwise the checkpoint is complete on return, on rank 0.
+        This first waits for the save before it, whose error it raises instead of beginning. In the
+        background, it then only copies memory; otherwise the checkpoint is complete on return, on
+        rank 0.
 
         Raises:
-            NonFiniteError: If this or the save before it has a NaN or inf; not begun in the latter
-                case, as with any error of the save before it.
-            CheckpointError: If it, or the save before it, cannot be written.
+            NonFiniteError: If this save or the one before it has a NaN or inf.
+            CheckpointError: If this save or the one before it cannot be written.
         """
         begin = time.perf_counter()
         try:
             if self._background:
                 self._settle()
             self._saves += 1
-            number = f"{self._team.token}.{self._saves}" if self._team.token else ""
-            team = Team(self._team.rank, self._team.size, number, self._team.timeout)
+            token = self._team.token
+            team = replace(self._team, token=token and f"{token}.{self._saves}")
             part = checkpoint.part(team.rank, step)
             held = [part.copied() if self._background else part]
             self._thread = threading.Thread(
@@ -106,7 +95,7 @@ class Saver:
             self.blocked_seconds = time.perf_counter() - begin
 
     def finished(self) -> Path | None:
-        """The newest checkpoint completed since last told of; does not wait.
+        """Return the checkpoint completed since the last call, if any, without waiting.
 
         Raises:
             NonFiniteError: If the save found a NaN or inf.
@@ -117,12 +106,12 @@ class Saver:
         return self._told()
 
     def wait(self) -> Path | None:
-        """Wait for the save that is going on; then as :meth:`finished`."""
+        """Wait for the running save, then return and raise as :meth:`finished` does."""
         self._settle()
         return self._told()
 
     def close(self) -> None:
-        """Wait for the save that is going on; the saver is not used after this.
+        """Wait for the running save; the saver must not be used after this.
 
         Raises:
             NonFiniteError: If the save found a NaN or inf.
@@ -138,22 +127,22 @@ class Saver:
         return path
 
     def _settle(self) -> None:
-        """Wait for the save that is going on, as long as all ranks are there to finish it."""
+        """Wait for the running save, provided that all ranks are alive to finish it."""
         if self._team.rank and self._thread is not None:
-            self._thread.join()  # its error waits: rank 0 is to be met, and has the receipt
+            self._thread.join()  # _join raises its error later: rank 0 waits in meet() first
         self._meet()
         self._join()
 
     def _join(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # an interrupt leaves it as it is: asked again, it is joined again
+            self._thread.join()  # if interrupted, the thread is kept, and the next call joins it
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _work(self, step: int, held: list[Part], team: Team, spared: int | None) -> None:
-        """The thread. ``held`` gives the only reference to the copy away."""
+        """Run in the thread; popping ``held`` leaves no other reference to the copied state."""
         try:
             self._path = save_part(self._folder, step, held.pop(), self._keep, team, spared)
         except BaseException as error:
@@ -166,7 +155,7 @@ class Saver:
 
 
 def _forget(error: BaseException) -> None:
-    """Let go of what the frames of an error hold, which is a copy of the whole state."""
+    """Clear the frames of an error's traceback, which would keep a copy of the state alive."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)

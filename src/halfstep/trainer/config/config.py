@@ -1,7 +1,7 @@
 """Configurations from TOML files and overrides, and back.
 
-Text becomes values here and nowhere else: TOML and words of the command line become the fields'
-types, and the spellings of policy, layout and ``on_nonfinite`` what they mean.
+Text is converted to values here and nowhere else: TOML values and command-line strings to the
+fields' types, and the spellings of policy, layout and ``on_nonfinite`` to their objects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import tomli_w
 
@@ -21,23 +21,20 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.trainer.config.optimizer import ScheduleConfig
-from halfstep.trainer.config.read import build, did_you_mean, insert, shown
+from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
-__all__ = ["TASKS", "TrainConfig", "config_from_table", "config_to_table", "config_to_toml",
-           "load_config", "read_table", "shipped_configs"]  # fmt: skip
-
 
 def shipped_configs() -> dict[str, str]:
-    """Name to TOML text of the configurations that come with the package."""
+    """Return the TOML text of every configuration that comes with the package, by name."""
     folder = resources.files("halfstep").joinpath("configs")
     files = {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
     return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
 
 
 def read_table(spec: str) -> tuple[str, dict[str, Any]]:
-    """What to call a configuration in messages, and its TOML, unchecked; the rest as below."""
+    """Read a configuration as :func:`load_config` does: its name for messages, its raw table."""
     shipped = shipped_configs()
     if spec in shipped:
         text, where = shipped[spec], f"configuration {spec}"
@@ -54,7 +51,7 @@ def read_table(spec: str) -> tuple[str, dict[str, Any]]:
         )
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # thousands of digits or of brackets, too
+    except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
     table.setdefault("name", Path(spec).stem)
     return where, table
@@ -76,7 +73,7 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
         for key, value in overrides:
             insert(table, key, value)
         given = {key for key, _ in overrides}
-        # A warm-up that is given beside the length of the run stays: the two contradict each other.
+        # If both are given and contradict each other, the warm-up stays and is refused later.
         if "run.max_steps" in given and "schedule.warmup_steps" not in given:
             _shorten_warmup(table)
         return config_from_table(table)
@@ -85,7 +82,7 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
 
 
 def _shorten_warmup(table: dict[str, Any]) -> None:
-    """Let a file's warm-up end with a run that the command line makes shorter than it."""
+    """Shorten a file's warm-up to the run where the command line makes the run shorter than it."""
     schedule = table.setdefault("schedule", {})
     try:
         steps = int(table["run"]["max_steps"])
@@ -97,7 +94,7 @@ def _shorten_warmup(table: dict[str, Any]) -> None:
 
 
 def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
-    """A configuration from a nested mapping, as :func:`config_to_table` gives it."""
+    """Build a configuration from a nested mapping, as :func:`config_to_table` returns it."""
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
     if not isinstance(task, str) or task not in TASKS:
@@ -108,7 +105,7 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
     run = config.run
     return replace(
         config,
-        # a value from here on, so that a run does not depend on a policy file after it has started
+        # parsed now, so that a run does not depend on a policy file after it has started
         precision=parse_policy(config.precision),
         run=replace(
             run,
@@ -119,20 +116,23 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
 
 
 def config_to_table(config: BaseConfig) -> dict[str, Any]:
-    """The configuration as nested plain values."""
+    """Return the configuration as nested dicts of plain values, ready for TOML or JSON."""
     return {"task": config.TASK, **_plain(config)}
 
 
 def _plain(part: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
+    hints = get_type_hints(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, PrecisionPolicy | Layout | OnNonFinite):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
+        if type(value) in sections(hints[field.name])[1:]:  # the union's first class is the default
+            table[field.name] = {FAMILY: value.FAMILY, **table[field.name]}
     return table
 
 
 def config_to_toml(config: BaseConfig) -> str:
-    """The resolved configuration as TOML that :func:`load_config` reads back to an equal value."""
+    """Write the resolved configuration as TOML that :func:`load_config` reads back unchanged."""
     return tomli_w.dumps(config_to_table(config))

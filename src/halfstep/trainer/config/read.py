@@ -1,21 +1,65 @@
-"""From TOML tables and command-line strings to frozen dataclasses; complaints name the key."""
+"""Builds frozen dataclasses from TOML tables and command-line strings; errors name the key."""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
+
+FAMILY = "family"
+"""The key that selects a dataclass of a union by its class attribute ``FAMILY``; the first one is
+the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a field may hold; annotates the field's type, as in ``Count``."""
+
+    allowed: str
+    """The range as error messages print it."""
+    holds: Callable[[Any], bool]
+
+
+Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
+AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
+Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
+Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
+Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
+Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
+
+
+def require_ranges(section: str, config: object) -> None:
+    """Refuse a section with a value outside its field's :class:`Range`.
+
+    Raises:
+        ConfigError: Naming the key, the value and what is allowed.
+    """
+    kind: Any = type(config)
+    for name, found in _ranges(kind).items():
+        value = getattr(config, name)
+        if not found.holds(value):
+            raise ConfigError(f"{section}.{name}={value}; allowed: {found.allowed}")
+
+
+@cache
+def _ranges(cls: Any) -> Mapping[str, Range]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
+    }
 
 
 def insert(table: dict[str, Any], key: str, value: Any) -> None:
     """Set ``section.key`` in a nested table.
 
     Raises:
-        ConfigError: If a section on the way is a value.
+        ConfigError: If one of the parents is a value, not a section.
     """
     *parents, last = key.split(".")
     for name in parents:
@@ -28,13 +72,13 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
 def build(
     cls: type[Any], table: Any, path: str = "", named: Callable[[str], str] = "key {}".format
 ) -> Any:
-    """A dataclass, and those it consists of, from a nested mapping.
+    """Build a dataclass, and the dataclasses in its fields, from a nested mapping.
 
     Args:
         cls: A dataclass.
         table: Field name to value or section; strings are converted to the field's type.
-        path: Of the table itself, for complaints: ``""``, or ``"section."``.
-        named: What complaints call a dotted key.
+        path: Prefix of the table's keys in error messages: ``""``, or ``"section."``.
+        named: Formats a dotted key for error messages.
 
     Raises:
         ConfigError: For an unknown or missing key, or a value of another type.
@@ -51,8 +95,9 @@ def build(
                 f"unknown key {path}{key:.80}{did_you_mean(key, names)}; "
                 f"allowed: {', '.join(names)}"
             )
-        if is_dataclass(hints[key]):
-            values[key] = build(hints[key], value, f"{path}{key}.", named)
+        if kinds := sections(hints[key]):
+            part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
+            values[key] = build(kind, part, f"{path}{key}.", named)
         else:
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
@@ -61,8 +106,29 @@ def build(
     return cls(**values)
 
 
+def sections(hint: Any) -> tuple[type[Any], ...]:
+    """Return the dataclass, or the union's dataclasses, of a field's type; () for plain values."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return kinds if all(map(is_dataclass, kinds)) else ()
+
+
+def _of_family(
+    kinds: tuple[type[Any], ...], table: Any, where: str, named: Callable[[str], str]
+) -> tuple[Any, type[Any]]:
+    """Return a section without its ``family`` key, and the dataclass which that key selects."""
+    known = {getattr(kind, "FAMILY", ""): kind for kind in kinds}
+    if "" in known or not isinstance(table, Mapping) or FAMILY not in table:
+        return table, kinds[0]
+    rest = dict(table)
+    name = rest.pop(FAMILY)
+    if not isinstance(name, str) or name not in known:
+        hint = did_you_mean(str(name), known)
+        raise ConfigError(f"{named(where)}: {shown(name)}{hint}; allowed: {', '.join(known)}")
+    return rest, known[name]
+
+
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Convert a TOML value or a command-line string to a field's type, or complain."""
+    """Convert a TOML value or a command-line string to a field's type, or raise ConfigError."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is UnionType:  # X | None
         return _convert(value, parts[0], where)
@@ -76,7 +142,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(items, Sequence):
             raise ConfigError(f"{where}: {shown(value)}; allowed: a list of strings")
         return tuple(_convert(item, parts[0], where) for item in items)
-    if hint is Any:  # a spelling, which is parsed later
+    if hint is Any:  # a ``Spelled`` field, which load_config parses later
         hint = str
     if hint is str and isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: {shown(value)} holds a NUL character")
@@ -88,7 +154,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def _scalar(value: Any, hint: Any) -> Any:
-    """The value in the field's type; ValueError or OverflowError if it has none there."""
+    """Convert to a scalar type; raise ValueError or OverflowError where that is impossible."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -108,15 +174,15 @@ _ALLOWED = {int: "an integer", float: "a finite number", bool: "true or false", 
 
 
 def shown(value: Any) -> str:
-    """A value for a message: at most 80 characters of it, whatever it is."""
+    """Represent any value in an error message, in at most 80 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a nest of brackets
+    except (ValueError, RecursionError):  # an int of thousands of digits, deeply nested brackets
         text = f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
 
 
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """A hint at the known word that is meant, or nothing."""
+    """Suggest the known name closest to a misspelt one; empty if none is close."""
     close = difflib.get_close_matches(word[:100], list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

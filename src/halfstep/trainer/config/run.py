@@ -1,94 +1,77 @@
-"""The part of a run's configuration that every task has; no torch here, so that --help is quick."""
+"""The configuration that runs of every task share; imports no torch, so that --help is quick."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.read import Amount, AtLeast1, Count, Range, Share, require_ranges
 
 Spelled: TypeAlias = Any
-"""What a user writes as text. ``load_config`` parses it, once, and the value takes its place; the
-value's class is not named here because it would import torch."""
+"""A field that a user writes as text and that ``load_config`` replaces by the parsed object. The
+type is Any because naming the object's class would import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How long, how much at a time, where to, and on what."""
+    """Length of the run, batch size, checkpoints, run folder, devices and layout."""
 
-    LEAST_STEPS: ClassVar[int] = 1
-
-    max_steps: int = 300
+    max_steps: AtLeast1 = 300
     """Optimizer steps, skipped ones included."""
-    max_seconds: float = 0.0
+    max_seconds: Amount = 0.0
     """Stop, evaluate and save after this many seconds; 0: no limit."""
-    batch_size: int = 8
+    batch_size: AtLeast1 = 8
     """Sequences in one optimizer step, over all ranks and micro-batches."""
-    grad_accum: int = 1
+    grad_accum: AtLeast1 = 1
     """Micro-batches that one step's batch is split into; divides batch_size."""
-    seed: int = 1337
+    seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = 1337
     """Seed of the initial weights, the batches and dropout."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Evaluate every this many steps and at the end; 0: at the end only."""
-    eval_batches: int = 16
+    eval_batches: Count = 16
     """Validation batches per evaluation, spread over the file; 0: all of it."""
-    ema_decay: float = 0.0
-    """Decay of an average of the weights, such as 0.999, which is then what is evaluated and handed
-    out; 0: none."""
+    ema_decay: Share = 0.0
+    """Decay of a moving average of the weights, such as 0.999; that average is then evaluated and
+    exported. 0: none."""
     on_nonfinite: Spelled = "stop"
     """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
-    lost_update_every: int = 50
+    lost_update_every: Count = 50
     """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
-    save_every: int = 100
+    save_every: Count = 100
     """Save a checkpoint every this many steps and at the end; 0: at the end only."""
-    keep: int = 2
+    keep: AtLeast1 = 2
     """Checkpoints to keep; older ones are removed after a newer one is safely written."""
     output_dir: str = ""
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
-    patience: int = 0
+    patience: Count = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
     report_to: tuple[Literal["none", "csv", "mlflow", "tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl; none, as older files say, is nowhere."""
+    """Where metrics go besides metrics.jsonl; none, found in older files, means nowhere else."""
     parallel: Spelled = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
     sequence_parallel: bool = False
     """With tensor ranks: split norms and residual streams between them along the sequence."""
-    agree_every: int = 100
+    agree_every: Count = 100
     """Compare loss scale, counts and replicated weights between ranks every this many steps; 0:
     at the start only."""
-    rank_timeout: float = 300.0
+    rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = 300.0
     """Seconds after which a rank that does not answer ends the run."""
     background_save: bool = True
-    """Write checkpoints beside training; a step then waits for a copy only."""
+    """Write checkpoints while training goes on; a step then waits for a copy only."""
     device: str = "auto"
     """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     compile: bool = False
     """Run the model through torch.compile."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range or that contradict each other."""
-        for name in ("max_steps", "batch_size", "grad_accum", "keep"):
-            least = self.LEAST_STEPS if name == "max_steps" else 1
-            if getattr(self, name) < least:
-                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: integers >= {least}")
-        for name in (
-            "max_seconds", "eval_every", "eval_batches", "save_every", "lost_update_every",
-            "agree_every", "patience",
-        ):  # fmt: skip
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"run.{name}={getattr(self, name)}; allowed: >= 0")
-        if not 0 <= self.ema_decay < 1:
-            raise ConfigError(f"run.ema_decay={self.ema_decay}; allowed: 0 <= x < 1")
-        if not self.rank_timeout > 0:
-            raise ConfigError(f"run.rank_timeout={self.rank_timeout}; allowed: seconds > 0")
+        require_ranges("run", self)
         object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n != "none"))
         _require_path(self.output_dir)
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"run.seed={self.seed}; allowed: 0 to 2^63 - 1")
         if self.batch_size % self.grad_accum:
             raise ConfigError(
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="
@@ -97,7 +80,7 @@ class RunConfig:
 
 
 def _require_path(text: str) -> None:
-    """Raises ConfigError for a run folder's name that no file system takes."""
+    """Raise ConfigError for a run folder name that is too long for any file system."""
     longest = max(text.split("/"), key=len)
     if len(longest.encode("utf-8", "surrogateescape")) > 255:
         raise ConfigError(
@@ -108,14 +91,14 @@ def _require_path(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
-    """Everything a run depends on, but for the task's own model and data."""
+    """Everything a run depends on except the task's own model and data."""
 
     TASK: ClassVar[str]
     """Name of the task in files: the key ``task``."""
     COMMAND: ClassVar[str]
     """The command that trains it."""
     SHORT: ClassVar[Mapping[str, str]] = {}
-    """Options to keys, besides each key's last part."""
+    """Short option name to dotted key, besides the last part of each key."""
 
     name: str = "custom"
     """A name for the run folder."""
@@ -127,7 +110,6 @@ class BaseConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        """Raise for contradictions between the parts."""
         if self.schedule.warmup_steps > self.run.max_steps >= 1:
             raise ConfigError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is longer than the run of "
@@ -136,14 +118,14 @@ class BaseConfig:
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """The shipped configuration that a command starts from, by the keys that it was given."""
+        """Name the shipped configuration that a command starts from, given its option values."""
         raise NotImplementedError
 
     @property
     def runs_foreign_code(self) -> bool:
-        """Whether Python code that comes with the model may run."""
+        """Whether the user allows Python code that comes with the model to run."""
         return False
 
     def filled(self, saved: Self) -> Self:
-        """The same command line once more, with what only its run's first start could know."""
+        """Fill in, when resuming, what only the first start could know, from the saved config."""
         return self

@@ -1,36 +1,31 @@
-"""The configurations of all tasks: of GPTs trained on text here, of fine-tuning beside it."""
+"""The configuration classes of all tasks: training on text, fine-tuning, and a user's module."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig, ModuleConfig
+from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.models.gpt.config import GPTConfig
-
-__all__ = ["TASKS", "ClassifyConfig", "LMConfig", "ModuleConfig", "TextRunConfig", "TrainConfig"]
+from halfstep.trainer.data.instructions.config import InstructionsConfig
+from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.models.shapes import Shape, of_the_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRunConfig(RunConfig):
     """How a GPT is trained on text."""
 
-    block_size: int = 0
+    block_size: Count = 0
     """Tokens of one training sequence; 0: the model's block_size."""
     init_from: str = ""
     """A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape takes
     the place of ``model``'s, whose dropout and activation_checkpointing stay."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values outside their range."""
-        RunConfig.__post_init__(self)
-        if self.block_size < 0:
-            raise ConfigError(f"run.block_size={self.block_size}; allowed: >= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +36,11 @@ class TrainConfig(BaseConfig):
     COMMAND: ClassVar[str] = "train"
     SHORT: ClassVar[Mapping[str, str]] = {"data": "data.train", "val-data": "data.validation"}
 
-    model: GPTConfig
+    model: Shape
     data: DataConfig = field(default_factory=DataConfig)
     run: TextRunConfig = field(default_factory=TextRunConfig)
 
     def __post_init__(self) -> None:
-        """Raise for contradictions between the parts."""
         BaseConfig.__post_init__(self)
         if self.run.init_from and self.data.tokenizer.startswith("bpe:"):
             raise ConfigError(
@@ -62,29 +56,190 @@ class TrainConfig(BaseConfig):
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
-        """Always the same one."""
+        """Always start from the small GPT that trains on a CPU in minutes."""
         return "gpt-small-cpu"
 
     def filled(self, saved: Self) -> Self:
-        """With the run's vocabulary, or with the shape of the model that it started from."""
+        """Take over the saved vocabulary size, or the shape of the run's ``init_from`` model."""
         shape = self.model
         if self.run.init_from and self.run.init_from == saved.run.init_from:
-            shape = dataclasses.replace(
-                saved.model,
-                dropout=shape.dropout,
-                activation_checkpointing=shape.activation_checkpointing,
-            )
+            shape = dataclasses.replace(saved.model, **of_the_run(shape))
         elif not shape.vocab_size:
             shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
         return dataclasses.replace(self, model=shape)
 
     @property
     def block_size(self) -> int:
-        """Tokens of one training sequence."""
+        """Tokens of one training sequence, after defaulting to the model's block size."""
         return self.run.block_size or self.model.block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneRunConfig(RunConfig):
+    """Length of a fine-tuning run in epochs, and which state of it to keep."""
+
+    max_steps: Count = 0
+    """Optimizer steps, skipped ones included; 0: as many as ``epochs`` take."""
+    epochs: float = 3.0
+    """Number of times that each training example is seen; unused with ``max_steps``."""
+    warmup_ratio: Share = 0.06
+    """Fraction of the steps used as warm-up, where ``schedule.warmup_steps`` is 0."""
+    batch_size: AtLeast1 = 32
+    """Examples in one optimizer step, over all ranks and micro-batches; the batches of an epoch
+    differ by one at most."""
+    eval_every: Count = 0
+    """Evaluate every this many steps and at the end; 0: after every epoch."""
+    eval_batches: Count = 0
+    """Evaluate on this many batches only; 0: every example once."""
+    save_every: Count = 500
+    """Save every this many steps, besides after every evaluation and at the end; 0: only then."""
+    best_by: Literal["", "accuracy", "macro_f1", "loss"] = ""
+    """Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."""
+
+    def __post_init__(self) -> None:
+        RunConfig.__post_init__(self)
+        if not self.max_steps and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"run.epochs={self.epochs}; allowed: > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainedConfig:
+    """The model settings that both kinds of fine-tuning share."""
+
+    source: str = ""
+    """A Hugging Face folder, or a name on the hub."""
+    revision: str = ""
+    """Branch, tag or commit on the hub; empty: the main branch."""
+    dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = -1.0
+    """Dropout of all the model's own layers; below 0: as the model's config says."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for code that you have read."""
+
+    def __post_init__(self) -> None:
+        require_ranges("model", self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneConfig(BaseConfig):
+    """The configuration that both kinds of fine-tuning share."""
+
+    SHORT: ClassVar[Mapping[str, str]] = {"model": "model.source"}
+
+    model: PretrainedConfig = field(default_factory=PretrainedConfig)
+    run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
+
+    @property
+    def runs_foreign_code(self) -> bool:
+        """Whether Python code that comes with the model may run."""
+        return self.model.trust_remote_code
+
+    def filled(self, saved: Self) -> Self:
+        """Take over the saved number of warm-up steps and the saved commit of the model."""
+        warmup = self.schedule.warmup_steps or saved.schedule.warmup_steps
+        revision = self.model.revision or saved.model.revision
+        return dataclasses.replace(
+            self,
+            schedule=dataclasses.replace(self.schedule, warmup_steps=warmup),
+            model=dataclasses.replace(self.model, revision=revision),
+        )
+
+    def resolved(self, steps_per_epoch: int) -> Self:
+        """Replace epochs and the warm-up ratio by numbers of steps.
+
+        Raises:
+            ConfigError: If the warm-up is longer than the run.
+        """
+        run, schedule = self.run, self.schedule
+        steps = run.max_steps or max(1, math.ceil(run.epochs * steps_per_epoch - 1e-9))
+        warmup = schedule.warmup_steps or int(run.warmup_ratio * steps)
+        return dataclasses.replace(
+            self,
+            run=dataclasses.replace(
+                run, max_steps=steps, eval_every=run.eval_every or steps_per_epoch
+            ),
+            schedule=dataclasses.replace(schedule, warmup_steps=warmup),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierConfig(PretrainedConfig):
+    """The model section of a classifier's run."""
+
+    source: str = "scratch:small"
+    """``scratch:tiny|small|base``, a Hugging Face folder, or a name on the hub."""
+    max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = 128
+    """Tokens of a text, special ones included; longer texts are cut, and counted."""
+    vocab_size: Count = 0
+    """Vocabulary of the tokenizer that ``scratch`` trains; 0: the default of that size."""
+    label_smoothing: Share = 0.0
+    """Share of each target's probability that is spread evenly over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """``balanced``: every class counts alike in the loss, however many examples it has."""
+
+    def __post_init__(self) -> None:
+        PretrainedConfig.__post_init__(self)
+        if not self.source.strip():
+            raise ConfigError("model.source is empty; give scratch:small, a folder or a hub name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyConfig(FinetuneConfig):
+    """Train a text classifier: CSV, TSV, JSONL, JSON or a dataset of the hub."""
+
+    TASK: ClassVar[str] = "classify"
+    COMMAND: ClassVar[str] = "finetune classify"
+
+    model: ClassifierConfig = field(default_factory=ClassifierConfig)
+    data: LabelledConfig = field(default_factory=LabelledConfig)
+
+    @classmethod
+    def shipped(cls, given: Mapping[str, Any]) -> str:
+        """Choose by source: a pretrained encoder needs a smaller learning rate than scratch."""
+        scratch = str(given.get("model.source", "scratch:")).startswith("scratch:")
+        return "classify-scratch" if scratch else "classify-pretrained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLMConfig(PretrainedConfig):
+    """The model section of a language model's fine-tuning."""
+
+    lora_r: Count = 8
+    """Rank of the LoRA adapters; 0: train all weights instead."""
+    lora_alpha: Positive = 16.0
+    """Adapters are scaled by alpha / r."""
+    lora_dropout: Share = 0.0
+    """Dropout before the adapters."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of modules to adapt, or ``all-linear``; empty: the usual ones of the architecture."""
+    gradient_checkpointing: bool = False
+    """Keep only each block's input, and recompute the block in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LMConfig(FinetuneConfig):
+    """Tune a causal language model on texts, instructions or chats, by LoRA or in full."""
+
+    TASK: ClassVar[str] = "lm"
+    COMMAND: ClassVar[str] = "finetune lm"
+
+    model: CausalLMConfig = field(default_factory=CausalLMConfig)
+    data: InstructionsConfig = field(default_factory=InstructionsConfig)
+
+    @classmethod
+    def shipped(cls, given: Mapping[str, Any]) -> str:
+        """Choose by LoRA rank: full training needs a smaller learning rate than adapters."""
+        return "lm-full" if str(given.get("model.lora_r", "")).strip() == "0" else "lm-lora"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleConfig(FinetuneConfig):
+    """A module of the user's own, trained by :class:`halfstep.Trainer`."""
+
+    TASK: ClassVar[str] = "module"
+    COMMAND: ClassVar[str] = ""
 
 
 TASKS: Mapping[str, type[BaseConfig]] = {
     kind.TASK: kind for kind in (TrainConfig, ClassifyConfig, LMConfig, ModuleConfig)
 }
-"""The value of a file's key ``task``, absent for ``pretrain``, to the class of its tree."""
+"""Value of a file's key ``task`` (absent: ``pretrain``) to the configuration class of that task."""

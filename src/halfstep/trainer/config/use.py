@@ -1,4 +1,4 @@
-"""How a trained model is to be used; no torch here, as these are options of commands too."""
+"""How a trained model is used. These are command options too, so this imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from halfstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Which model, where and in which precision."""
+    """Which model to use, on which device and in which precision."""
 
     run: str = ""
-    """A run folder; its newest checkpoint is used, of fine-tuning its best state."""
+    """A run folder; its newest checkpoint is used, or its best state if it was fine-tuned."""
     model: str = ""
     """In place of a run: the folder of a model with its tokenizer."""
     device: str = "auto"
@@ -24,21 +24,21 @@ class Use:
     """Run Python code that comes with the model. Only for code that you have read."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless there is one model."""
+        """Raise ConfigError unless exactly one model is given."""
         if bool(self.run) == bool(self.model):
             raise ConfigError("give one of --run and --model: which model is to be used")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicting(Use):
-    """Classify texts; writes one JSON object a text: text, label, probability."""
+    """Classify texts; write one JSON object per text: text, label, probability."""
 
     input: str
-    """.jsonl, .json, .csv, .tsv, .parquet or .txt (one text a line); '-' reads stdin."""
+    """.jsonl, .json, .csv, .tsv, .parquet or .txt (one text per line); '-' reads stdin."""
     output: str = "-"
-    """JSONL; '-', the default, is stdout."""
+    """JSONL file to write; '-', the default, is stdout."""
     text_column: str = ""
-    """Name of the text's column."""
+    """Name of the column that holds the text."""
     batch_size: int = 64
     """Texts in one forward pass."""
 
@@ -50,15 +50,15 @@ class Generating(Use):
     prompt: str = ""
     """Text to go on from; '-' reads stdin."""
     max_new_tokens: int = 200
-    """Most tokens to write."""
+    """Write at most this many tokens."""
     temperature: float = 0.8
-    """Of sampling; 0: always the likeliest token."""
+    """How boldly to sample; 0: always the likeliest token."""
     top_k: int | None = None
-    """Sample from so many likeliest tokens only."""
+    """Sample from this many of the likeliest tokens only."""
     top_p: float | None = None
-    """Sample from the likeliest tokens that have this much probability together."""
+    """Sample from the likeliest tokens that together have this much probability."""
     seed: int = 0
-    """Of sampling."""
+    """Random seed of the sampling."""
     raw: bool = False
     """For a run of finetune lm: go on from the prompt as it is, without its template."""
 
@@ -68,19 +68,19 @@ class Evaluating(Use):
     """Measure a language model's loss, or a classifier's accuracy."""
 
     data: tuple[str, ...] = ()
-    """Text (of fine-tuning: records) to measure on; default: the run's validation data."""
+    """Text (for fine-tuned models: records) to measure on; default: the run's validation data."""
     batch_size: int = 8
     """Rows in one forward pass."""
     max_batches: int = 0
     """Batches to measure on; 0: everything once."""
     text_column: str = ""
-    """Of a classifier's --data; default: as in training."""
+    """Name of the text column in a classifier's --data; default: as in training."""
     label_column: str = ""
-    """The same of the label."""
+    """Name of the label column in a classifier's --data; default: as in training."""
     drop_empty: bool = False
-    """Of a classifier: leave out empty texts."""
+    """For a classifier: leave out empty texts."""
     json: bool = False
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class Exporting:
     output: str
     """The folder to write."""
     dtype: Literal["", "fp32", "bf16", "fp16"] = ""
-    """Of the weights; default fp32, of merged adapters the base's own."""
+    """Dtype of the weights; default: fp32, or the base model's own for merged adapters."""
     adapter: bool = False
-    """Of a LoRA run: the adapter for peft, instead of merging it into its base."""
+    """For a LoRA run: write the adapter for peft instead of merging it into its base."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""

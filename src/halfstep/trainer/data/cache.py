@@ -22,20 +22,16 @@ from halfstep.files import sync, sync_folder
 
 TEMPORARY_PREFIX = ".tmp-"
 STALE_SECONDS = 24 * 60 * 60
-"""Age at which a temporary folder belongs to nobody: no file in it was written for a day."""
-
+"""Age at which a temporary folder counts as abandoned: no file in it was written for a day."""
 ATTEMPTS = 4
-"""Looks at a result before giving up; the second succeeds unless other processes interfere."""
-
+"""Attempts to load a result; the second succeeds unless other processes interfere."""
 T = TypeVar("T")
 
 
 def cache_root(configured: str) -> Path:
-    """Finds the cache folder: ``configured``, else as the environment says.
+    """The configured folder, else $HALFSTEP_CACHE, $XDG_CACHE_HOME/halfstep or ~/.cache/halfstep.
 
-    Returns:
-        The configured folder, else $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else
-        ~/.cache/halfstep. **Source:** XDG Base Directory Specification.
+    **Source:** XDG Base Directory Specification.
     """
     chosen = configured or os.environ.get("HALFSTEP_CACHE", "")
     if chosen:
@@ -49,15 +45,9 @@ def fetch(
 ) -> T:
     """Returns the result kept under ``root / name``, building it first if it is absent or damaged.
 
-    Args:
-        root: Folder of results of one kind; created if missing.
-        name: A name made from everything the result depends on.
-        load: Reads and verifies a result; None if it is absent or damaged.
-        build: Writes a result into an empty folder.
-
-    Returns:
-        What ``load`` made of the final folder. Of several processes that build the same name at
-        once, each gets the one that was renamed first.
+    The name is made from everything that the result depends on. Of several processes that build it
+    at once, each gets the one that was renamed first. ``load`` reads and verifies a result, None if
+    it is absent or damaged; ``build`` writes one into an empty folder.
 
     Raises:
         DataError: The cache cannot be written, for instance because the disk is full.
@@ -101,7 +91,7 @@ def _publish(new: Path, final: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
-    """Words an operating system's refusal to write; a quota is a full disk to the user."""
+    """Makes the error for a failed write; an exceeded quota counts as a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         why = f"no space left{hint}; free some"
     else:

@@ -1,4 +1,4 @@
-"""What a user can ask of the data room, checked as far as that is possible without reading it."""
+"""The configuration of text data, checked as far as possible without reading any."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ class DataConfig:
 
     train: tuple[str, ...] = ()
     """Files, globs and folders, in this order; empty means the standard library of this Python."""
-
     validation: tuple[str, ...] = ()
     """The same for validation; empty means the last ``validation_fraction`` of ``train``."""
-
     tokenizer: str = "bpe:8192"
     """``bytes``, ``bpe:N`` (trained here on ``train``), or a tokenizer.json or its folder."""
-
     validation_fraction: float = 0.1
     """Share of the bytes (tokens for ``.bin``) held out, in (0, 1); unused with ``validation``."""
-
     cache_dir: str = ""
     """Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
 
     def __post_init__(self) -> None:
         check_paths("train", self.train)
         check_paths("validation", self.validation)
-        _check_tokenizer(self.tokenizer)
         hint = "validate on other text give data.validation"
         check_fraction("validation_fraction", self.validation_fraction, hint)
-        check_string("cache_dir", self.cache_dir)
+        if not self.tokenizer.strip():
+            raise ConfigError(
+                "data.tokenizer is empty; give bytes, bpe:N or the path of a tokenizer"
+            )
+        size = bpe_size(self.tokenizer)
+        if self.tokenizer.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
+            raise ConfigError(
+                f"data.tokenizer must be bytes, bpe:N with N of at least {MIN_BPE_IDS} (256 bytes "
+                f"and the end-of-text token), or a path, got {self.tokenizer!r}"
+            )
 
 
 def bpe_size(tokenizer: str) -> int | None:
@@ -44,47 +48,21 @@ def bpe_size(tokenizer: str) -> int | None:
     return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
 
 
-# Checks that the data sections of all tasks share; each raises a ConfigError that names the field.
+# Checks that the data sections of all tasks share. Types are checked where files and options are
+# read (``trainer/config/read.py``), ranges here.
 
 
-def check_string(field: str, value: object) -> None:
-    """Makes sure that a value is a string that a path may be."""
-    if not isinstance(value, str) or "\0" in value:
-        raise ConfigError(f"data.{field} must be a string without NUL characters, got {value!r}")
-
-
-def check_paths(field: str, value: object) -> None:
-    """Makes sure that a value is a tuple of paths."""
-    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
-        raise ConfigError(f"data.{field} must be a list of paths, got {value!r}")
-    for path in value:
+def check_paths(field: str, paths: tuple[str, ...]) -> None:
+    """Refuses paths that name nothing."""
+    for path in paths:
         if "\0" in path or not path.strip():
             raise ConfigError(f"data.{field} holds the path {path!r}; remove it or name a file")
 
 
-def check_fraction(field: str, value: object, instead: str) -> None:
-    """Makes sure that a value is a share in (0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, float) or not 0 < value < 1:
+def check_fraction(field: str, value: float, instead: str) -> None:
+    """Refuses a share outside (0, 1)."""
+    if not 0 < value < 1:
         raise ConfigError(
             f"data.{field} must be a number between 0 and 1 (both excluded), got {value!r}; to "
             f"{instead}"
-        )
-
-
-def check_bool(field: str, value: object) -> None:
-    """Makes sure that a value is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"data.{field} must be true or false, got {value!r}")
-
-
-def _check_tokenizer(value: object) -> None:
-    check_string("tokenizer", value)
-    text = str(value)
-    if not text.strip():
-        raise ConfigError("data.tokenizer is empty; give bytes, bpe:N or the path of a tokenizer")
-    size = bpe_size(text)
-    if text.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
-        raise ConfigError(
-            f"data.tokenizer must be bytes, bpe:N with N of at least {MIN_BPE_IDS} (256 bytes and "
-            f"the end-of-text token), or a path, got {text!r}"
         )

@@ -1,4 +1,4 @@
-"""How long work reports where it stands: a plain function, called with three values."""
+"""How long-running work reports its progress: by a plain function, called with three values."""
 
 from __future__ import annotations
 

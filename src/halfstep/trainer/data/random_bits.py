@@ -1,4 +1,4 @@
-"""Random 64-bit numbers as a pure function of a seed and of what they are for."""
+"""Draws random 64-bit numbers as a pure function of a seed and of their purpose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from halfstep.errors import ConfigError
 
 
-def random_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
+def philox_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
     """Draws the first ``count`` numbers of the stream (purpose, seed, number).
 
     The key of Philox is a hash, so that neighbouring seeds and numbers have nothing in common. The
@@ -18,16 +18,10 @@ def random_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray
     ``Generator`` makes of them is not promised).
 
     Args:
-        purpose: What the numbers are for; two uses of one seed must not meet.
+        purpose: What the numbers are for, so that two uses of one seed get different streams.
         seed: 0 <= seed < 2**64.
         number: Epoch or step, 0 <= number < 2**64.
         count: How many, at least 0; a longer stream begins with the shorter one.
-
-    Returns:
-        (count,) uniform over all 2**64 values.
-
-    Raises:
-        ConfigError: The seed or the number is out of range.
 
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); NEP 19.
     """
@@ -46,5 +40,5 @@ def permutation(purpose: str, seed: int, number: int, count: int) -> npt.NDArray
     Two of ``count`` numbers are equal with probability below count**2 / 2**65; those two keep
     their order.
     """
-    bits = random_bits(purpose, seed, number, count)
+    bits = philox_bits(purpose, seed, number, count)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)

@@ -1,8 +1,8 @@
-"""Tables, JSON and datasets become records, one after the other, each with its place.
+"""Reads records from tables, JSON files and datasets, each with its place for error messages.
 
 Text is read strictly as UTF-8, a byte order mark at the start is dropped, and only a line feed ends
-a line. The readers of CSV and JSON in ``datasets`` do not serve: they shift fields, turn strings
-into dates, and name no line (``docs/decisions/0015-reading-records.md``).
+a line. The CSV and JSON readers of ``datasets`` are not used: they shift fields, turn strings into
+dates, and name no line in errors (``docs/decisions/0015-reading-records.md``).
 """
 
 from __future__ import annotations
@@ -10,24 +10,35 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from halfstep.errors import DataError
-from halfstep.trainer.data.hub_datasets import HUB_PREFIX, read_dataset
+from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.data.cache import cache_root
 from halfstep.trainer.data.sources import inspect_file, read_chunks, unreadable
 
 Record: TypeAlias = list[Any] | dict[str, Any]
+Rows: TypeAlias = Iterator[tuple[str, Any]]
+"""Pairs (place for messages, record); a place is ``file:line`` or ``dataset: row N``."""
 Lines: TypeAlias = Iterable[tuple[int, str]]
-"""(number from 1, line with its end)."""
-
+"""Pairs (line number from 1, line with its line end)."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_RECORD_BYTES = 64 << 20
-"""Longest line. JSON cannot be parsed in pieces, so memory needs a limit."""
+"""Longest line allowed, to limit memory, as JSON cannot be parsed in pieces."""
 MAX_LIST_BYTES = 1 << 30
-"""Largest ``.json`` file. It is parsed out of one string, so memory needs a limit."""
-
-TABLE_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+"""Largest ``.json`` file allowed, to limit memory, as it is parsed from one string."""
+TABLE_SUFFIXES = (".csv", ".tsv")
+HUB_PREFIX = "datasets:"
+MIN_VERSION = 4
+"""First major version of ``datasets`` without loading scripts."""
+USUAL_SPLITS = {
+    "train": ("train",),
+    "dev": ("validation", "dev", "valid", "val"),
+    "test": ("test",),
+}
+"""Names of the split for each role, in order of preference, when the user gives none."""
+LOCAL_MARKS = (".", "/", "~")
 
 
 class Records(NamedTuple):
@@ -35,32 +46,26 @@ class Records(NamedTuple):
 
     name: str
     """The input, for messages."""
-    rows: Iterator[tuple[str, Record]]
-    """(place for messages, record): ``file:line`` where it begins, or ``dataset: row N``."""
+    rows: Rows
     header: tuple[str, ...] | None = None
     """Names of the columns of a table; None where there are none or objects name their own."""
 
 
 def open_records(given: str, role: str, *, header: bool = True) -> Records:
-    """Opens one input: a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a name.
+    """Opens a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a named dataset.
 
-    Args:
-        given: A path, or ``datasets:NAME[/CONFIG][@SPLIT]``.
-        role: ``train``, ``dev`` or ``test``, for the usual split of a dataset.
-        header: Whether the first line of a table names the columns.
-
-    Returns:
-        Its records: rows of a table or items of a JSON list are lists, the others objects.
+    A name is ``datasets:NAME[/CONFIG][@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) selects
+    its default split. ``header`` is whether the first line of a table names the columns.
 
     Raises:
-        ConfigError: ``datasets`` is needed and missing, or a name is malformed.
-        DataError: The input is missing, empty, or of another kind; later, while records are asked
-            for: one of them cannot be read. The message names the place.
+        ConfigError: If ``datasets`` is needed and missing, or a name is malformed.
+        DataError: If the input is missing, empty, or of another kind; later, during iteration, if
+            a record cannot be read. The message names the place.
     """
     path = Path(given).expanduser()
     suffix = path.suffix.lower()
     if given.startswith(HUB_PREFIX):
-        return _dataset(given, role)
+        return Records(given, read_dataset(given, role))
     if suffix not in READERS:
         hint = f"; a folder is {HUB_PREFIX}FOLDER" if path.is_dir() else ""
         raise DataError(
@@ -68,19 +73,19 @@ def open_records(given: str, role: str, *, header: bool = True) -> Records:
             f"{HUB_PREFIX}NAME, not from {suffix or 'names without suffix'}{hint}; convert or "
             f"rename it"
         )
-    return READERS[suffix](path, header)
+    rows = READERS[suffix](path)
+    if not header or suffix not in TABLE_SUFFIXES:
+        return Records(str(path), rows)
+    _, names = next(rows, ("", None))
+    if names is None:
+        raise DataError(f"{path}: only blank lines; the first line must name the columns")
+    return Records(str(path), rows, tuple(names))
 
 
 def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str]]:
-    """Reads a file line by line.
+    """Yields (number from 1 within the whole file, line with its end) of a file.
 
-    Args:
-        path: A regular file that is not empty.
-        start: Byte at which a line begins.
-        stop: Byte at which one ends; None means the end of the file.
-
-    Yields:
-        (number from 1 within the whole file, line with its end).
+    ``start`` and ``stop`` are bytes at which a line begins or ends; None is the end of the file.
 
     Raises:
         DataError: The file is missing, empty or unreadable; a line is not UTF-8 or longer than
@@ -110,11 +115,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, object) for each line that is not blank.
-
-    Raises:
-        DataError: A line is no JSON object.
-    """
+    """Yields (place, object) for each line that is not blank; refuses other JSON values."""
     for number, line in lines:
         if line and not line.isspace():
             place = f"{name}:{number}"
@@ -128,12 +129,8 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
             yield place, value
 
 
-def read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """Reads the items of a JSON list, of the list ``data`` of an object, or objects line by line.
-
-    Raises:
-        DataError: It is something else, not UTF-8, or too large.
-    """
+def read_json_rows(path: Path) -> Rows:
+    """Reads items of a JSON list, of the list ``data`` of an object, or objects line by line."""
     size = inspect_file(path).size
     if size > MAX_LIST_BYTES:
         why = f"{size} bytes are too many for one JSON value"
@@ -163,30 +160,13 @@ def is_text(string: str) -> bool:
     return True
 
 
-def _dataset(given: Path | str, role: str) -> Records:
-    rows = read_dataset(str(given), role)
-    return Records(str(given), ((f"{given}: row {number}", row) for number, row in rows))
+def _table(path: Path, separator: str) -> Rows:
+    """Yields rows with the place where they begin; blank lines are left out.
 
-
-def _jsonl(path: Path) -> Records:
-    return Records(str(path), parse_objects(read_lines(path), path))
-
-
-def _table(path: Path, header: bool) -> Records:
-    """Reads rows; quoted fields may hold separators, quotes ("") and line ends."""
-    rows = _table_rows(path, TABLE_SEPARATORS[path.suffix.lower()])
-    if not header:
-        return Records(str(path), rows)
-    _, names = next(rows, ("", None))
-    if names is None:
-        raise DataError(f"{path}: only blank lines; the first line must name the columns")
-    return Records(str(path), rows, tuple(names))
-
-
-def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Record]]:
-    """Yields (place where the row begins, fields); blank lines are left out."""
+    Quoted fields may hold separators, quotes ("") and line ends.
+    """
     lines = (line for _, line in read_lines(path))
-    # strict: without it, a quote that is never closed swallows the rest of the file.
+    # Without strict, a quote that is never closed would swallow the rest of the file.
     reader = csv.reader(lines, delimiter=separator, strict=True)
     width = None
     while True:
@@ -212,8 +192,8 @@ def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Record]]:
 
 
 def _not_json(error: Exception, name: Path | str, number: int) -> DataError:
-    """Words why text from a line on is no JSON; returns the error for the caller to raise."""
-    why = f"not usable JSON: {error}"  # a number of 5,000 digits, [[[[[...
+    """Makes the error for text from a line on that is not JSON, for the caller to raise."""
+    why = f"not usable JSON: {error}"  # such as a number of 5,000 digits, or [[[[[...
     if isinstance(error, json.JSONDecodeError):
         number += error.lineno - 1
         why = f"not JSON: {error.msg} at column {error.colno}"
@@ -230,13 +210,172 @@ def _decode(raw: bytes, place: str) -> str:
         ) from None
 
 
-READERS: dict[str, Callable[[Path, bool], Records]] = {
-    ".csv": _table,
-    ".tsv": _table,
-    ".jsonl": lambda path, header: _jsonl(path),
-    ".ndjson": lambda path, header: _jsonl(path),
-    ".json": lambda path, header: Records(str(path), read_json(path)),
-    ".parquet": lambda path, header: _dataset(inspect_file(path).path, "train"),
+# ``datasets:NAME[/CONFIG][@SPLIT]``: a dataset of the Hugging Face Hub, or one in a local folder.
+# No code of a dataset is ever run: ``datasets`` has had no loading scripts since version 4, and
+# older versions are refused. Parquet, Arrow, CSV and JSON hold data only.
+
+
+def read_dataset(given: str, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place, columns) of a dataset's rows; class numbers become class names.
+
+    Args:
+        given: A ``.parquet`` file, or ``datasets:`` and then ``owner/name``, ``owner/name/config``,
+            ``name`` or a folder (saved by ``save_to_disk``, or holding data files); then perhaps
+            ``@split``, of datasets that are not saved by ``save_to_disk`` also ``@split[:1000]``.
+        role: ``train``, ``dev`` or ``test``.
+
+    Raises:
+        ConfigError: ``datasets`` is not installed or too old, or the name is malformed.
+        DataError: There is no such dataset, config or split, or it cannot be had offline.
+    """
+    library = _library(given)
+    name, split = _parse(given)
+    path = Path(name).expanduser()
+    if not path.exists() and name.startswith(LOCAL_MARKS):
+        raise DataError(f"{name}: no such file or folder; check the path")
+    try:
+        found = _load(library, name, split)
+        if isinstance(found, dict):
+            chosen = next((found[usual] for usual in USUAL_SPLITS[role] if usual in found), None)
+            if chosen is None:
+                raise _no_split(given, split, found)
+            found = chosen
+        if not isinstance(found, library.Dataset):
+            raise DataError(f"{given}: a {type(found).__name__}, not a table; choose a split")
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:  # datasets raises many kinds for network and file errors
+        raise _cannot_load(library, given, path.exists(), error) from None
+    return _rows(library, found, given)
+
+
+def _library(given: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{given} needs the datasets library; pip install 'halfstep[hf]', or give a .jsonl, "
+            f".json, .csv or .tsv file"
+        ) from None
+    version = str(datasets.__version__)
+    if int(version.split(".")[0]) < MIN_VERSION:
+        raise ConfigError(
+            f"datasets {version} can run code of a dataset's own; pip install "
+            f"'datasets>={MIN_VERSION}'"
+        )
+    return datasets
+
+
+def _parse(given: str) -> tuple[str, str]:
+    """Takes ``datasets:NAME@SPLIT`` apart; an existing path may hold an @."""
+    name, split = given.removeprefix(HUB_PREFIX), ""
+    if not Path(name).expanduser().exists() and "@" in name:
+        name, _, split = name.rpartition("@")
+        if not split.strip():
+            raise ConfigError(f"{given}: no split after @; write @train, or leave the @ out")
+    parts = name.split("/")
+    local = name.startswith(LOCAL_MARKS) or Path(name).exists() or name.endswith(".parquet")
+    if not name.strip() or not (local or (len(parts) <= 3 and all(map(str.strip, parts)))):
+        raise ConfigError(
+            f"{given}: give {HUB_PREFIX}OWNER/NAME[/CONFIG][@SPLIT], or {HUB_PREFIX}./FOLDER"
+        )
+    return name, split
+
+
+def _load(library: Any, name: str, split: str) -> Any:
+    """Loads all splits of a saved or undivided dataset, else only what is asked for."""
+    local = Path(name).expanduser()
+    wanted = {"split": split} if split else {}
+    if not local.exists() and not name.endswith(".parquet"):
+        # The library's own cache: what was downloaded before is found there without a network.
+        owner, _, rest = name.partition("/")
+        title, _, config = rest.partition("/")
+        named = {"name": config} if config else {}
+        return library.load_dataset(f"{owner}/{title}" if title else owner, **named, **wanted)
+    cache = {"cache_dir": str(cache_root("") / "datasets")}
+    if not local.is_dir():
+        if local.suffix.lower() != ".parquet":
+            raise DataError(f"{local}: give a file that is not .parquet without {HUB_PREFIX}")
+        return library.load_dataset(
+            "parquet", data_files={"train": str(local)}, split=split or "train", **cache
+        )
+    if not ((local / "dataset_dict.json").exists() or (local / "state.json").exists()):
+        return library.load_dataset(str(local), **wanted, **cache)
+    for state in (local / "state.json", *local.glob("*/state.json")):
+        _check_contained(state)
+    saved = library.load_from_disk(str(local))
+    if split and not isinstance(saved, dict):
+        raise DataError(f"{local}: a dataset without splits; leave @{split} out")
+    if split and split not in saved:
+        raise _no_split(str(local), split, saved)
+    return saved[split] if split else saved
+
+
+def _check_contained(state: Path) -> None:
+    """Refuses a saved dataset whose list of files leads out of its folder."""
+    files = json.loads(state.read_text("utf-8")).get("_data_files") if state.exists() else ()
+    for file in files or ():
+        name = str(file["filename"])
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise DataError(f"{state}: the data file {name!r} lies outside the folder; refused")
+
+
+def _no_split(given: str, split: str, found: Any) -> DataError:
+    what = f"no split {split!r}" if split else "no split of a usual name"
+    return DataError(f"{given}: {what}; write one of @{', @'.join(sorted(found))} after the name")
+
+
+def _rows(library: Any, table: Any, given: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Images, audio and the like would be decoded only to be ignored.
+    plain = {k: f for k, f in table.features.items() if not hasattr(f, "decode_example")}
+    names = {k: f.names for k, f in plain.items() if isinstance(f, library.ClassLabel)}
+    # Iterating row by row would take a hundred times as long.
+    batches = table.with_format(None).select_columns(list(plain)).iter(batch_size=1000)
+    rows = (
+        dict(zip(b, row, strict=True)) for b in batches for row in zip(*b.values(), strict=True)
+    )
+    for number in count(1):
+        place = f"{given}: row {number}"
+        try:
+            row = next(rows, None)
+        except Exception as error:  # a damaged Arrow file
+            raise DataError(f"{place}: cannot be read: {error}") from None
+        if row is None:
+            return
+        for column, known in names.items():
+            value = row[column]
+            if value is not None and value >= len(known):
+                raise DataError(
+                    f"{place}: class {value} in {column!r}, which names {len(known)} classes; mend "
+                    f"the dataset"
+                )
+            # datasets marks rows without a label by None or -1
+            row[column] = None if value is None or value < 0 else known[value]
+        yield place, row
+
+
+def _cannot_load(library: Any, given: str, local: bool, error: Exception) -> DataError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    why = f"{given}: cannot be loaded: {lines[0][:300]}"
+    if local:
+        return DataError(f"{why}; check the folder (save_to_disk, or .parquet files) and the split")
+    save = (
+        f"on a machine with a network, run datasets.load_dataset(...).save_to_disk('FOLDER'), copy "
+        f"the folder here and give {HUB_PREFIX}./FOLDER"
+    )
+    if library.config.HF_HUB_OFFLINE:
+        return DataError(
+            f"{why}; HF_HUB_OFFLINE is set and the dataset is not in the cache: {save}"
+        )
+    return DataError(f"{why}; check OWNER/NAME/CONFIG and the split. Without a network: {save}")
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".csv": lambda path: _table(path, ","),
+    ".tsv": lambda path: _table(path, "\t"),
+    ".jsonl": lambda path: parse_objects(read_lines(path), path),
+    ".ndjson": lambda path: parse_objects(read_lines(path), path),
+    ".json": lambda path: read_json_rows(path),
+    ".parquet": lambda path: read_dataset(str(inspect_file(path).path), "train"),
 }
-"""How a file is read, by its suffix; the second argument: whether a table's first line names the
-columns. A format is added by its line here."""
+"""Suffix of a file to its reader; to support another format, add a line here."""

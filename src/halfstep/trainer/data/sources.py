@@ -21,9 +21,11 @@ from halfstep.trainer.data.progress import HASH, Progress, no_progress
 
 Kind: TypeAlias = Literal["text", "jsonl", "bin"]
 
+KINDS: dict[str, Kind] = {".bin": "bin", ".jsonl": "jsonl"}
+"""Kinds by suffix; the others are text."""
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py", ".bin")
 CHUNK_BYTES = 1 << 20
-"""One read from disk: large enough to hide the call, small enough to be no memory to speak of."""
+"""Size of one read from disk: large enough to hide the call's cost, small in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Source:
     path: Path
     kind: Kind
     size: int
-    """Bytes, more than 0."""
+    """Size in bytes."""
     mtime_ns: int
     """Time of the last change, to notice a file that changes while it is read."""
 
@@ -41,33 +43,25 @@ class Source:
 def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
     """Lists the files that paths, globs and folders stand for, in the order given.
 
-    Args:
-        paths: At least one path, glob or folder; ``~`` is the home folder.
-        field: Name for messages, ``data.train`` or ``data.validation``.
-
-    Returns:
-        Sources that are not empty, either all token files or none.
+    ``~`` is the home folder, and ``field`` what messages call the paths, such as ``data.train``.
+    The sources are not empty, and either all of them are token files or none is.
 
     Raises:
         DataError: Something is missing, unreadable, empty, or token files and text are mixed.
     """
     sources = [source for path in paths for source in _expand(path, field)]
-    kinds = {source.kind == "bin" for source in sources}
-    if len(kinds) > 1:
-        binary = next(source.path for source in sources if source.kind == "bin")
-        text = next(source.path for source in sources if source.kind != "bin")
+    binary = [source.path for source in sources if source.kind == "bin"]
+    text = [source.path for source in sources if source.kind != "bin"]
+    if binary and text:
         raise DataError(
-            f"{field} mixes token files and text: {binary} and {text}; give only one of the two"
+            f"{field} mixes token files and text: {binary[0]} and {text[0]}; give only one of the "
+            f"two"
         )
     return tuple(sources)
 
 
 def inspect_file(path: Path) -> Source:
-    """Looks at one file without reading it.
-
-    Raises:
-        DataError: There is no such file, it is not a regular file, or it cannot be looked at.
-    """
+    """Looks at one file without reading it, or raises DataError if it is no regular file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -77,7 +71,8 @@ def inspect_file(path: Path) -> Source:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file; give a file, a folder or a glob")
-    return Source(path, _kind(path), status.st_size, status.st_mtime_ns)
+    kind = KINDS.get(path.suffix.lower(), "text")
+    return Source(path, kind, status.st_size, status.st_mtime_ns)
 
 
 def read_chunks(source: Source, start: int, stop: int) -> Iterator[bytes]:
@@ -100,11 +95,7 @@ def read_chunks(source: Source, start: int, stop: int) -> Iterator[bytes]:
 
 
 def content_sha256(sources: Iterable[Source], progress: Progress = no_progress) -> str:
-    """Hashes kind, size and content of the files in order, and nothing of where they lie.
-
-    Raises:
-        DataError: A file cannot be read or is no longer as long as when it was listed.
-    """
+    """Hashes kind, size and content of the files in order, but not their paths."""
     sources = tuple(sources)
     total, done = sum(source.size for source in sources), 0
     digest = hashlib.sha256()
@@ -118,13 +109,10 @@ def content_sha256(sources: Iterable[Source], progress: Progress = no_progress) 
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
-    """Makes sure that no file changed since it was listed.
+    """Refuses files that changed, by size or time, since they were listed.
 
     The content hash names the cached result, so text that changes between the hash and the encoding
     would be kept under a wrong name for ever.
-
-    Raises:
-        DataError: A file is gone, or its size or time of change differs.
     """
     for source in sources:
         if inspect_file(source.path) != source:
@@ -132,23 +120,16 @@ def check_unchanged(sources: Iterable[Source]) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Words an operating system's refusal to read; returns the error for the caller to raise."""
+    """Makes the error for a file that cannot be read, for the caller to raise."""
     return DataError(f"{path}: cannot be read: {error.strerror or error}; check path and rights")
 
 
 def changed(source: Source) -> DataError:
-    """Words that a file changed under our hands; returns the error for the caller to raise."""
+    """Makes the error for a file that changed while it was read, for the caller to raise."""
     return DataError(
         f"{source.path}: changed while it was read (was {source.size} bytes); "
         f"run again when nothing writes to it"
     )
-
-
-def _kind(path: Path) -> Kind:
-    suffix = path.suffix.lower()
-    if suffix == ".bin":
-        return "bin"
-    return "jsonl" if suffix == ".jsonl" else "text"
 
 
 def _expand(given: str, field: str) -> list[Source]:
@@ -157,19 +138,15 @@ def _expand(given: str, field: str) -> list[Source]:
         return _folder(path, field)
     # A name that exists is that file, even when it looks like a pattern ("draft[1].txt").
     if not os.path.lexists(path) and glob.has_magic(given):
-        return _glob(path, field)
+        matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        sources = [inspect_file(match) for match in matches if not os.path.isdir(match)]
+        if not sources:
+            raise DataError(f"{path}: this pattern of {field} matches no file; check it")
+        return _not_all_empty(path, sources)
     source = inspect_file(path)
     if source.size == 0:
         raise DataError(f"{path}: the file is empty; remove it from {field} or fill it")
     return [source]
-
-
-def _glob(pattern: Path, field: str) -> list[Source]:
-    matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
-    sources = [inspect_file(path) for path in matches if not os.path.isdir(path)]
-    if not sources:
-        raise DataError(f"{pattern}: this pattern of {field} matches no file; check it")
-    return _not_all_empty(pattern, sources)
 
 
 def _folder(folder: Path, field: str) -> list[Source]:

@@ -1,1 +1,1 @@
-"""Plain torch models; each gives ``loss_sum(batch)``, ``tp_plan()`` and ``blocks()``."""
+"""The models that the trainer makes or loads; each has ``loss_sum(batch)`` and ``blocks()``."""

@@ -1,4 +1,4 @@
-"""A run from its first line to its last: what the commands and :class:`halfstep.Trainer` do."""
+"""Executes a whole run in its folder, for the commands and for :class:`halfstep.Trainer`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from halfstep.errors import NonFiniteError
-from halfstep.trainer.checkpoint.commit import passed_over
+from halfstep.trainer.checkpoint.store import passed_over
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.run.folder import (
     CHECKPOINTS,
@@ -18,7 +18,7 @@ from halfstep.trainer.run.folder import (
     run_config,
     write_config,
 )
-from halfstep.trainer.run.metrics import MetricsSink, open_sinks
+from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
 
@@ -26,12 +26,13 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
-        last: The last step; None where there was nothing left to do.
-        written: What the run leaves to its user, in words; empty for nothing, and on other ranks.
+        last: The last step's tick; None where there was nothing left to do.
+        written: Message about the files that the run leaves to its user; empty if there are none,
+            and on ranks other than 0.
     """
 
     last: Tick | None
@@ -39,7 +40,7 @@ class Outcome:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal ended it early, with a checkpoint."""
+        """Whether a signal ended the run early, with a checkpoint."""
         return self.last is not None and self.last.stopped_by.startswith("SIG")
 
 
@@ -51,16 +52,16 @@ def execute(
     *,
     resuming: bool = False,
     sinks: Sequence[MetricsSink] = (),
-) -> Outcome:
-    """Train a session to its end in its run folder; all ranks together.
+) -> RunOutcome:
+    """Train a session to its end in its run folder; all ranks call it.
 
     Args:
-        session: New.
-        path: The run folder: fresh, or of the run to go on with.
-        say: Takes a line for the user.
+        session: A new session, which is restored here if ``resuming``.
+        path: The run folder: a fresh one, or that of the run to resume.
+        say: Prints a line for the user.
         ticked: Called after each step, on every rank.
         resuming: Go on from the folder's newest checkpoint.
-        sinks: Take rank 0's records, besides those that the configuration names; closed at the end.
+        sinks: Loggers of rank 0's records besides those that the configuration names; closed here.
 
     Raises:
         HalfstepError: As :func:`halfstep.trainer.loop.train`. After a NonFiniteError the best state
@@ -76,13 +77,14 @@ def execute(
         if resuming:
             _go_on(session, path, say)
         if world.is_main:
-            every += open_sinks(session.config.run.report_to, path, session.step + 1)
+            named = session.config.run.report_to
+            every += [SINKS[name](path, session.step + 1) for name in named]
         for tick in train(session, path):
             for sink in every:
                 sink.write(tick.record)
             ticked(tick)
             last = tick
-        outcome = Outcome(last, "")
+        outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
     except NonFiniteError as error:
@@ -97,11 +99,11 @@ def execute(
             sink.close()
         if folder is not None:
             folder.close()
-    return Outcome(last, written)
+    return RunOutcome(last, written)
 
 
 def _introduce(session: Session, say: Say) -> None:
-    """Say what is trained, on what, how and in which arithmetic."""
+    """Tell the user what is trained, on which device, in which layout and arithmetic."""
     config, support, size = session.config, session.precision.support, session.world.size
     layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
@@ -116,7 +118,7 @@ def _introduce(session: Session, say: Say) -> None:
 
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
-    """Bring a new session to where its run was left, and say so."""
+    """Restore a new session from its run's newest checkpoint, and tell the user."""
     before, now = run_config(path).precision, session.config.precision
     origin = resume(session, path / CHECKPOINTS)
     session.world.main_only(lambda: write_config(path, session.config))

@@ -1,13 +1,13 @@
-"""The folder of a run: who may write there and what lies where.
+"""Creates, locks and reads the run folder, whose contents are as follows.
 
 ::
 
     config.toml     the resolved configuration
-    env.json        what machine it ran on
-    metrics.jsonl   one object a step
-    tokenizer/      enough to encode and decode with
-    model/          of a fine-tuning: the best state, for others to load
-    report.txt      of a classifier: scores of its classes; also report.json and confusion.png
+    env.json        the machine that it ran on
+    metrics.jsonl   one JSON object per step
+    tokenizer/      enough to encode and decode text
+    model/          for fine-tuning: the best state, for other programs to load
+    report.txt      for a classifier: scores of its classes; also report.json and confusion.png
     checkpoints/    step-00000100 ...
     run.lock        held by the process that writes here
 """
@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.checkpoint.commit import checkpoint_path
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment
@@ -33,7 +32,7 @@ from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-# What a process that was killed while it made the folder may have left there.
+# Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
 
 
@@ -50,22 +49,22 @@ class RunFolder:
 
 
 def default_run_folder(config: BaseConfig) -> Path:
-    """``runs/NAME-PRECISION-TIME`` for a run that was given no folder."""
+    """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
     name = f"{config.name}-{config.precision}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Whether a folder holds a run, that is a ``config.toml``."""
     return (path / "config.toml").is_file()
 
 
 def require_fresh(path: Path) -> None:
-    """Refuse a folder for a new run that holds anything.
+    """Refuse a folder for a new run if it is not empty.
 
     Raises:
-        ConfigError: With what to do.
+        ConfigError: Saying what to do instead.
     """
     if is_run(path):
         raise ConfigError(
@@ -101,7 +100,7 @@ def create_run(path: Path, session: Session) -> RunFolder:
 
 
 def write_config(path: Path, config: BaseConfig) -> None:
-    """Write a run's configuration, in one piece; a resume does it again with what it changed."""
+    """Write a run's configuration atomically; a resume rewrites it with its changed settings."""
     temporary = path / "config.toml.tmp"
     temporary.write_text(config_to_toml(config), encoding="utf-8")
     os.replace(temporary, path / "config.toml")
@@ -119,7 +118,7 @@ def reopen_run(path: Path) -> RunFolder:
 
 
 def run_config(path: Path) -> BaseConfig:
-    """The configuration that a run was started with.
+    """Read the configuration that a run was started, or last resumed, with.
 
     Raises:
         ConfigError: If the folder holds no run.
@@ -130,18 +129,16 @@ def run_config(path: Path) -> BaseConfig:
 
 
 def finish_run(session: Session, path: Path) -> str:
-    """Write what a finished run leaves to its user, from its best state; rank 0.
+    """Write the files that a finished run leaves to its user, from its best state; on rank 0.
 
     Returns:
-        What was written, in words; empty for nothing.
+        A message about what was written; empty for nothing.
 
     Raises:
         CheckpointError: If it cannot be written, or its checkpoint is damaged.
     """
     folder = path / CHECKPOINTS
-    report_best(
-        session, path
-    )  # once more: a kill may have come between a checkpoint and its report
+    report_best(session, path)  # a kill may have come between a checkpoint and its report
 
     def best() -> Exported:
         step = session.best.step if session.best and session.task.keeps_best else None
@@ -152,7 +149,7 @@ def finish_run(session: Session, path: Path) -> str:
 
 
 def report_best(session: Session, path: Path) -> None:
-    """Write what there is to tell of the best evaluation so far; rank 0.
+    """Write the task's report of the best evaluation so far; on rank 0.
 
     Raises:
         CheckpointError: If it cannot be written.

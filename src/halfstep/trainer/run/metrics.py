@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per optimizer step, appended as it happens."""
+"""Writes metrics.jsonl, one JSON object per optimizer step, and feeds other loggers."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ from halfstep.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one step leaves in ``metrics.jsonl``; a None or non-finite value is left out."""
+    """One step's line of ``metrics.jsonl``; None and non-finite values are left out."""
 
     step: int
     """Number of the step, from 1; skipped steps count."""
     applied: bool
     """Whether the weights were updated."""
     loss: float | None = None
-    """Training loss before the step, nats per target: token, or example of a classifier."""
+    """Training loss before the step, in nats per target (token, or a classifier's example)."""
     val_loss: float | None = None
     """Validation loss after the step, nats per target."""
     val_accuracy: float | None = None
-    """Of a classifier: share of the validation examples whose class was found."""
+    """For a classifier: share of the validation examples whose class was predicted."""
     val_macro_f1: float | None = None
-    """Of a classifier: mean of the classes' F1."""
+    """For a classifier: unweighted mean of the F1 score of each class."""
     val_measures: dict[str, float] | None = None
-    """What a function of the user's own measured on the validation data, by name."""
+    """Further values that the user's own function measured on the validation data, by name."""
     learning_rate: float | None = None
     """Learning rate of the step."""
     grad_norm: float | None = None
     """Global gradient norm, unscaled, before clipping."""
     loss_scale: float | None = None
-    """Scale that the gradients carried."""
+    """Loss scale that the gradients were multiplied by."""
     skip_reason: str | None = None
     """Why the step was skipped."""
     lost_updates: dict[str, float] | None = None
-    """On steps that the lost-update meter measured: parameter group to its share of updates that
-    left the stored weight as it was for good."""
+    """On steps that the lost-update meter measured: parameter group to the share of its updates
+    that rounding swallowed for good, leaving the stored weight as it was."""
     frozen_below: dict[str, float] | None = None
     """On the same steps: parameter group to the learning rate below which half of its updates would
     be lost."""
     calibrating: bool | None = None
-    """True while a dynamic scale looks for its level; a skip is expected then."""
+    """True while a dynamic loss scale searches for its level; skips are expected then."""
     rolled_back: bool | None = None
-    """True if the weights went back to an earlier step's."""
+    """True if the weights were rolled back to those of an earlier step."""
     skipped_total: int | None = None
     """Skipped steps so far."""
     sent_bytes: int | None = None
     """With several ranks: bytes that each sends for gradients and parameters in a step."""
     sent_bytes_fp32: int | None = None
-    """What it would send if all of it travelled in fp32."""
+    """The bytes that each rank would send if all of it travelled in fp32."""
     tokens: int | None = None
     """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None
-    """Of this step: data, forward, backward and update."""
+    """Tokens over the seconds of this step: data, forward, backward and update."""
     flops_per_second: float | None = None
-    """Model arithmetic of this step over its seconds: of a GPT (6 N + 12 L C T) per token, of a
-    fine-tuned model 6 (LoRA: 4) per matrix weight and token."""
+    """Model arithmetic of this step over its seconds: (6 N + 12 L C T) per token for a GPT; 6
+    (LoRA: 4) per matrix weight and token for a fine-tuned model."""
     gemm_share: float | None = None
     """flops_per_second as a share of the matrix-product rate measured when the run started."""
     peak_memory_bytes: int | None = None
-    """CUDA: most memory held by tensors. CPU: largest resident size of the process so far."""
+    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 
     def to_json(self) -> str:
-        """One line of JSON without absent values."""
+        """Format the record as one line of JSON, without absent values."""
         kept = {
             key: value
             for key, value in asdict(self).items()
@@ -86,17 +86,17 @@ class Record:
 
 
 class MetricsFile:
-    """Appends records; every line is complete on disk's side of the process at once."""
+    """Appends records to the file, unbuffered, so that a killed process loses no written line."""
 
     def __init__(self, path: Path, keep_until_step: int) -> None:
-        """Open for appending, dropping what a resumed run will write again.
+        """Open the file for appending, dropping the records that a resumed run will write again.
 
         Args:
             path: The file; made if absent.
             keep_until_step: Records of later steps, and a torn last line, are dropped.
 
         Raises:
-            CheckpointError: If it cannot be written; so does :meth:`write`.
+            CheckpointError: If it cannot be written; :meth:`write` raises the same.
         """
         self._path = path
         try:
@@ -120,18 +120,8 @@ class MetricsFile:
         self._file.close()
 
 
-class NoMetrics:
-    """The null object: of ranks that do not write."""
-
-    def write(self, record: Record) -> None:
-        """Write nothing: rank 0 does."""
-
-    def close(self) -> None:
-        """Close nothing: no file is open."""
-
-
 def _kept(path: Path, last_step: int) -> list[str]:
-    """The whole lines of a metrics file up to a step."""
+    """Return the complete lines of a metrics file up to a step."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -143,10 +133,10 @@ def _kept(path: Path, last_step: int) -> list[str]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """CUDA: most memory held by tensors since the start; CPU: peak resident size of the process."""
+    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:  # Linux hands ru_maxrss down from the process that started this one
+    try:  # not getrusage: on Linux its ru_maxrss is inherited from the parent process
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -156,21 +146,21 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
 
 
-# Where metrics go besides metrics.jsonl, for runs that ask for it.
+# Loggers besides metrics.jsonl, for runs that ask for them.
 
 
 class MetricsSink(Protocol):
-    """Where records go besides ``metrics.jsonl``; a logger of one's own is such an object."""
+    """Protocol of a logger besides ``metrics.jsonl``; users can pass objects of their own."""
 
     def write(self, record: Record) -> None:
-        """Take one step's record."""
+        """Log the record of one step."""
 
     def close(self) -> None:
-        """Write out what is buffered, and take no more."""
+        """Flush what is buffered; no record follows."""
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """The finite numbers of a record but its step; those of a group are ``key/group``."""
+    """Return a record's finite numbers except ``step``; those of dicts are named ``key/group``."""
     found: dict[str, float] = {}
     for key, value in asdict(record).items():
         parts = {f"{key}/{n}": v for n, v in value.items()} if isinstance(value, dict) else {}
@@ -180,33 +170,13 @@ def numbers_of(record: Record) -> dict[str, float]:
     return found
 
 
-class TensorBoardSink:
-    """Scalars under their metrics.jsonl names, by step."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Open a writer; steps from ``first_step`` on replace those of an earlier process."""
-        # An optional dependency, the extra "tensorboard"; require_sinks has asked for it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-
-    def write(self, record: Record) -> None:
-        """Write every finite number of the record."""
-        for key, value in numbers_of(record).items():
-            self._writer.add_scalar(key, value, record.step)
-
-    def close(self) -> None:
-        """Write out what is buffered, and close the writer."""
-        self._writer.close()
-
-
 class CSVSink:
-    """``metrics.csv``: one row a step, one column a number that every run may have."""
+    """Writes ``metrics.csv``: one row per step, one column per field of Record but its dicts."""
 
     COLUMNS = tuple(f.name for f in dataclasses.fields(Record) if "dict" not in str(f.type))
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Open the file; rows from ``first_step`` on are written anew."""
+        """Open the file; rows from ``first_step`` on are dropped, as they will be written again."""
         path = folder / "metrics.csv"
         kept: list[dict[str, str]] = []
         if path.exists():
@@ -219,63 +189,72 @@ class CSVSink:
         self._rows.writerows(row for row in kept if int(row["step"]) < first_step)
 
     def write(self, record: Record) -> None:
-        """Append a row; what the step does not have stays empty."""
+        """Append a row; fields that the step does not have stay empty."""
         self._rows.writerow(json.loads(record.to_json()))
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close ``metrics.csv``; no row can follow."""
         self._file.close()
 
 
-class WandbSink:
-    """A run of Weights & Biases; a resumed run goes on under the same id."""
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """Passes the finite numbers of each record on to an experiment tracker's package."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Begin or go on; where to and as whom is W&B's own configuration (``wandb login``)."""
-        import wandb
-
-        name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "halfstep"), name=folder.name, id=name,
-            dir=str(folder), resume="allow",
-        )  # fmt: skip
+    log: Callable[[dict[str, float], int], object]
+    finish: Callable[[], object]
 
     def write(self, record: Record) -> None:
-        """Log every finite number of the record."""
-        self._run.log(numbers_of(record), step=record.step)
+        """Log the record's numbers under its step."""
+        self.log(numbers_of(record), record.step)
 
     def close(self) -> None:
-        """Finish the run there."""
-        self._run.finish()
+        """Send what is buffered, and end the tracker's run."""
+        self.finish()
 
 
-class MLflowSink:
-    """A run of MLflow; where to is MLflow's own configuration (``MLFLOW_TRACKING_URI``)."""
+def _tensorboard(folder: Path, first_step: int) -> Tracker:
+    """Log scalars by their metrics.jsonl names; steps replace those of an earlier process."""
+    # Imported here as it is an optional dependency; require_sinks has checked for it.
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Begin a run there."""
-        import mlflow
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
-        self._mlflow: Any = mlflow
-        mlflow.start_run(run_name=folder.name)
+    def log(numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, step)
 
-    def write(self, record: Record) -> None:
-        """Log every finite number of the record."""
-        self._mlflow.log_metrics(numbers_of(record), step=record.step)
+    return Tracker(log, writer.close)
 
-    def close(self) -> None:
-        """End the run there."""
-        self._mlflow.end_run()
+
+def _wandb(folder: Path, first_step: int) -> Tracker:
+    """Open or resume a wandb run whose id is a hash of the folder; ``wandb login`` says where."""
+    import wandb
+
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    run: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "halfstep"), name=folder.name, id=name,
+        dir=str(folder), resume="allow",
+    )  # fmt: skip
+    return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+
+
+def _mlflow(folder: Path, first_step: int) -> Tracker:
+    """Start an MLflow run at the server that MLflow's own ``MLFLOW_TRACKING_URI`` names."""
+    import mlflow
+
+    mlflow.start_run(run_name=folder.name)
+    return Tracker(lambda numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
 
 
 SINKS: Mapping[str, Callable[[Path, int], MetricsSink]] = {
     "csv": CSVSink,
-    "mlflow": MLflowSink,
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
 }
-"""Every name that ``run.report_to`` takes, and what it opens."""
+"""Name allowed in ``run.report_to`` to the function that opens that logger."""
 
 
 def require_sinks(names: Sequence[str]) -> None:
@@ -290,8 +269,3 @@ def require_sinks(names: Sequence[str]) -> None:
                 f"run.report_to={name} needs the package {name}, which is not installed: pip "
                 f"install {name}"
             )
-
-
-def open_sinks(names: Sequence[str], folder: Path, first_step: int) -> list[MetricsSink]:
-    """The sinks that ``run.report_to`` names; records from ``first_step`` on will come."""
-    return [SINKS[name](folder, first_step) for name in names]

@@ -1,4 +1,4 @@
-"""The model that a run leaves behind, as a folder that others load."""
+"""Reads, copies and replaces the model folder that a run leaves behind for others to load."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halfstep.trainer.models.pretrained.weights import new_folder
 
 
 def model_folder(run: Path) -> Path:
-    """Where a run of ``finetune`` left its best state.
+    """Return the folder in which a run of ``finetune`` left its best state.
 
     Raises:
-        ConfigError: It has not ended yet.
+        ConfigError: If the run has not ended yet.
     """
     folder = run / "model"
     if not folder.is_dir():
@@ -30,9 +30,9 @@ def model_folder(run: Path) -> Path:
 
 
 def matrix_parameters(model: nn.Module) -> int:
-    """Weights that a token is multiplied with: matrices, but embeddings, which are looked up.
+    """Count the matrix weights that each token is multiplied with, for estimates of FLOPs.
 
-    A matrix that serves as embedding and as output layer counts, as it is multiplied with.
+    Embeddings do not count, as they are looked up, unless they also serve as the output layer.
     """
     looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     used = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()]
@@ -45,7 +45,7 @@ def matrix_parameters(model: nn.Module) -> int:
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the parameters that are not trained: names, shapes and 1,024 values of each."""
+    """Hash the frozen parameters: SHA-256 over their names, shapes, dtypes and sampled values."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -57,11 +57,10 @@ def frozen_fingerprint(model: nn.Module) -> str:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder in one piece.
+    """Copy a folder atomically: ``target`` appears only when it is complete.
 
     Raises:
-        CheckpointError: If ``target`` holds something already, lies in ``source`` or cannot be
-            written.
+        CheckpointError: If ``target`` is not empty, lies in ``source`` or cannot be written.
     """
     if target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{target} lies in {source}, which is copied; choose another name")
@@ -70,19 +69,19 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def replace_folder(final: Path, write: Callable[[Path], object]) -> None:
-    """Put a folder in place of an earlier one in one piece.
+    """Write a folder completely, then put it in the place of an earlier one.
 
     Args:
-        final: Where it is to stand.
-        write: Fills a folder that does not exist yet.
+        final: The folder to replace.
+        write: Makes and fills a folder that does not exist yet.
 
     Raises:
-        CheckpointError: If it cannot be written; the earlier one stays.
+        CheckpointError: If it cannot be written; the earlier folder stays.
     """
     temporary = final.with_name(f".unfinished-{final.name}")
     old = final.with_name(f".old-{final.name}")
     try:
-        if old.exists() and not final.exists():  # a kill came between two renames
+        if old.exists() and not final.exists():  # an earlier process died between the two renames
             old.rename(final)
         for left in (temporary, old):
             shutil.rmtree(left, ignore_errors=True)

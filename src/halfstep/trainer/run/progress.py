@@ -1,4 +1,4 @@
-"""How far a saved run had come, read from its ``state.json`` without believing it."""
+"""Reads how far a saved run had come from its ``state.json``, validating every value."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class Best:
     score: float
     evaluation: Evaluation
     evaluations_since: int = 0
-    """Evaluations after it that were no better."""
+    """Number of evaluations since then, none of them better."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedProgress:
-    """The part of a checkpoint's state that is the trainer's own."""
+    """The trainer's own part of a checkpoint's state, validated."""
 
     step: int
     tokens: int
     precision: dict[str, Any]
-    """For :meth:`Precision.load_state_dict`, which checks it."""
+    """Argument of :meth:`Precision.load_state_dict`, which checks it."""
     best: Best | None
     made_with: dict[str, str]
-    """Names and hashes of what the run read."""
+    """Names and hashes of the data, tokenizer and models that the run read."""
     ema_updates: int
-    """How often the weights' average has moved; 0 where there is none."""
+    """Number of updates of the weights' moving average; 0 where there is none."""
 
 
 def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
-    """The trainer's part of a checkpoint's state, every value of the type that it must have.
+    """Read the trainer's part of a checkpoint's state, checking the type of every value.
 
     Args:
-        state: Of a checkpoint, whatever it holds.
+        state: The checkpoint's state, whatever it holds.
         where: The checkpoint's folder, for messages.
 
     Raises:
@@ -58,7 +58,7 @@ def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
 
 
 def _made_with(state: Mapping[str, Any], where: Path) -> dict[str, str]:
-    """Names and hashes of what a checkpoint was made with; those of older ones have other keys."""
+    """Names and hashes of what a checkpoint was made with; older checkpoints use other keys."""
     if "made_with" in state:
         return _table(state, "made_with", where)
     data = state.get("data", ["", ""])
@@ -111,7 +111,7 @@ def _count(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -
 
 
 def _number(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -> float:
-    """A number; a NaN is one: the loss of a state that was evaluated and found broken."""
+    """Return a number, or raise. NaN is allowed: it is the loss of a diverged model."""
     value: Any = values.get(key)
     real = isinstance(value, int | float) and not isinstance(value, bool)
     if not real or (isinstance(value, int) and abs(value) > math.floor(1e300)):
@@ -129,7 +129,7 @@ def _table(values: Mapping[str, Any], key: str, where: Path, inside: str = "") -
 def _refuse(where: Path, key: str, value: Any, wanted: str) -> NoReturn:
     try:
         found = "missing" if value is None else repr(value)[:60]
-    except ValueError:  # Python prints no whole number of that many digits
+    except ValueError:  # Python refuses to print an int of that many digits
         found = "a number of more than 4,300 digits"
     raise CheckpointError(
         f"{where}: {key} in its state is {found}, not {wanted}: the checkpoint is damaged or "

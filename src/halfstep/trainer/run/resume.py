@@ -1,22 +1,20 @@
-"""Going on with a run: from which checkpoint, and what may have changed in between."""
+"""Resumes a run from its newest checkpoint, and decides which settings may have changed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.checkpoint.commit import checkpoint_path, passed_over
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.session import Session
 
-__all__ = ["passed_over", "require_resumable", "resume", "with_run_folder"]
-
 Config = TypeVar("Config", bound=BaseConfig)
 
-# What a resumed run may change: how long it goes on (which stretches the cosine), what it reports,
+# Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # where prepared data is kept, and how ranks and micro-batches share the same batches.
 RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "parallel", "sequence_parallel", "grad_accum", "agree_every",
@@ -27,7 +25,7 @@ RESUMABLE = frozenset(
 
 
 def resume(session: Session, checkpoints: Path) -> Path | None:
-    """Bring a session to its run's newest checkpoint; None if there is none yet. All ranks.
+    """Restore a session from its newest checkpoint; return its path, or None if there is none yet.
 
     Raises:
         CheckpointError: If the newest checkpoint is damaged or of another run.
@@ -40,7 +38,7 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
     best = session.best
     kept = best is not None and checkpoint_path(checkpoints, best.step).is_dir()
     if not session.world.share("kept" if kept else ""):
-        session.best = None  # its checkpoint was left behind; from here on others may be the best
+        session.best = None  # its checkpoint is gone, so a later evaluation must become the best
     return Path(newest)
 
 
@@ -50,36 +48,35 @@ def require_resumable(
     """Refuse to resume with a configuration that computes something else.
 
     Args:
-        saved: Of the run.
-        wanted: To go on with.
-        other_precision: Another precision was asked for by name; a checkpoint's exact masters
-            allow it.
+        saved: The run's configuration.
+        wanted: The configuration to resume it with.
+        other_precision: Whether the user asked for another precision by name, which is possible
+            because a checkpoint holds exact masters.
 
     Raises:
-        ConfigError: Naming every key that differs and may not.
+        ConfigError: Naming every key that differs but must not.
     """
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision"} if other_precision else set())
-    changed = [key for key in a if a[key] != b[key] and key not in allowed]
+    changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
-        listed = ", ".join(f"{key}={b[key]!r} (the run has {a[key]!r})" for key in changed)
+        listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
 
 
 def with_run_folder(config: Config, path: Path) -> Config:
-    """The configuration with its run folder filled in."""
+    """Return the configuration with ``run.output_dir`` set to its run folder."""
     return replace(config, run=replace(config.run, output_dir=str(path)))
 
 
 def _flat(config: BaseConfig) -> dict[str, object]:
-    """Key to value; the run's own keys without their section, as the table above spells them."""
-    values: dict[str, object] = {"task": config.TASK}
-    for name in ("precision", "model", "data", "optimizer", "schedule", "run"):
-        part: Any = getattr(config, name, "")  # a module of the user's own has no section
-        if name == "precision" or part == "":
-            values[name] = str(part)
-            continue
-        prefix = "" if name == "run" else f"{name}."
-        for key in type(part).__dataclass_fields__:
-            values[prefix + key] = getattr(part, key)
+    """Flatten to key and value; keys of section ``run`` lose it, as ``RESUMABLE`` spells them."""
+    values: dict[str, object] = {}
+    for name, part in config_to_table(config).items():
+        if isinstance(part, dict):
+            if family := getattr(getattr(config, name), "FAMILY", ""):
+                values[f"{name}.family"] = family  # which a table names where it is not the first
+            values |= {key if name == "run" else f"{name}.{key}": v for key, v in part.items()}
+        elif name != "name":
+            values[name] = part
     return values

@@ -1,1 +1,1 @@
-"""What can be trained: a language model from text, a classifier, a pretrained language model."""
+"""The tasks of runs: language models from text, classifiers, fine-tuning, a user's own module."""

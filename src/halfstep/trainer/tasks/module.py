@@ -1,4 +1,4 @@
-"""Training a module of the user's own, on data of the user's own."""
+"""The task behind :class:`halfstep.Trainer`: a user's own module, loss and dataset."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.trainer.config.finetune import ModuleConfig
-from halfstep.trainer.data.labelled.length_batches import EpochBatches
+from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.run.model_folder import matrix_parameters, replace_folder
+from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.step import Batch, tensors_of, to_device
-from halfstep.trainer.tasks.task import Exported, Task, dropout_seed, micro_batches, share_of
+from halfstep.trainer.tasks.task import EpochTask, Exported, dropout_seed, micro_batches, share_of
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
@@ -39,7 +38,7 @@ Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a user brings; :class:`halfstep.Trainer` says what each of it is."""
+    """What a user passes to :class:`halfstep.Trainer`, which documents each argument."""
 
     model: nn.Module
     train_data: Any
@@ -50,14 +49,14 @@ class Parts:
     collate: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
     optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None
-    """None: what the configuration names."""
+    """None: the optimizer that the configuration names."""
     schedule: Callable[[int], float] | None = None
-    """None: what the configuration names."""
+    """None: the schedule that the configuration names."""
     plan: ParallelPlan | None = None
     best_by: str = "loss"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be trained with."""
+        """Raise ConfigError for data or functions of a kind that cannot be used."""
         for name in ("train_data", "val_data"):
             data = getattr(self, name)
             sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -65,7 +64,7 @@ class Parts:
                 raise ConfigError(
                     f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset with "
                     "__len__ and __getitem__. Only such a one can be shuffled, shared between "
-                    "ranks and resumed at any step; put the items of a stream into a list or a file"
+                    "ranks and resumed at any step; put a stream's items into a list or a file"
                 )
             if sized and not len(data):
                 raise ConfigError(f"Trainer({name}) is empty; give at least one item")
@@ -80,13 +79,13 @@ class Parts:
             raise ConfigError(f"Trainer(num_workers={self.num_workers}); allowed: integers >= 0")
 
 
-class ModuleTask(Task):
+class ModuleTask(EpochTask):
     """A module, a loss and a dataset: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     config: ModuleConfig
 
     def __init__(self, parts: Parts, config: ModuleConfig, layout: Layout, world: World) -> None:
-        """Take the parts over; the module's weights become those of rank 0 on all ranks."""
+        """Store the parts, and copy rank 0's weights of the module to all ranks."""
         run = config.run
         self.model = parts.model
         self.evaluates = self.keeps_best = parts.val_data is not None
@@ -95,36 +94,33 @@ class ModuleTask(Task):
         if world.size > 1:
             assert dist.group.WORLD is not None
             broadcast_(self.model, dist.group.WORLD)
-        self._batches = EpochBatches(np.ones(len(parts.train_data)), run.batch_size, run.seed)
-        self.smallest_batch = len(parts.train_data) // self._batches.steps_per_epoch
-        self.config = config.resolved(self._batches.steps_per_epoch)
+        self.deal(config, np.ones(len(parts.train_data)))  # an item counts as one token
         shapes = "".join(f"{n} {tuple(p.shape)} " for n, p in self.model.named_parameters())
         self.identity = {
             "model": hashlib.sha256(shapes.encode()).hexdigest(),
             "data": f"{len(parts.train_data)} items",
         }
         world.require_same(self.identity)
-        self._matrices = matrix_parameters(self.model)
-        rank, ranks = world.rank // layout.tensor, layout.batch_ranks
+        rank, ranks = layout.batch_rank(world.rank), layout.batch_ranks
         self._items = _Items(
             parts, lambda step: micro_batches(self.batch_size(step), rank, ranks, run.grad_accum),
-            self._indices, self.config,
+            lambda step: self.indices(step).tolist(), self.config,
         )  # fmt: skip
 
     def summary(self) -> str:
-        """Parameters and items."""
+        """Describe the run by its numbers of parameters and training items."""
         count = sum(p.numel() for p in self.model.parameters())
         return f"{count:,} parameters, {len(self._parts.train_data):,} training items"
 
     def plan(self, layout: Layout) -> ParallelPlan:
-        """What was given; else what the module says, where the layout splits it at all."""
+        """Return the user's plan, or else the module's own if the layout splits the module."""
         if self._parts.plan is not None:
             return self._parts.plan
         splits = layout.shard > 1 or layout.tensor > 1
         return plan_of(self.model) if splits else ParallelPlan(blocks=())
 
     def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
-        """The user's, or the one that the configuration names."""
+        """Return the user's optimizer, or else the one that the configuration names."""
         given = self._parts.optimizer
         if given is None:
             return super().optimizer(policy)
@@ -145,22 +141,18 @@ class ModuleTask(Task):
         return optimizer
 
     def learning_rate(self, peak: float, taken: int, applied: int) -> float:
-        """By the user's schedule, a factor for each step from 0 on, or the configuration's."""
+        """Follow the user's schedule, step number (from 0) to factor, or the configuration's."""
         if self._parts.schedule is None:
             return super().learning_rate(peak, taken, applied)
         done = taken if self.config.schedule.on_skip == "advance" else applied
         return peak * float(self._parts.schedule(done))
 
-    def batch_size(self, step: int) -> int:
-        """Items of the step; those of an epoch differ by one at most."""
-        return len(self._batches.indices(step))
-
     def batch(self, step: int, rows: range) -> Batch:
-        """What ``collate`` makes of the rows' items."""
+        """Return the batch that ``collate`` makes from the rows' items."""
         return self._items.batch(step, rows)
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The user's loss times what it is the mean of, or the sum and the count it gave."""
+        """Return the user's mean loss times its count, or the sum and count that the user gave."""
         found = self._parts.loss(self.model, batch)
         if isinstance(found, tuple) and len(found) == 2:
             if self._parts.targets is None:
@@ -180,20 +172,16 @@ class ModuleTask(Task):
         return found * count, torch.tensor(count, device=found.device)
 
     def targets(self, batch: Batch) -> float:
-        """By the user's function; without one, the batch's rows."""
+        """Count the batch's targets by the user's function or, without one, its rows."""
         return rows_of(batch) if self._parts.targets is None else self._parts.targets(batch)
 
-    def tokens(self, step: int) -> int:
-        """Items: what their tokens are is the user's business."""
-        return self.batch_size(step)
-
     def flops(self, tokens: float) -> float:
-        """Unknown: a matrix may be used many times an item."""
+        """Return NaN: a module may use a matrix any number of times per item."""
         return math.nan
 
     @torch.no_grad()
     def evaluate(self, judge: Judge) -> Evaluation:
-        """The measures over the validation data, every item once over all ranks."""
+        """Average the measures over the validation data, every item once over all ranks."""
         parts = self._parts
         sums: dict[str, list[float]] = {}
         for batch, counts in self._validation(judge):
@@ -251,15 +239,11 @@ class ModuleTask(Task):
         return f"weights in {folder / 'model' / 'model.safetensors'}{note}"
 
     def close(self) -> None:
-        """End the loader's processes."""
+        """End the DataLoader's worker processes."""
         self._items.close()
 
-    def _indices(self, step: int) -> Sequence[int]:
-        found: list[int] = self._batches.indices(step).tolist()
-        return found
-
     def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
-        """A rank's batches, and whether they count: all ranks run as often."""
+        """Yield a rank's batches and whether they count; collectives need all ranks to run each."""
         run, size = self.config.run, len(self._parts.val_data)
         most = max(1, run.batch_size // run.grad_accum)
         cuts = range(0, size, most)
@@ -271,7 +255,7 @@ class ModuleTask(Task):
 
 
 class _Items:
-    """Batches of a dataset, in this process or made ahead by others."""
+    """Makes batches of a dataset, in this process or ahead of time in worker processes."""
 
     def __init__(
         self,
@@ -280,13 +264,10 @@ class _Items:
         indices: Callable[[int], Sequence[int]],
         config: ModuleConfig,
     ) -> None:
-        """Take the data.
+        """Store the data.
 
-        Args:
-            parts: With the data, and how items become a batch.
-            micro: Gives the rows of this rank's micro-batches of a step.
-            indices: Gives the items that the rows of a step are.
-            config: With seed and length of the run.
+        ``micro`` maps a step to the rows of each of this rank's micro-batches; ``indices`` maps a
+        step to the dataset index of each row.
         """
         self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
         self._train = _Seeded(parts.train_data)
@@ -294,17 +275,18 @@ class _Items:
         self._order: Iterator[tuple[int, range]] = iter(())
 
     def batch(self, step: int, rows: range) -> Batch:
-        """The rows of a step; a pure function of seed, step and rows."""
+        """Return the batch of a step's rows; it depends only on seed, step and rows."""
         if not self._parts.num_workers:
             return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
-        if next(self._order, None) != (step, rows):  # the first of all, or after a step back
+        # not the batch that the loader makes next: the first one, or one after a rollback
+        if next(self._order, None) != (step, rows):
             self._order = self._plan(step, rows)
             next(self._order)
             keys = (self._keys(*place) for place in self._plan(step, rows))
             self._made = iter(
                 DataLoader(
                     self._train,
-                    batch_sampler=_Batches(keys),
+                    batch_sampler=keys,
                     num_workers=self._parts.num_workers,
                     collate_fn=self._parts.collate,
                 )
@@ -312,13 +294,13 @@ class _Items:
         return next(self._made)
 
     def validation(self, rows: list[int]) -> Batch:
-        """Items of the validation data; what they draw is the same in every evaluation."""
+        """Return validation items; their random augmentations are the same in each evaluation."""
         seed = dropout_seed(self._run.seed, 0, rows[0])
         items = _Seeded(self._parts.val_data).__getitems__([(seed, row) for row in rows])
         return self._parts.collate(items)
 
     def close(self) -> None:
-        """Let the processes go."""
+        """Drop the DataLoader's iterator, which ends its worker processes."""
         self._made = self._order = iter(())
 
     def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
@@ -327,34 +309,24 @@ class _Items:
         return [(seed, indices[row]) for row in rows]
 
     def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
-        """The micro-batches from these rows on, to the end of the run."""
+        """Yield this rank's micro-batches from these rows on, to the end of the run."""
         for later in range(step, self._run.max_steps):
             for part in self._micro(later):
                 if later > step or part.start >= rows.start:
                     yield later, part
 
 
-class _Batches:
-    """An iterator as the batch sampler that a DataLoader wants."""
-
-    def __init__(self, keys: Iterator[list[tuple[int, int]]]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self._keys
-
-
 class _Seeded(Dataset[Any]):
-    """A dataset whose random augmentations follow from the run's seed, in whatever process.
+    """A dataset whose random augmentations depend on the run's seed, not on the worker process.
 
-    So a resumed run draws what the whole run would have drawn, with any number of workers.
+    So a resumed run draws what an uninterrupted one would draw, with any number of workers.
     """
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        """The items of a batch; all keys carry the batch's seed."""
+        """Return the items of a batch from (seed, index) keys, which all carry the batch's seed."""
         with _drawing_from(keys[0][0]):
             indices = [index for _, index in keys]
             if hasattr(self._data, "__getitems__"):
@@ -365,7 +337,7 @@ class _Seeded(Dataset[Any]):
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Random numbers of Python, NumPy and torch from a seed; the states come back afterwards."""
+    """Seed the generators of Python, NumPy and torch; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -379,7 +351,7 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 
 def rows_of(batch: Batch) -> int:
-    """The first size of a batch's first tensor."""
+    """Return dim 0 of a batch's first tensor that has dims, as the number of its rows."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)

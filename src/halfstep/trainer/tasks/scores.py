@@ -1,4 +1,4 @@
-"""How good a classifier is: its loss and which classes it takes for which, every example once."""
+"""Scores a classifier on every example once: loss, accuracy, F1 and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.cells import cell_len
 from torch.nn import functional
 
 from halfstep.trainer.data.labelled.examples import Examples, padded
 from halfstep.trainer.data.labelled.length_batches import evaluation_shares
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.losses.classification import IGNORED_LABEL
+from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
 
 
 def example_batches(
     examples: Examples, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[Batch]:
-    """A rank's batches, as :func:`evaluation_shares` deals them."""
+    """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
     for indices, counts in evaluation_shares(examples.lengths, batch_size, most, rank, ranks):
         ids_BT, mask_BT, labels_B = padded(examples, indices, pad_id)
         if not counts:
@@ -37,14 +38,14 @@ def example_batches(
 def classifier_scores(
     model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge, best_by: str = ""
 ) -> Evaluation:
-    """Loss without smoothing or weights, and confusion, over the batches of all ranks.
+    """Measure loss (unsmoothed, unweighted) and confusion over the batches of all ranks.
 
     Args:
-        model: A classifier of ours, in evaluation mode.
-        batches: This rank's, as of :func:`example_batches`.
+        model: A ``PretrainedClassifier`` in evaluation mode.
+        batches: This rank's batches, from :func:`example_batches`.
         labels: Names of the classes.
         judge: How a rank evaluates.
-        best_by: ``accuracy``, which empty means, ``macro_f1`` or ``loss``: what the score is.
+        best_by: The measure used as score: ``accuracy`` (also if empty), ``macro_f1`` or ``loss``.
     """
     size = len(labels)
     confusion = torch.zeros(size * size, dtype=torch.float64)
@@ -65,7 +66,7 @@ def classifier_scores(
     rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))
     examples = sum(counts)
     loss, right, f1 = total / examples, accuracy(rows), macro_f1(rows)
-    if not math.isfinite(loss):  # argmax of NaN is class 0, which may well be the right one
+    if not math.isfinite(loss):  # give no accuracy: the argmax of NaNs would count as class 0
         text = f"validation loss {loss}: the model's outputs are not finite"
         return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
     return Evaluation(
@@ -80,33 +81,33 @@ def classifier_scores(
     )
 
 
-# What a classifier gets right and wrong, from its confusion matrix: as text, JSON and picture.
+# Reports from a confusion matrix, as text, JSON and picture.
 
 
 Confusion = Sequence[Sequence[int]]
-"""Row: true class, column: found class, value: examples."""
+"""Number of examples by true class (row) and predicted class (column)."""
 
-_MOST_INCHES = 24.0  # of the picture's side: memory and time grow with its square
-_MOST_NAMES = 60  # beside the picture; of more classes every second, third, ... is named
+_MOST_INCHES = 24.0  # longest side of the picture: memory and time grow with its square
+_MOST_NAMES = 60  # labels on an axis; with more classes, only every second, third, ... is named
 
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """How one class was found; a ratio without any case counts as 0."""
+    """How well one class is predicted; a ratio 0 / 0 counts as 0."""
 
     label: str
     precision: float
-    """Share of the examples given this class that are of it."""
+    """Share of the examples predicted as this class that belong to it."""
     recall: float
-    """Share of this class's examples that were given it."""
+    """Share of this class's examples that were predicted as it."""
     f1: float
-    """Harmonic mean of both."""
+    """Harmonic mean of precision and recall."""
     support: int
-    """Examples of the class."""
+    """Number of examples of the class."""
 
 
 def class_scores(confusion: Confusion, labels: Sequence[str]) -> list[ClassScore]:
-    """Precision, recall and F1 of each class.
+    """Compute precision, recall and F1 of each class.
 
     **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7; a ratio 0 / 0 is 0, as in
     scikit-learn's ``classification_report`` with ``zero_division=0``.
@@ -123,19 +124,19 @@ def class_scores(confusion: Confusion, labels: Sequence[str]) -> list[ClassScore
 
 
 def accuracy(confusion: Confusion) -> float:
-    """Share of all examples whose class was found."""
+    """Return the share of all examples whose class was predicted."""
     hits = sum(row[number] for number, row in enumerate(confusion))
     return _ratio(hits, sum(map(sum, confusion)))
 
 
 def macro_f1(confusion: Confusion) -> float:
-    """Mean of the classes' F1, each class counting alike."""
+    """Return the unweighted mean of the F1 score of each class."""
     scores = class_scores(confusion, [""] * len(confusion))
     return sum(score.f1 for score in scores) / len(scores)
 
 
 def report_table(confusion: Confusion, labels: Sequence[str]) -> str:
-    """The scores of all classes, and the confusion matrix, as text in columns."""
+    """Format the scores of all classes, and the confusion matrix, as text in columns."""
     labels = list(map(_printable, labels))
     scores = class_scores(confusion, labels)
     total = sum(score.support for score in scores)
@@ -162,7 +163,7 @@ def report_table(confusion: Confusion, labels: Sequence[str]) -> str:
 
 
 def report_values(confusion: Confusion, labels: Sequence[str]) -> dict[str, Any]:
-    """The same as plain values, for JSON."""
+    """Return what :func:`report_table` shows as plain values, for JSON."""
     return {
         "accuracy": accuracy(confusion),
         "macro_f1": macro_f1(confusion),
@@ -178,22 +179,22 @@ def write_report(
     """Write report.txt, report.json and, where matplotlib is installed, confusion.png.
 
     Args:
-        folder: Exists; files of these names are replaced, each in one piece.
-        confusion: Square.
+        folder: An existing folder; files of these names are replaced atomically.
+        confusion: The confusion matrix.
         labels: Names of its classes.
-        about: What else report.json is to hold, such as step and loss; NaN and inf become null.
+        about: Further values for report.json, such as step and loss; NaN and inf become null.
     """
     odd = {k: None for k, v in about.items() if isinstance(v, float) and not math.isfinite(v)}
     values = {**about, **odd, **report_values(confusion, labels)}
     _replace(folder / "report.txt", report_table(confusion, labels).encode())
     text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
     _replace(folder / "report.json", (text + "\n").encode())
-    try:  # an optional dependency, the extra "plot"
+    try:  # optional dependency
         from matplotlib.figure import Figure
     except ImportError:
         return
     temporary = folder / "confusion.tmp.png"
-    try:  # fonts and their caches are not worth a run
+    try:  # a run must not fail because of fonts and their caches
         _draw(Figure, confusion, labels).savefig(temporary, dpi=150)
         os.replace(temporary, folder / "confusion.png")
     except Exception as error:
@@ -201,7 +202,7 @@ def write_report(
 
 
 def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
-    """The matrix as shares of each true class, with counts."""
+    """Draw the matrix as shares of each true class, labelled with counts."""
     size = len(labels)
     side = min(max(4.5, 0.75 * size + 2), _MOST_INCHES)
     figure = figure_type(figsize=(side + 0.8, side), layout="constrained")
@@ -213,7 +214,7 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
     font = _font_for("".join(names))
     named = range(0, size, math.ceil(size / _MOST_NAMES))
     shown = [str(i) if font is None else names[i] for i in named]
-    options: dict[str, Any] = {"parse_math": False}  # "$" is a letter
+    options: dict[str, Any] = {"parse_math": False}  # a "$" in a label is literal
     if font is not None:
         options["fontproperties"] = font
     axes.set_yticks(named, shown, **options)
@@ -232,13 +233,13 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
 
 
 def _font_for(text: str) -> Any:
-    """A font that has every letter of the text; None if no installed one does."""
+    """Find a font that has every character of the text; None if no installed one does."""
     from matplotlib import font_manager, ft2font
 
     needed = {ord(letter) for letter in text if not letter.isspace()}
     default = font_manager.FontProperties()
     fonts = sorted((str(entry.fname), entry.name) for entry in font_manager.fontManager.ttflist)
-    # "Last Resort" has a box for every letter there is
+    # "Last Resort" would match any text, but draws every character as a box
     others = [path for path, name in fonts if not name.startswith("Last Resort")]
     for path in dict.fromkeys([str(font_manager.findfont(default)), *others]):
         try:
@@ -255,31 +256,18 @@ def _cells(*values: float) -> tuple[str, ...]:
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:
-    """Text in columns: the first to the left, the others to the right; wide letters count two."""
-    widths = [max(_width(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            (cell + " " * (width - _width(cell)) if i == 0 else " " * (width - _width(cell)) + cell)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _width(text: str) -> int:
-    """Columns of a terminal: wide letters take two, marks above and below others none."""
-    return sum(
-        0
-        if unicodedata.category(letter) in ("Mn", "Me")
-        else 2
-        if unicodedata.east_asian_width(letter) in "WF"
-        else 1
-        for letter in text
-    )
+    """Align text in columns: the first left, the others right; wide characters count as two."""
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for line in lines:
+        gaps = [" " * (w - cell_len(cell)) for w, cell in zip(widths, line, strict=True)]
+        numbers = [gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True)]
+        texts.append("  ".join([line[0] + gaps[0], *numbers]).rstrip())
+    return "\n".join(texts)
 
 
 def _printable(label: str) -> str:
-    """A label on one line: tabs, line ends and other control characters as escapes."""
+    """Escape tabs, line ends and other control characters, so that a label stays on one line."""
     return "".join(
         c if c.isprintable() or unicodedata.category(c) == "Zs" else repr(c)[1:-1] for c in label
     )

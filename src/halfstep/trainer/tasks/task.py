@@ -1,15 +1,18 @@
-"""What a run trains: its model, data and measure, behind one protocol that the loop knows."""
+"""The ``Task`` protocol, by which the loop sees what a run trains: model, data and evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,119 +21,153 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
+from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_to_table
-from halfstep.trainer.config.finetune import ClassifyConfig, LMConfig
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import (
+    ClassifierConfig,
+    ClassifyConfig,
+    FinetuneConfig,
+    LMConfig,
+)
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.data.instructions.config import InstructionsConfig
+from halfstep.trainer.data.labelled.length_batches import EpochBatches
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
 from halfstep.trainer.step import Batch
 
 Progress = Callable[[str, int, int], None]
-"""Called while data is prepared: what, how far, of how much."""
+"""Called while data is prepared, with what is being done, the amount done and the total."""
 
 
 class Exported(NamedTuple):
-    """What a checkpoint hands out, by name: fp32 weights, and what modules keep besides them."""
+    """The exportable part of a checkpoint, by name: fp32 weights and the modules' buffers."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class Task(Protocol):
-    """A model, its data and its measure; what most tasks do alike is done here.
+    """A model, its data and its evaluation, with defaults for what most tasks do alike.
 
-    All ranks call all methods together, but for those of which it is said otherwise.
+    All ranks call every method together, except where a docstring says otherwise.
     """
 
     model: Any
-    """What is trained: a module, which for :meth:`loss_sum` has a method of that name."""
+    """The module that is trained; the default :meth:`loss_sum` calls its ``loss_sum``."""
     config: BaseConfig
-    """With everything filled in that only data and model could tell."""
+    """The configuration, with everything filled in that depends on data and model."""
     identity: Mapping[str, str]
-    """What a checkpoint must have been made with, such as its data: name to hash."""
+    """Name to hash of what a checkpoint must have been made with, such as the data."""
     smallest_batch: int
-    """Rows of the smallest batch of a step, over all ranks."""
+    """Rows of the smallest batch that a step can have, over all ranks."""
     notes: list[str]
-    """What a user should know of the data, one sentence each."""
+    """Messages about the data and model for the user, one sentence each."""
     evaluates: bool = True
-    """Whether there is anything to measure the model on."""
+    """Whether there is validation data."""
     keeps_best: bool
     """Whether the state with the best evaluation is kept, besides the newest."""
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The model's summed loss and count, both fp32 scalars."""
+        """Return the model's summed loss and count, both fp32 scalars."""
         found: tuple[Tensor, Tensor] = self.model.loss_sum(batch)
         return found
 
     def plan(self, layout: Layout) -> ParallelPlan:
-        """How the model may be split."""
+        """Return how the model may be split over the ranks."""
         return plan_of(self.model)
 
     def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
-        """What trains the model, which lies on its device and over the ranks by now."""
+        """Make the optimizer, once the model is on its device and laid out over the ranks."""
         config = self.config
         return make_optimizer(self.model, config.optimizer, policy, seed=config.run.seed)
 
     def learning_rate(self, peak: float, taken: int, applied: int) -> float:
-        """The next step's rate of a parameter group; see :func:`learning_rate`."""
+        """Compute a parameter group's rate at the next step; see :func:`learning_rate`."""
         config = self.config
         return learning_rate(peak, config.schedule, taken, applied, config.run.max_steps)
 
     def summary(self) -> str:
-        """What is trained, and on what, in a few words."""
+        """Describe the model and the data to the user in a few words."""
 
     def batch_size(self, step: int) -> int:
-        """Rows of a step's batch, over all ranks."""
+        """Return the rows of a step's batch, over all ranks."""
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Rows of a step's batch, on the host; a pure function."""
+        """Return some rows of a step's batch, on the host; a pure function."""
 
     def targets(self, batch: Batch) -> float:
-        """What the losses' sum is divided by: the sum of this over all batches of the step."""
+        """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
 
     def tokens(self, step: int) -> int:
-        """Tokens of a step's batch over all ranks, without padding."""
+        """Return the tokens of a step's batch over all ranks, without padding."""
 
     def flops(self, tokens: float) -> float:
-        """Arithmetic of training on so many tokens, in operations."""
+        """Return the floating-point operations of training on this many tokens."""
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """Measure the model, which is in evaluation mode; every target once over all ranks."""
+        """Evaluate the model, which is in evaluation mode; every target once over all ranks."""
 
     def save(self, folder: Path) -> None:
-        """Write into a new run folder what the model's use needs besides weights; rank 0.
+        """Write into a new run folder what using the model takes besides weights; on rank 0 only.
 
-        A model that is the user's own needs nothing.
+        The default writes nothing.
         """
         return
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Write what there is to tell of an evaluation that is the best so far; rank 0."""
+        """Write a report on an evaluation that is the best so far; on rank 0 only."""
         return
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write what the user takes away, at the run's end; rank 0.
+        """Write the run's result for the user, at its end; on rank 0 only.
 
         Args:
-            folder: The run's.
-            exported: Gives the state to take.
+            folder: The run folder.
+            exported: Returns the state to write.
 
         Returns:
-            What was written, in words; empty for nothing.
+            A message about what was written; empty for nothing.
         """
         return ""
 
     def close(self) -> None:
-        """Let go of what the data needed, such as other processes."""
+        """Release what the data needed, such as worker processes."""
         return
+
+
+class EpochTask(Task):
+    """A task with epochs, each of which has every example once."""
+
+    config: FinetuneConfig
+
+    def deal(self, config: FinetuneConfig, lengths: npt.ArrayLike) -> None:
+        """Deal the examples out to steps by their lengths, and resolve epochs into steps."""
+        run = config.run
+        self._lengths = np.asarray(lengths)
+        self._batches = EpochBatches(lengths, run.batch_size, run.seed)
+        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
+        self.config = config.resolved(self._batches.steps_per_epoch)
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the indices of a step's examples."""
+        return self._batches.indices(step)
+
+    def batch_size(self, step: int) -> int:
+        """Return the number of a step's examples; steps of an epoch differ by one at most."""
+        return len(self.indices(step))
+
+    def tokens(self, step: int) -> int:
+        """Return the tokens of the step's examples, special tokens included."""
+        return int(self._lengths[self.indices(step)].sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How good a trained model is: in words, as plain values, and what a user should know of it."""
+    """The evaluation of a trained model as text, as plain values, and with notes for the user."""
 
     text: str
     values: dict[str, Any]
@@ -138,36 +175,31 @@ class Measured:
 
 
 class Trained:
-    """What a run left, or the folder of a model, in use; a task has some of the verbs.
+    """The trained model of a run or a model folder; each task overrides the verbs that it supports.
 
-    Every verb raises a HalfstepError for a run that has not ended, damaged files, or a policy that
-    cannot be honoured.
+    Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that cannot
+    be honoured.
     """
 
     def __init__(self, path: Path, config: Any = None) -> None:
-        """Load nothing yet.
-
-        Args:
-            path: Of the run, or of the model.
-            config: The run's; None for a model's folder.
-        """
+        """Load nothing yet; ``path`` is a run folder with its ``config``, or a model folder."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
     def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """(text, label, probability) of each text, in their order."""
+        """Yield (text, label, probability) for each text, in order."""
         raise self._without("predict")
 
     def generate(self, use: Generating) -> str:
-        """The text that the model writes."""
+        """Return the text that the model writes."""
         raise self._without("generate")
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
-        """How good the model is on the run's validation data, or on other data."""
+        """Evaluate the model on the run's validation data, or on other data."""
         raise self._without("evaluate")
 
     def export(self, use: Exporting) -> str:
-        """Write the model as a folder for others; what was written, in words."""
+        """Write the model as a folder for other programs; return a message about it."""
         raise self._without("export")
 
     def _without(self, verb: str) -> ConfigError:
@@ -178,11 +210,29 @@ class Trained:
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 
-# What ranks have alike, and what each has for itself.
+@dataclass
+class InUse:
+    """A model in evaluation mode on its device, under a policy."""
+
+    model: Any
+    policy: PrecisionPolicy
+    device: torch.device
+
+    def around(self) -> AbstractContextManager[None]:
+        """Return the context manager of a forward pass in the policy's precision."""
+        return around_model(self.policy, self.model, self.device)
+
+    @property
+    def judge(self) -> Judge:
+        """The functions by which :mod:`halfstep.trainer.evaluate` measures this model."""
+        return Judge(self.model.loss_sum, self.around, self.device)
+
+
+# What all ranks have in common, and how they share the rows of a batch.
 
 
 def facts(config: BaseConfig) -> dict[str, str]:
-    """What all ranks must have alike: versions, and every key but where data is kept."""
+    """Return what must be equal on all ranks: versions and every key except the data cache."""
     table = config_to_table(config)
     table.get("data", {}).pop("cache_dir", None)
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
@@ -196,45 +246,38 @@ def facts(config: BaseConfig) -> dict[str, str]:
 
 
 def share_of(size: int, rank: int, ranks: int) -> range:
-    """Which of ``size`` things a rank takes; the shares follow each other without a gap."""
+    """Return a rank's contiguous share of ``size`` items; shares differ by one at most."""
     return range(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def micro_batches(size: int, share: int, shares: int, grad_accum: int) -> list[range]:
-    """The rows of each micro-batch of a rank.
-
-    Args:
-        size: Rows of the step's batch, over all ranks.
-        share: Which share of them the rank takes.
-        shares: How many there are.
-        grad_accum: Micro-batches that each share is split into.
-    """
+    """Split a share of a step's ``size`` rows into the rows of ``grad_accum`` micro-batches."""
     mine = share_of(size, share, shares)
     parts = [share_of(len(mine), number, grad_accum) for number in range(grad_accum)]
     return [mine[part.start : part.stop] for part in parts]
 
 
 def dropout_seed(seed: int, step: int, first_row: int) -> int:
-    """A seed for each micro-batch, by its first row in the step's batch.
+    """Derive a micro-batch's seed from the run's seed, the step and its first row in the batch.
 
-    So a resumed run needs no random state, and a rank's masks are those of a micro-batch of one
-    process that begins at the same row.
+    So a resumed run needs no random state, and a rank draws the same dropout masks as one process
+    does for a micro-batch that begins at the same row.
     """
     text = f"dropout {seed} {step} {first_row}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-# One commit of a model on the hub for a whole run: all ranks, model and tokenizer, resumes.
+# A run uses one commit of a hub model throughout: all ranks, model and tokenizer, all resumes.
 
 
 Config = TypeVar("Config", ClassifyConfig, LMConfig)
 
 
 def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
-    """The configuration with the commit that its model's name means now; all ranks together.
+    """Pin the configuration to the model's current commit on the hub; all ranks call it.
 
     Returns:
-        The configuration, and what opening model and tokenizer takes: revision and trust.
+        The configuration, and keyword arguments for opening model and tokenizer.
 
     Raises:
         ConfigError: If there is no such model.
@@ -246,3 +289,22 @@ def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
     model: Any = dataclasses.replace(choice, revision=revision)
     options = {"revision": revision, "trust_remote_code": trust}
     return dataclasses.replace(config, model=model), options
+
+
+Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
+
+
+def within(part: Part, section: str, limit: int | None, source: str) -> Part:
+    """Limit a section's default ``max_length`` to the number of a model's positions.
+
+    Raises:
+        ConfigError: If the user set a ``max_length`` beyond it.
+    """
+    if limit is None or part.max_length <= limit:
+        return part
+    if part.max_length != type(part)().max_length:
+        raise ConfigError(
+            f"{section}.max_length={part.max_length} is over the {limit} positions of "
+            f"model.source={source}; lower --max-length"
+        )
+    return dataclasses.replace(part, max_length=limit)

@@ -1,10 +1,12 @@
-"""Training a GPT on text."""
+"""The task of ``halfstep train``: a language model of one of the families, trained on text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,18 +16,40 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.corpus.batches import IGNORED, batch, validation_batches
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
-from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import Need, require_room
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import load_gpt2
+from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
+from halfstep.trainer.models.language_model import LanguageModel
+from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
 from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 
+def _no_folders(*_: Any, **__: Any) -> Any:
+    raise ConfigError(
+        "this family of models has no Hugging Face folders; run.init_from and export are for gpt"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The functions that make, load and save the networks of one kind of shape."""
+
+    make: Callable[..., LanguageModel]
+    """Makes the network from a shape and ``seed``."""
+    load: Callable[..., LanguageModel] = _no_folders
+    """Loads the network of a Hugging Face folder, given its path and the fields a run may set."""
+    save: Callable[..., None] = _no_folders
+    """Writes a Hugging Face folder, given the network, the path and ``dtype``."""
+
+
+FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, load_gpt2, save_gpt2)}
+
+
 class TextTask(Task):
-    """A GPT, and windows of a token file: a :class:`~halfstep.trainer.tasks.task.Task`."""
+    """Trains a language model on windows of a token file; see :class:`~.task.Task`."""
 
     keeps_best = False
 
@@ -38,7 +62,7 @@ class TextTask(Task):
         progress: Progress,
         resuming: bool,
     ) -> None:
-        """Prepare the data and build the model; arguments as of ``open_session``.
+        """Prepare the data and build the model; for arguments see ``open_session``.
 
         Raises:
             HalfstepError: For data, a model folder or a layout that cannot be used.
@@ -65,15 +89,11 @@ class TextTask(Task):
                 f"run.block_size={run.block_size} is over the {shape.block_size} positions of "
                 f"run.init_from={run.init_from}"
             )
-        if shape.n_head % layout.tensor:
-            raise ConfigError(
-                f"model.n_head={shape.n_head} attention heads cannot be shared equally by "
-                f"tensor={layout.tensor} ranks; choose a tensor size that divides them"
-            )
+        self.model.require_shares(layout.tensor)
         self.smallest_batch = run.batch_size
         self.notes: list[str] = []
         part = "training"
-        try:  # data shorter than a block is refused here, not at the first step
+        try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
             part = "validation"
             next(iter(self._validation(0, 1)))
@@ -82,11 +102,11 @@ class TextTask(Task):
 
     @staticmethod
     def _require_room(
-        config: TrainConfig, device: torch.device, layout: Layout, shape: GPTConfig
+        config: TrainConfig, device: torch.device, layout: Layout, shape: Shape
     ) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
-        loaded = bool(run.init_from)  # its shape is its folder's, which has the weights
+        loaded = bool(run.init_from)  # then the folder determines the shape, which is unknown yet
         require_room(
             Need(
                 0 if loaded else shape.parameters,
@@ -103,17 +123,17 @@ class TextTask(Task):
         )
 
     def summary(self) -> str:
-        """Parameters and training tokens."""
+        """Describe the run by its numbers of parameters and training tokens."""
         return (
             f"{self.model.num_parameters():,} parameters, {self.data.train.count:,} training tokens"
         )
 
     def batch_size(self, step: int) -> int:
-        """Every step has as many sequences."""
+        """Return the number of sequences, which is the same in every step."""
         return self.config.run.batch_size
 
     def batch(self, step: int, rows: range) -> Batch:
-        """(tokens, targets), int64 (B, T): windows at places that follow from seed and step."""
+        """Return (tokens, targets), int64 (B, T): windows at positions drawn by seed and step."""
         return batch(
             self.data.train,
             seed=self.config.run.seed,
@@ -123,19 +143,19 @@ class TextTask(Task):
         )
 
     def targets(self, batch: Batch) -> float:
-        """Target tokens that count."""
+        """Return the number of target tokens that enter the loss."""
         return count_targets(batch)
 
     def tokens(self, step: int) -> int:
-        """Every step has as many."""
+        """Return the tokens of a step's batch, the same number in every step."""
         return self.config.run.batch_size * self.config.block_size
 
     def flops(self, tokens: float) -> float:
-        """Floating-point operations of a step over ``tokens``: :meth:`GPT.flops_per_token`."""
+        """Return the floating-point operations of a step over this many tokens."""
         return self.model.flops_per_token(self.config.block_size) * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """The loss on validation windows, always the same ones."""
+        """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
         return evaluate(batches, judge, tokens_per_byte(self.data.validation))
 
@@ -144,7 +164,7 @@ class TextTask(Task):
         self.data.tokenizer.save(folder / "tokenizer")
 
     def _validation(self, rank: int, ranks: int) -> Iterable[Batch]:
-        """A rank's rows of what one evaluation measures."""
+        """Yield this rank's rows of each validation batch."""
         run = self.config.run
         whole = validation_batches(
             self.data.validation,
@@ -157,24 +177,21 @@ class TextTask(Task):
             if rows:
                 here = slice(rows.start, rows.stop)
                 yield tokens_BT[here], targets_BT[here]
-            else:  # all ranks run as often: a row that does not count
+            else:  # forwards may be collective, so this rank runs a row that does not count
                 yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GPT:
-    """A new model with the tokenizer's vocabulary, or a loaded one that must hold it."""
-    size = tokenizer.vocab_size
-    if config.run.init_from and resuming:
-        return GPT(config.model, seed=config.run.seed)
-    if config.run.init_from:
-        model = load_gpt2(
-            Path(config.run.init_from),
-            dropout=config.model.dropout,
-            activation_checkpointing=config.model.activation_checkpointing,
-        )
+def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
+    """Make a model with the tokenizer's vocabulary, or load one whose vocabulary must hold it."""
+    size, source = tokenizer.vocab_size, config.run.init_from
+    family = FAMILIES[type(config.model)]
+    if source and resuming:
+        return family.make(config.model, seed=config.run.seed)
+    if source:
+        model = family.load(Path(source), **of_the_run(config.model))
         if model.config.vocab_size < size:
             raise ConfigError(
-                f"run.init_from={config.run.init_from} has a vocabulary of "
+                f"run.init_from={source} has a vocabulary of "
                 f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
                 "use the model's own tokenizer folder"
             )
@@ -185,4 +202,4 @@ def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> GP
             f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
         )
     shape = dataclasses.replace(config.model, vocab_size=size)
-    return GPT(shape, seed=config.run.seed)
+    return family.make(shape, seed=config.run.seed)

@@ -1,9 +1,8 @@
-"""The GPT that a run of ``halfstep train`` left, or of a Hugging Face folder, in use."""
+"""Uses the model of a ``halfstep train`` run or of a GPT-2 folder: generate, evaluate, export."""
 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.casting.cast import around_model, cast_to_policy_
-from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy
+from halfstep.precision.casting.cast import cast_to_policy_
+from halfstep.precision.policy.policy import DTYPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_from_table
@@ -20,38 +19,31 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.corpus.batches import validation_batches
 from halfstep.trainer.data.corpus.prepare import prepare, prepare_one
-from halfstep.trainer.data.tokenizers.files import load_tokenizer
-from halfstep.trainer.data.tokenizers.tokenizer import Tokenizer
+from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import choose_device
-from halfstep.trainer.evaluate import Judge, evaluate, perplexity, tokens_per_byte
-from halfstep.trainer.models.gpt.generate import generate
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
+from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
+from halfstep.trainer.models.gpt.hf import load_gpt2
+from halfstep.trainer.models.language_model import LanguageModel, generate
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
 from halfstep.trainer.session import exported
-from halfstep.trainer.tasks.task import Measured, Progress, Trained
+from halfstep.trainer.tasks.task import InUse, Measured, Progress, Trained
+from halfstep.trainer.tasks.text import FAMILIES
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
-    """A model in evaluation mode on its device, under its policy."""
+@dataclasses.dataclass
+class _Opened(InUse):
+    """A loaded model with its tokenizer and, if it comes from a run, its configuration."""
 
-    model: GPT
+    model: LanguageModel
     tokenizer: Tokenizer
     config: TrainConfig | None
-    policy: PrecisionPolicy
-    device: torch.device
-
-    def around(self) -> AbstractContextManager[None]:
-        """The context of a forward pass."""
-        return around_model(self.policy, self.model, self.device)
 
 
 class TrainedText(Trained):
-    """What a run of ``train`` left, or a Hugging Face GPT-2 folder with its tokenizer."""
+    """A model from a run of ``train``, or from a Hugging Face GPT-2 folder with its tokenizer."""
 
     def generate(self, use: Generating) -> str:
-        """The prompt and its continuation; with no prompt the model starts a document."""
+        """Return the prompt and its continuation; without a prompt, start a new document."""
         if use.raw:
             raise ConfigError(
                 "--raw is for runs of finetune lm, which write a template; leave it out"
@@ -60,24 +52,21 @@ class TrainedText(Trained):
         tokenizer = opened.tokenizer
         end = tokenizer.end_of_text
         ids = tokenizer.encode(use.prompt) or (tokenizer.encode("\n") if end is None else [end])
-        try:
-            with torch.no_grad(), opened.around():
-                tokens_BT = generate(
-                    opened.model,
-                    torch.tensor([ids], device=opened.device),
-                    max_new_tokens=use.max_new_tokens,
-                    temperature=use.temperature,
-                    top_k=use.top_k,
-                    top_p=use.top_p,
-                    seed=use.seed,
-                    stop_token=end,
-                )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        with torch.no_grad(), opened.around():
+            tokens_BT = generate(
+                opened.model,
+                torch.tensor([ids], device=opened.device),
+                max_new_tokens=use.max_new_tokens,
+                temperature=use.temperature,
+                top_k=use.top_k,
+                top_p=use.top_p,
+                seed=use.seed,
+                stop_token=end,
+            )
         return tokenizer.decode([i for i in tokens_BT[0].tolist() if i != end])
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
-        """Loss, perplexity and bits per byte on the run's validation text, or on other text."""
+        """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
         if use.text_column or use.label_column:
             raise ConfigError(
                 "--text-column and --label-column are for classifiers: a GPT is measured on all of "
@@ -99,8 +88,7 @@ class TrainedText(Trained):
             batch_size=use.batch_size,
             max_batches=use.max_batches or None,
         )
-        judge = Judge(opened.model.loss_sum, opened.around, opened.device)
-        found = evaluate(batches, judge, tokens_per_byte(tokens))
+        found = evaluate(batches, opened.judge, tokens_per_byte(tokens))
         values: dict[str, Any] = {
             "loss": found.loss,
             "perplexity": perplexity(found.loss),
@@ -121,7 +109,7 @@ class TrainedText(Trained):
             raise ConfigError(f"--adapter: {self.path} is not a run of finetune lm; leave it out")
         model, tokenizer, _ = load_trained(self.path)
         target, dtype = Path(use.output), use.dtype or "fp32"
-        save_gpt2(model, target, dtype=DTYPES[dtype])
+        FAMILIES[type(model.config)].save(model, target, dtype=DTYPES[dtype])
         tokenizer.save(target)
         return f"{target}: {model.num_parameters():,} parameters in {dtype}"
 
@@ -129,29 +117,30 @@ class TrainedText(Trained):
         device = choose_device(use.device)
         config: TrainConfig | None = None
         if self.config is None:
-            model, tokenizer = load_gpt2(self.path), load_tokenizer(self.path)
+            model: LanguageModel = load_gpt2(self.path)
+            tokenizer = load_tokenizer(self.path)
         else:
             model, tokenizer, config = load_trained(self.path)
         policy = parse_policy(use.precision or (config.precision if config else "fp32"))
         require_support(policy, device)
         cast_to_policy_(model, policy)
-        return _Opened(model.to(device).eval(), tokenizer, config, policy, device)
+        return _Opened(model.to(device).eval(), policy, device, tokenizer, config)
 
 
-def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
-    """The model of a run's newest checkpoint in fp32, its tokenizer and configuration.
+def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
+    """Load the model of a run's newest checkpoint in fp32, its tokenizer and configuration.
 
     Raises:
         ConfigError: If the folder holds no run.
         CheckpointError: If it has no checkpoint, or a damaged one.
     """
-    run_config(path)  # that it is a run
+    run_config(path)  # raises unless the folder holds a run
     found = list_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
     checkpoint = load_checkpoint(found[-1])
     config = _config_of(checkpoint.state.get("config"), found[-1])
-    model = GPT(config.model, seed=0)
+    model = FAMILIES[type(config.model)].make(config.model, seed=0)
     expected, weights = dict(model.named_parameters()), exported(checkpoint).weights
     if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in expected.items()}:
         raise CheckpointError(f"{found[-1]}: its weights do not fit its own configuration")
@@ -161,7 +150,7 @@ def load_trained(path: Path) -> tuple[GPT, Tokenizer, TrainConfig]:
 
 
 def _config_of(table: Any, where: Path) -> TrainConfig:
-    """The configuration in a checkpoint's state."""
+    """Read the configuration from a checkpoint's state; raise CheckpointError if it has none."""
     try:
         config = config_from_table(table) if isinstance(table, dict) else None
     except ConfigError as error:

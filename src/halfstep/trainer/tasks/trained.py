@@ -1,4 +1,4 @@
-"""The trained model that a command works on: of a run, by its task, or of a folder."""
+"""Opens the trained model that a command works on, from a run or from a model folder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Exporting, Use
 from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.predict import TrainedClassifier
+from halfstep.trainer.tasks.classify import TrainedClassifier
+from halfstep.trainer.tasks.lm import TrainedLM
 from halfstep.trainer.tasks.task import Trained
 from halfstep.trainer.tasks.text_model import TrainedText
-from halfstep.trainer.tasks.tuned_lm import TrainedLM
 
 TRAINED: Mapping[str, type[Trained]] = {
     TrainConfig.TASK: TrainedText,
@@ -19,18 +19,18 @@ TRAINED: Mapping[str, type[Trained]] = {
     LMConfig.TASK: TrainedLM,
     ModuleConfig.TASK: Trained,
 }
-"""A task to what its runs leave."""
+"""Name of a task to the class of the models that its runs leave."""
 
 
 def open_trained(use: Use | Exporting, folder_task: str = "") -> Trained:
-    """What ``use`` names, without loading it yet.
+    """Find the trained model that ``use`` names, without loading it yet.
 
     Args:
-        use: With a run, or the folder of a model.
-        folder_task: The task whose models such a folder holds.
+        use: Names a run or a model folder.
+        folder_task: The task whose models a model folder holds.
 
     Raises:
-        ConfigError: If there is no run.
+        ConfigError: If the named folder holds no run.
     """
     if not use.run and isinstance(use, Use):
         return TRAINED[folder_task](Path(use.model))

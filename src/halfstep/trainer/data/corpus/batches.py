@@ -1,6 +1,6 @@
-"""Batches are a pure function of the seed and the step, so a resumed run needs no loader state.
+"""Makes batches as a pure function of the seed and the step, so that no loader state is saved.
 
-Sequence ``i`` of step ``s`` starts at a place that depends on (seed, s, i) and on nothing else:
+Sequence ``i`` of step ``s`` starts at a position that depends on (seed, s, i) and on nothing else:
 not on how many ranks share the step, nor on how a rank cuts its share into micro-batches.
 """
 
@@ -23,31 +23,18 @@ IGNORED = -100
 def batch(
     tokens: TokenFile, *, seed: int, step: int, sequences: range, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Draws the sequences of one step, the same for every way to share them out.
+    """Draws the sequences of one step, independently of how ranks share them.
 
     ``batch(sequences=range(8))`` equals the concatenation of ``range(4)`` and ``range(4, 8)``: rank
     r of n with b sequences each takes ``range(r * b, (r + 1) * b)``.
-
-    Args:
-        tokens: Where to draw from.
-        seed: 0 <= seed < 2**64.
-        step: Optimizer step, 0 <= step < 2**64.
-        sequences: Numbers of the sequences within the step, each at least 0.
-        block_size: Tokens in a sequence, at least 1.
 
     Returns:
         (inputs, targets), int64 of shape (len(sequences), block_size); the target of a position is
         the input of the next.
 
     Raises:
-        ConfigError: An argument is out of range.
         DataError: There are fewer than block_size + 1 tokens, or the file has become unreadable.
     """
-    for name, value in (("seed", seed), ("step", step)):
-        if not 0 <= value < 1 << 64:
-            raise ConfigError(f"{name} must be at least 0 and below 2**64, got {value}")
-    if sequences and min(sequences[0], sequences[-1]) < 0:
-        raise ConfigError(f"sequences must not be negative, got {sequences}")
     places = _check_length(tokens, block_size)
     starts = [start_of_sequence(seed, step, number, places) for number in sequences]
     return _windows(tokens.tokens, starts, block_size)
@@ -57,23 +44,14 @@ def start_of_sequence(seed: int, step: int, number: int, places: int) -> int:
     """Draws where a sequence starts, uniformly from 0 to places - 1.
 
     Philox is a function from (key, counter) to random bits, so there is no state to carry. Its
-    first 64 bits u give ``floor(u * places / 2**64)``; no place is likelier than another by more
+    first 64 bits u give ``floor(u * places / 2**64)``; no position is likelier than another by more
     than places / 2**64. (``Generator.integers`` may change between versions of NumPy, the bits of
     Philox may not.)
-
-    Args:
-        seed: Key.
-        step: Optimizer step.
-        number: Number of the sequence within the step.
-        places: How many starts are valid, at least 1.
-
-    Returns:
-        The start, in tokens.
 
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox);
     Lemire 2019, "Fast random integer generation in an interval" (the multiplication); NEP 19.
     """
-    # The first word of the counter is left to Philox, which adds 1 to it for every four draws.
+    # Leave the counter's first word at 0: Philox itself increments it for every four draws.
     counter = np.array([0, number, step, 0], dtype=np.uint64)
     key = np.array([seed, 0], dtype=np.uint64)
     draw = int(np.random.Philox(key=key, counter=counter).random_raw())
@@ -87,12 +65,6 @@ def validation_batches(
 
     Every token but the first is a target exactly once; the last window is padded with input 0 and
     target -100. With ``max_batches``, that many batches of windows spread evenly over the file.
-
-    Args:
-        tokens: What to validate on.
-        block_size: Tokens in a window, at least 1.
-        batch_size: Windows in a batch, at least 1; the last batch may have fewer.
-        max_batches: At least 1; None means the whole file.
 
     Yields:
         (inputs, targets), int64 of shape (at most batch_size, block_size).
@@ -116,8 +88,6 @@ def validation_batches(
 
 def _check_length(tokens: TokenFile, block_size: int) -> int:
     """Returns how many starts leave room for block_size inputs and their targets."""
-    if block_size < 1:
-        raise ConfigError(f"block_size must be at least 1, got {block_size}")
     if tokens.count < block_size + 1:
         raise DataError(
             f"{tokens.path}: {tokens.count} tokens are too few for block_size {block_size}, "

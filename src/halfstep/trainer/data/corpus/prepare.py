@@ -1,11 +1,11 @@
-"""``prepare`` turns what the user named into two token files, once, and finds them ever after.
+"""``prepare`` turns the user's files into two token files once, and later finds them in a cache.
 
 ::
 
     list files -> hash contents -> split -> tokenizer (loaded, cached, or trained on train only)
     -> each part: cached token file, or encode into the cache     (``.bin``: checked, used in place)
 
-Nothing is ever loaded whole: text passes in batches of a few MiB (``encode.py``).
+Nothing is ever loaded whole: text passes in batches of a few MiB.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ import numpy as np
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.cache import cache_root, fetch
 from halfstep.trainer.data.config import DataConfig, bpe_size
-from halfstep.trainer.data.corpus.documents import Span, encode, read_pieces, whole
-from halfstep.trainer.data.corpus.split import held_out, split, too_small
+from halfstep.trainer.data.corpus.documents import (
+    SAMPLE_BYTES,
+    Span,
+    encode_pieces,
+    held_out,
+    read_pieces,
+    sample_pieces,
+    split_corpus,
+    too_small,
+    whole,
+)
 from halfstep.trainer.data.corpus.token_file import TokenFile, load_tokens, write_tokens
 from halfstep.trainer.data.progress import CHECK, Progress, no_progress
 from halfstep.trainer.data.sources import (
@@ -34,67 +43,39 @@ from halfstep.trainer.data.sources import (
     read_chunks,
     unreadable,
 )
-from halfstep.trainer.data.tokenizers.files import load_tokenizer
-from halfstep.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from halfstep.trainer.data.tokenizers.training import MIN_FREQUENCY, SAMPLE_BYTES, train_bpe
+from halfstep.trainer.data.tokenizer import (
+    MIN_FREQUENCY,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
-# nanoGPT's ``.bin`` files are used where they lie: raw little-endian uint16, no header, no copy.
-#
-# **Source:** nanoGPT ``data/openwebtext/prepare.py``, which writes them, and ``train.py``.
-
+FORMAT_VERSION = 1
+"""Part of every cache name; increase it when the same input would give different files."""
+FINGERPRINT_FILE = "fingerprint"
+"""File beside a cached tokenizer, with the fingerprint that it had after training."""
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
+)
+"""Folders of tests (many are deliberately not UTF-8), of installed packages, and of wheels."""
 ITEM_BYTES = 2
-"""Bytes of a token."""
-
-
-def whole_file(sources: tuple[Source, ...], field: str) -> Span:
-    """Takes every token of the one ``.bin`` file; ``field`` is its name for messages.
-
-    Raises:
-        DataError: There is more than one file, or it does not hold whole tokens.
-    """
-    source = sources[0]
-    if len(sources) > 1:
-        raise DataError(
-            f"{field} names {len(sources)} .bin files ({source.path}, {sources[1].path}, ...), but "
-            f"one is used in place; name one for data.validation, or join the shards with cat"
-        )
-    if source.size % ITEM_BYTES:
-        raise DataError(
-            f"{source.path}: {source.size} bytes are not a whole number of uint16 tokens (2 bytes "
-            f"each); the file is cut short or no nanoGPT .bin file: write it again"
-        )
-    return Span(source, 0, source.size)
-
-
-def split_file(span: Span, fraction: float) -> tuple[Span, Span]:
-    """Cuts the tokens into train and the last ``fraction``, validation.
-
-    Raises:
-        DataError: One of the two would be empty.
-    """
-    cut = span.stop - held_out((span.stop - span.start) // ITEM_BYTES, fraction) * ITEM_BYTES
-    if cut <= span.start:
-        raise too_small([span.source.path], span.source.size)
-    return replace(span, stop=cut), replace(span, start=cut)
+"""Bytes of a token in nanoGPT's ``.bin`` files, which are used in place without a copy: raw
+little-endian uint16 without a header. **Source:** nanoGPT ``data/openwebtext/prepare.py``, which
+writes them, and ``train.py``."""
 
 
 def check_ids(span: Span, tokenizer: Tokenizer, progress: Progress = no_progress) -> TokenFile:
-    """Reads every token once and makes sure that the tokenizer knows it.
+    """Reads every token of a ``.bin`` file once and checks that the tokenizer has its id.
 
-    Returns:
-        A view of the file. ``text_bytes`` is exact where the tokenizer knows the bytes of each id.
-
-    Raises:
-        DataError: An id is outside the vocabulary, or the file cannot be read.
+    ``text_bytes`` of the view is exact where the tokenizer knows the bytes of each id.
     """
     source, vocab_size, lengths = span.source, tokenizer.vocab_size, tokenizer.token_bytes
     digest = hashlib.sha256()
-    at, text_bytes, held = span.start, 0, b""
+    at, text_bytes = span.start, 0
     for chunk in read_chunks(source, span.start, span.stop):
         digest.update(chunk)
-        raw = held + chunk  # a short read may end within a token
-        held = raw[len(raw) - len(raw) % ITEM_BYTES :]
-        ids = np.frombuffer(raw, dtype="<u2", count=len(raw) // ITEM_BYTES)
+        ids = np.frombuffer(chunk, dtype="<u2")
         bad = np.flatnonzero(ids >= vocab_size)
         if len(bad):
             place = at + int(bad[0]) * ITEM_BYTES
@@ -118,48 +99,27 @@ def check_ids(span: Span, tokenizer: Tokenizer, progress: Progress = no_progress
     )
 
 
-# The standard library of the running Python is a corpus that every user already has.
-
-
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
-)
-"""Tests (many are not UTF-8 on purpose), what others installed, and ``ensurepip/_bundled``."""
-
-
 def standard_library(folder: Path | None = None) -> tuple[Source, ...]:
-    """Lists the ``.py`` files of the standard library in a shuffled order that never changes.
+    """Lists the ``.py`` files of the standard library, a corpus that every user already has.
 
-    The order is that of the SHA-256 of each relative path, so that the tail that becomes validation
-    is a fair sample of the library and not its letters x to z.
-
-    Args:
-        folder: Where to look; None means the library of the Python that runs this.
-
-    Returns:
-        The sources, without empty files and without those that are not UTF-8.
-
-    Raises:
-        DataError: This Python has no library as source files (a zipped or frozen one).
+    They are sorted by the SHA-256 of their relative paths, which is a fixed order and makes the
+    tail that becomes validation a fair sample of the library, not its letters x to z. Empty files
+    and those that are not UTF-8 are left out. ``folder`` is where to look, by default in the
+    running Python.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    found = [
-        path
-        for path in folder.rglob("*.py")
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts[:-1])
-    ]
-    ordered = sorted(found, key=lambda path: _rank(path.relative_to(folder)))
-    sources = [inspect_file(path) for path in ordered if _is_text(path)]
+    ranked = {
+        hashlib.sha256(name.as_posix().encode("utf-8", "surrogateescape")).digest(): folder / name
+        for name in (path.relative_to(folder) for path in folder.rglob("*.py"))
+        if not SKIPPED_FOLDERS.intersection(name.parts[:-1])
+    }
+    sources = [inspect_file(path) for _, path in sorted(ranked.items()) if _is_text(path)]
     if not sources:
         raise DataError(
             f"{folder}: this Python carries no standard library as .py files; name text of your "
             f"own with --data (data.train)"
         )
     return tuple(sources)
-
-
-def _rank(relative: Path) -> bytes:
-    return hashlib.sha256(relative.as_posix().encode("utf-8", "surrogateescape")).digest()
 
 
 def _is_text(path: Path) -> bool:
@@ -171,22 +131,15 @@ def _is_text(path: Path) -> bool:
         raise unreadable(path, error) from None
 
 
-FORMAT_VERSION = 1
-"""Part of every cache name: raise it when the same input would give other files."""
-
-FINGERPRINT_FILE = "fingerprint"
-"""Beside a cached tokenizer: the fingerprint it had when it was trained."""
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What becomes train or validation: text, or one span of a ``.bin`` file."""
+class CorpusPart:
+    """The training or the validation part of a corpus: text, or one span of a ``.bin`` file."""
 
     field: str
     """Name for messages, ``data.train`` or ``data.validation``."""
     spans: tuple[Span, ...]
     identity: str = ""
-    """Equal for equal text: the content hash of the corpus and which part of it this is."""
+    """Content hash of the corpus and which part of it this is; equal only for equal text."""
 
     @property
     def source_bytes(self) -> int:
@@ -196,7 +149,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """All that training needs of the data."""
+    """The data as training needs it: two token files and the tokenizer."""
 
     train: TokenFile
     validation: TokenFile
@@ -209,13 +162,6 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedDat
     Documents are separated by the tokenizer's end-of-text id, or by one newline if it has none.
     Calls with the same content find the same files by its hash, whatever the paths are; several
     processes may call this at once. ``.bin`` files are used in place.
-
-    Args:
-        config: What the user asks for.
-        progress: Called as ``progress(what, done_bytes, total_bytes)``, see ``progress.py``.
-
-    Returns:
-        The token files and the tokenizer.
 
     Raises:
         ConfigError: The tokenizer cannot be trained on this corpus.
@@ -239,20 +185,13 @@ def prepare_one(
 ) -> TokenFile:
     """Finds or makes the token file of one whole corpus for a tokenizer that exists.
 
-    Args:
-        paths: Files, globs and folders, as ``DataConfig.train``; at least one.
-        tokenizer: What encodes it.
-        cache_dir: As in ``DataConfig``.
-        progress: As for :func:`prepare`.
-
-    Raises:
-        DataError: Input cannot be used, or the cache cannot be written.
+    ``paths`` are as ``DataConfig.train``, but at least one; the rest is as for :func:`prepare`.
     """
     part = _whole(find_sources(paths, "--data"), "--data", progress)
     return _token_file(part, tokenizer, cache_root(cache_dir), progress)
 
 
-def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
+def _parts(config: DataConfig, progress: Progress) -> tuple[CorpusPart, CorpusPart]:
     """Lists and hashes the files, and decides which bytes are train and which validation."""
     names = "data.train", "data.validation"
     train = find_sources(config.train, names[0]) if config.train else standard_library()
@@ -260,26 +199,36 @@ def _parts(config: DataConfig, progress: Progress) -> tuple[Part, Part]:
     _check_combination(config.tokenizer, train, validation)
     if validation:
         return _whole(train, names[0], progress), _whole(validation, names[1], progress)
-    fraction = config.validation_fraction
-    if _is_bin(train):
-        one, other = split_file(whole_file(train, names[0]), fraction)
-        return Part(names[0], (one,)), Part(names[1], (other,))
-    content = content_sha256(train, progress)
-    first, last = split(train, fraction)
+    corpus, fraction = _whole(train, names[0], progress), config.validation_fraction
+    if train[0].kind != "bin":
+        first, last = split_corpus(train, fraction)
+    else:
+        (span,) = corpus.spans
+        cut = span.stop - held_out(span.stop // ITEM_BYTES, fraction) * ITEM_BYTES
+        if cut == 0:
+            raise too_small([span.source.path], span.stop)
+        first, last = (replace(span, stop=cut),), (replace(span, start=cut),)
     return (
-        Part(names[0], first, f"{content} without its last {fraction!r}"),
-        Part(names[1], last, f"{content} only its last {fraction!r}"),
+        CorpusPart(names[0], first, f"{corpus.identity} without its last {fraction!r}"),
+        CorpusPart(names[1], last, f"{corpus.identity} only its last {fraction!r}"),
     )
 
 
-def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> Part:
-    if _is_bin(sources):
-        return Part(field, (whole_file(sources, field),))
-    return Part(field, whole(sources), content_sha256(sources, progress))
-
-
-def _is_bin(sources: tuple[Source, ...]) -> bool:
-    return sources[0].kind == "bin"  # find_sources refuses mixtures
+def _whole(sources: tuple[Source, ...], field: str, progress: Progress) -> CorpusPart:
+    if sources[0].kind != "bin":
+        return CorpusPart(field, whole(sources), content_sha256(sources, progress))
+    source = sources[0]  # and the others are token files too: find_sources refuses mixtures
+    if len(sources) > 1:
+        raise DataError(
+            f"{field} names {len(sources)} .bin files ({source.path}, {sources[1].path}, ...), but "
+            f"one is used in place; name one for data.validation, or join the shards with cat"
+        )
+    if source.size % ITEM_BYTES:
+        raise DataError(
+            f"{source.path}: {source.size} bytes are not a whole number of uint16 tokens (2 bytes "
+            f"each); the file is cut short or no nanoGPT .bin file: write it again"
+        )
+    return CorpusPart(field, whole(sources))
 
 
 def _check_combination(
@@ -300,7 +249,7 @@ def _check_combination(
             )
 
 
-def _tokenizer(spec: str, part: Part, root: Path, progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, part: CorpusPart, root: Path, progress: Progress) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     size = bpe_size(spec)
@@ -309,8 +258,8 @@ def _tokenizer(spec: str, part: Part, root: Path, progress: Progress) -> Tokeniz
     ids = size
 
     def build(folder: Path) -> None:
-        pieces = read_pieces(part.spans)
-        trained = train_bpe(pieces, ids, total_bytes=part.source_bytes, progress=progress)
+        texts = sample_pieces(read_pieces(part.spans), part.source_bytes, progress)
+        trained = train_bpe(texts, ids)
         check_unchanged(span.source for span in part.spans)
         trained.save(folder)
         (folder / FINGERPRINT_FILE).write_text(trained.fingerprint + "\n", encoding="utf-8")
@@ -328,12 +277,14 @@ def _cached_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer if tokenizer.fingerprint == expected else None
 
 
-def _token_file(part: Part, tokenizer: Tokenizer, root: Path, progress: Progress) -> TokenFile:
+def _token_file(
+    part: CorpusPart, tokenizer: Tokenizer, root: Path, progress: Progress
+) -> TokenFile:
     if part.spans[0].source.kind == "bin":
         return check_ids(part.spans[0], tokenizer, progress)
 
     def build(folder: Path) -> None:
-        stream = encode(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
+        stream = encode_pieces(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
         count = write_tokens(
             folder, stream, vocab_size=tokenizer.vocab_size, source_bytes=part.source_bytes
         )
@@ -344,11 +295,10 @@ def _token_file(part: Part, tokenizer: Tokenizer, root: Path, progress: Progress
             )
         check_unchanged(span.source for span in part.spans)
 
-    def load(folder: Path) -> TokenFile | None:
-        return load_tokens(folder, progress)
-
     name = _name("tokens", tokenizer.fingerprint, part.identity)
-    return fetch(root / "tokens", name, load=load, build=build)
+    return fetch(
+        root / "tokens", name, load=lambda folder: load_tokens(folder, progress), build=build
+    )
 
 
 def _name(*parts: object) -> str:

@@ -15,12 +15,11 @@ import numpy.typing as npt
 from halfstep.errors import DataError
 from halfstep.trainer.data.cache import cannot_write
 from halfstep.trainer.data.progress import CHECK, Progress, no_progress
-from halfstep.trainer.data.tokenizers.tokenizer import Ids
+from halfstep.trainer.data.tokenizer import Ids
 
 TokenType: TypeAlias = Literal["uint16", "uint32"]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-ITEM_BYTES: dict[TokenType, int] = {"uint16": 2, "uint32": 4}
 TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
 READ_BYTES = 4 << 20
 """One read when a whole file is checked; a memory map would count as memory of the process."""
@@ -57,31 +56,21 @@ class TokenFile:
         Raises:
             DataError: The file is gone or has become too short.
         """
-        item = ITEM_BYTES[self.dtype]
+        stored = _stored(self.dtype)
         try:
-            size = self.path.stat().st_size
-            if size < (self.offset + self.count) * item:
+            size, needed = self.path.stat().st_size, (self.offset + self.count) * stored.itemsize
+            if size < needed:
                 raise DataError(
-                    f"{self.path}: {size} bytes are left of at least "
-                    f"{(self.offset + self.count) * item}; restore the file or prepare it again"
+                    f"{self.path}: {size} bytes are left of at least {needed}; restore the file or "
+                    f"prepare it again"
                 )
-            return np.memmap(
-                self.path,
-                dtype=_stored(self.dtype),
-                mode="r",
-                offset=self.offset * item,
-                shape=(self.count,),
-            )
+            start = self.offset * stored.itemsize
+            return np.memmap(self.path, stored, mode="r", offset=start, shape=(self.count,))
         except OSError as error:
             raise DataError(
                 f"{self.path}: token file cannot be read: {error.strerror or error}; "
                 f"restore it or prepare it again"
             ) from None
-
-
-def token_type(vocab_size: int) -> TokenType:
-    """Chooses the smallest type that holds every id: uint16 up to 65,536 ids, else uint32."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +97,10 @@ def write_tokens(
 
     Returns:
         How many tokens there are.
-
-    Raises:
-        DataError: The disk is full (with the bytes needed, as far as can be foreseen) or refuses.
     """
     path = folder / TOKENS_FILE
-    dtype = token_type(vocab_size)
+    # the smallest type that holds every id
+    dtype: TokenType = "uint16" if vocab_size <= 1 << 16 else "uint32"
     digest = hashlib.sha256()
     count = text_bytes = done = 0
     try:
@@ -125,10 +112,8 @@ def write_tokens(
                 file.write(raw)
                 digest.update(raw)
                 text_bytes += part.text_bytes
-            file.flush()
     except OSError as error:
-        size = count * ITEM_BYTES[dtype]
-        foreseen = size * source_bytes // max(done, 1)
+        foreseen = count * _stored(dtype).itemsize * source_bytes // max(done, 1)
         raise cannot_write(path, error, f" (about {foreseen} bytes are needed)") from None
     facts = {
         "dtype": dtype,
@@ -143,17 +128,13 @@ def write_tokens(
 
 
 def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
-    """Opens what ``write_tokens`` wrote into a folder, telling ``progress`` about every chunk.
-
-    Returns:
-        The token file; None if the folder is absent, or cut short or altered in any byte.
-    """
+    """Opens what ``write_tokens`` wrote; None if it is absent, cut short or altered in any byte."""
     try:
         sealed = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
         if sealed["seal"] != _seal(sealed["facts"]):
             return None
         found = TokenFile(path=folder / TOKENS_FILE, offset=0, **sealed["facts"])
-        size = found.count * ITEM_BYTES[found.dtype]
+        size = found.count * _stored(found.dtype).itemsize
         if found.path.stat().st_size != size:
             return None
         digest = hashlib.sha256()

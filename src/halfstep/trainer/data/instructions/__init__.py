@@ -1,1 +1,1 @@
-"""Instructions and chats for language models."""
+"""Instructions and chats for language models: reading, writing in templates, packing into rows."""

@@ -1,9 +1,9 @@
-"""A prompt and its answers become parts of text, each either learned or only read.
+"""Writes a prompt and its answers as parts of text, each of which is either learned or only read.
 
-A part is tokenised by itself, so no token lies across the border of a prompt and its answer: what
-a model sees before an answer in training is, id by id, what generation will give it. Both come from
-``text_parts``. (Tokenised in one go, "Response:" and "Yes" could share a token that no prompt
-ends with.)
+A part is tokenised by itself, so that no token spans the border of a prompt and its answer: what
+the model sees before an answer in training is, id by id, what generation will give it. Both come
+from ``text_parts``. (Tokenised together, "Response:" and "Yes" could share a token with which no
+prompt ends.)
 """
 
 from __future__ import annotations
@@ -15,18 +15,10 @@ from halfstep.errors import DataError, HalfstepError
 from halfstep.trainer.data.instructions.config import ALPACA, PLAIN, VICUNA
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-ROLES = {
-    "system": SYSTEM,
-    "user": USER,
-    "human": USER,
-    "assistant": ASSISTANT,
-    "gpt": ASSISTANT,
-}
+ROLES = {"system": SYSTEM, "user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}
 """Names of roles in files. **Source:** OpenAI's chat format, and ShareGPT's human and gpt."""
-
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 """The two ways to write a message: OpenAI's and ShareGPT's."""
-
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
     "context. Write a response that appropriately completes the request.\n\n"
@@ -37,7 +29,6 @@ ALPACA_WITHOUT_INPUT = (
     "the request.\n\n### Instruction:\n{prompt}\n\n### Response:"
 )
 """**Source:** ``PROMPT_DICT`` of ``train.py`` in tatsu-lab/stanford_alpaca."""
-
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions."
@@ -76,26 +67,21 @@ RenderChat: TypeAlias = Callable[[list[dict[str, str]], bool], str | None]
 """(messages, add_generation_prompt) to text, or None where the tokenizer has no chat template."""
 
 
-class Part(NamedTuple):
+class ChatPart(NamedTuple):
     """Text that is tokenised by itself."""
 
     text: str
     learned: bool
     ends: bool = False
-    """Whether the end-of-text id follows; it is learned as the text is."""
+    """Whether the end-of-text id follows; it is learned if the text is."""
 
 
 def read_messages(value: object) -> Dialogue:
     """Checks the messages of a conversation to learn from.
 
-    Args:
-        value: A list of ``{"role", "content"}`` or of ``{"from", "value"}``.
-
-    Returns:
-        An optional system message, then user and assistant by turns, the assistant last.
-
-    Raises:
-        DataError: It is anything else; the message names the turn, counted from 1, but no file.
+    They are ``{"role", "content"}`` or ``{"from", "value"}``: an optional system message, then user
+    and assistant by turns, the assistant last. DataErrors name the turn, counted from 1, but no
+    file.
     """
     messages = _messages(value)
     if all(message.role != ASSISTANT for message in messages):
@@ -106,11 +92,7 @@ def read_messages(value: object) -> Dialogue:
 
 
 def read_prompt(value: object) -> Dialogue:
-    """Checks the messages of a conversation to be answered; an answer already there is left out.
-
-    Raises:
-        DataError: As ``read_messages``; there must be a turn of the user.
-    """
+    """Checks the messages of a conversation to be answered; an answer already there is left out."""
     messages = _messages(value)
     messages = messages[:-1] if messages[-1].role == ASSISTANT else messages
     if not messages or messages[-1].role != USER:
@@ -118,36 +100,27 @@ def read_prompt(value: object) -> Dialogue:
     return messages
 
 
-def text_parts(example: Example, template: str, render: RenderChat | None) -> tuple[Part, ...]:
-    """Writes out an example in the words of a template.
+def text_parts(example: Example, template: str, render: RenderChat | None) -> tuple[ChatPart, ...]:
+    """Writes out an example in the words of a template that can write it; answers are learned.
 
     An example without a last answer gives the parts that stand before that answer in training.
-
-    Args:
-        example: What to write.
-        template: One of ``TEMPLATES``, able to write the example.
-        render: The tokenizer's chat template, for ``tokenizer``.
-
-    Returns:
-        Parts in order, the answers learned.
-
-    Raises:
-        DataError: The tokenizer has no chat template, or the answers cannot be found in its text;
-            no file is named.
+    ``render`` is the tokenizer's chat template. DataErrors name no file.
     """
     if isinstance(example, Text):
-        pieces = [Part(piece, True) for piece in example.pieces]
+        pieces = [ChatPart(piece, True) for piece in example.pieces]
         return (*pieces[:-1], pieces[-1]._replace(ends=True))
-    if isinstance(example, Pair) and template in (PLAIN, ALPACA):
-        return _pair(example, template)
     if isinstance(example, Pair):
-        answer = () if example.answer is None else (Message(ASSISTANT, example.answer),)
-        dialogue: Dialogue = (Message(USER, _question(example)), *answer)
-    else:
-        dialogue = example
-    if template == VICUNA:
-        return _vicuna(dialogue)
-    return _rendered(dialogue, render)
+        prompt, context, answer = example
+        question = f"{prompt}\n\n{context}" if context else prompt
+        if template == ALPACA:
+            words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
+            question = words.format(prompt=prompt, context=context)
+        if template in (PLAIN, ALPACA):
+            learned = () if answer is None else (ChatPart(answer, True, ends=True),)
+            return (ChatPart(question, False), *learned)
+        answers = () if answer is None else (Message(ASSISTANT, answer),)
+        example = (Message(USER, question), *answers)
+    return _vicuna(example) if template == VICUNA else _rendered(example, render)
 
 
 def _messages(value: object) -> Dialogue:
@@ -169,15 +142,13 @@ def _message(value: object, number: int) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"turn {number} must be an object, got {_shown(value)}")
     present = {key for key, held in value.items() if held is not None}
-    for keys in MESSAGE_KEYS:
-        if present == set(keys):
-            role, content = (value[key] for key in keys)
-            break
-    else:
+    keys = next((keys for keys in MESSAGE_KEYS if present == set(keys)), None)
+    if keys is None:
         raise DataError(
             f"turn {number} has the fields {', '.join(sorted(map(str, value))) or 'none'}; allowed "
             f"are role and content, or from and value"
         )
+    role, content = (value[key] for key in keys)
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(
             f"turn {number}: {keys[0]} must be one of {', '.join(ROLES)}; got {_shown(role)}"
@@ -196,35 +167,20 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _pair(pair: Pair, template: str) -> tuple[Part, ...]:
-    if template == ALPACA:
-        words = ALPACA_WITH_INPUT if pair.context else ALPACA_WITHOUT_INPUT
-        prompt = words.format(prompt=pair.prompt, context=pair.context)
-    else:
-        prompt = _question(pair)
-    answer = () if pair.answer is None else (Part(pair.answer, True, ends=True),)
-    return (Part(prompt, False), *answer)
-
-
-def _question(pair: Pair) -> str:
-    """The prompt, and after an empty line its context."""
-    return f"{pair.prompt}\n\n{pair.context}" if pair.context else pair.prompt
-
-
-def _vicuna(dialogue: Dialogue) -> tuple[Part, ...]:
-    parts: list[Part] = []
+def _vicuna(dialogue: Dialogue) -> tuple[ChatPart, ...]:
+    parts: list[ChatPart] = []
     system = dialogue[0].content if dialogue[0].role == SYSTEM else VICUNA_SYSTEM
     before = f"{system} "
     for message in dialogue:
         if message.role == USER:
-            parts.append(Part(f"{before}USER: {message.content} ASSISTANT:", False))
+            parts.append(ChatPart(f"{before}USER: {message.content} ASSISTANT:", False))
             before = ""
         elif message.role == ASSISTANT:
-            parts.append(Part(f" {message.content}", True, ends=True))
+            parts.append(ChatPart(f" {message.content}", True, ends=True))
     return tuple(parts)
 
 
-def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[Part, ...]:
+def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[ChatPart, ...]:
     """Finds the answers in what the tokenizer's chat template writes.
 
     For each answer i: ``before`` is the text of the turns before it with the generation prompt,
@@ -232,20 +188,20 @@ def _rendered(dialogue: Dialogue, render: RenderChat | None) -> tuple[Part, ...]
     is the answer and its end; the next ``before`` must start with that. So the text of a
     conversation only ever grows, and every ``before`` is what generation would be given.
     """
-    parts: list[Part] = []
+    parts: list[ChatPart] = []
     done = ""
     for number, message in enumerate(dialogue):
         if message.role != ASSISTANT:
             continue
         before = _render(dialogue[:number], True, render)
         after = _render(dialogue[: number + 1], False, render)
-        parts.append(Part(_grown(done, before), False))
+        parts.append(ChatPart(_grown(done, before), False))
         answer = _grown(before, after)
         answer = answer[: _end_of_turn(answer, message.content)]
-        parts.append(Part(answer, True))
+        parts.append(ChatPart(answer, True))
         done = before + answer
     if dialogue[-1].role != ASSISTANT:
-        parts.append(Part(_grown(done, _render(dialogue, True, render)), False))
+        parts.append(ChatPart(_grown(done, _render(dialogue, True, render)), False))
     return tuple(parts)
 
 

@@ -1,25 +1,20 @@
-"""What a user can ask of the data of a causal-LM fine-tuning, checked without reading any."""
+"""The configuration of the data of a causal-LM fine-tuning, checked without reading any."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.data.config import check_bool, check_fraction, check_paths
+from halfstep.trainer.data.config import check_fraction, check_paths
 
 Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
 Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
 DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
 
 AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
-FORMATS: tuple[str, ...] = get_args(Format)
-"""What a record is; ``auto`` tells it from the fields of the first record."""
-
 PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
-TEMPLATES: tuple[str, ...] = get_args(Template)[1:]
-"""The words around a prompt: none, Stanford Alpaca's, Vicuna's, the tokenizer's chat template."""
-
+DROP, REFUSE = "drop", "refuse"
 TEMPLATES_OF = {
     ALPACA: (ALPACA, VICUNA, TOKENIZER),
     COMPLETION: (PLAIN, ALPACA, VICUNA, TOKENIZER),
@@ -27,10 +22,6 @@ TEMPLATES_OF = {
     TEXT: (PLAIN,),
 }
 """Templates that can write each format; the first is the one that "" stands for."""
-
-TRUNCATE, DROP, REFUSE = "truncate", "drop", "refuse"
-DROP_LONG: tuple[str, ...] = get_args(DropLong)
-"""What becomes of a document of more than ``max_length`` tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,30 +31,22 @@ class InstructionsConfig:
     train: tuple[str, ...] = ()
     """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of
     them, or ``datasets:NAME[/CONFIG][@SPLIT]``."""
-
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
-
     dev_fraction: float = 0.1
     """Share of the documents held out, drawn with the seed, in (0, 1); unused with ``dev``."""
-
     format: Format = "auto"
     """``alpaca``, ``chat``, ``text`` or ``prompt-completion``; ``auto`` goes by the fields."""
-
     template: Template = ""
     """``plain``, ``alpaca``, ``vicuna``, ``tokenizer`` (its own chat template); empty means the one
     of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
     tokenizer's own, or vicuna where the tokenizer has none."""
-
     max_length: int = 1024
-    """Most tokens in a row, at least 2."""
-
+    """Maximal number of tokens in a row, at least 2."""
     packing: bool = True
     """Whether several documents share a row (without seeing each other) to save padding."""
-
     mask_prompt: bool = True
     """Whether only answers are learned; otherwise prompts too."""
-
     drop_long: DropLong = "truncate"
     """What becomes of longer documents: ``truncate`` (cut at the right; plain text is cut into
     several documents instead), ``drop`` or ``refuse``."""
@@ -72,35 +55,19 @@ class InstructionsConfig:
         for field in ("train", "dev"):
             check_paths(field, getattr(self, field))
         check_fraction("dev_fraction", self.dev_fraction, "evaluate on other records give data.dev")
-        _check_choice("format", self.format, FORMATS)
-        _check_choice("template", self.template, ("", *TEMPLATES))
-        _check_choice("drop_long", self.drop_long, DROP_LONG)
-        length = self.max_length
-        if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+        if self.max_length < 2:
             raise ConfigError(
                 f"data.max_length must be a whole number of at least 2 (a token and the one after "
-                f"it), got {length!r}"
+                f"it), got {self.max_length!r}"
             )
-        check_bool("packing", self.packing)
-        check_bool("mask_prompt", self.mask_prompt)
         if self.format != AUTO:
             check_template(self.format, self.template)
 
 
 def check_template(format: str, template: str) -> None:
-    """Makes sure that a template, or "", can write a format other than ``auto``.
-
-    Raises:
-        ConfigError: It cannot: a conversation has no place in Alpaca's words, for example.
-    """
+    """Refuses a template that cannot write a format: Alpaca's words have no place for a chat."""
     if template and template not in TEMPLATES_OF[format]:
         raise ConfigError(
             f"data.template {template} cannot write records of the format {format}; use "
             f"{' or '.join(TEMPLATES_OF[format])}, or leave it empty"
         )
-
-
-def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        shown = ", ".join(choice for choice in allowed if choice)
-        raise ConfigError(f"data.{field} must be one of {shown}; got {value!r}")

@@ -1,8 +1,12 @@
-"""Inputs of instructions become rows to train on; what was left out, and why, is told in notes.
+"""Turns instruction records into rows to train on; notes say what was left out, and why.
 
-Examples become ids and, beside each id, whether it is learned: flat arrays, no list per record. A
-document is ``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model
-is trained to write it; the first token of a document never is, as nothing stands before it.
+Records come from every kind of file that ``records.py`` reads, and from datasets; any other text
+file is one document. A record's fields determine its format, and every field must belong to that
+format: a field that is not read is usually a mistake, and changes what is learned.
+
+Examples become ids and, for each id, whether it is learned, in flat arrays. A document is
+``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model is trained to
+write it; the first token of a document never is, as nothing precedes it.
 """
 
 from __future__ import annotations
@@ -13,23 +17,31 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.documents import Span, in_batches
-from halfstep.trainer.data.corpus.split import held_out, split
+from halfstep.trainer.data.corpus.documents import (
+    Span,
+    held_out,
+    in_batches,
+    read_pieces,
+    split_corpus,
+    whole,
+)
 from halfstep.trainer.data.instructions.chat import (
+    ChatPart,
     Example,
     Pair,
-    Part,
     Text,
+    read_messages,
     read_prompt,
     text_parts,
 )
 from halfstep.trainer.data.instructions.config import (
     ALPACA,
+    AUTO,
     CHAT,
     COMPLETION,
     TEMPLATES_OF,
@@ -39,32 +51,75 @@ from halfstep.trainer.data.instructions.config import (
     InstructionsConfig,
     check_template,
 )
-from halfstep.trainer.data.instructions.files import (
-    SHAPES,
-    Input,
-    InstructionFiles,
-    PlacedExample,
-    find_inputs,
-)
 from halfstep.trainer.data.instructions.packing import Documents, Rows, fit, pack
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import is_text
+from halfstep.trainer.data.records import (
+    HUB_PREFIX,
+    READERS,
+    TABLE_SUFFIXES,
+    is_text,
+    open_records,
+)
+from halfstep.trainer.data.sources import find_sources
+
+Input: TypeAlias = Span | str
+"""A document or part of one, or an input of ``open_records``."""
+ASKED = "data.format"
+"""The origin of a format that the user named, for messages."""
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
+"""Suffixes that are plain text; with ``format = "text"`` other suffixes and tables are, too."""
+METADATA = frozenset(
+    """
+    id idx index uuid conversation_id prompt_id source dataset category subset split lang language
+    license tags url meta metadata model
+    """.split()  # noqa: SIM905
+)
+"""Fields that describe a record and are left out; ``InstructionFiles.unused`` tells which."""
+
+
+class Shape(NamedTuple):
+    """The fields of one kind of record."""
+
+    format: str
+    """The format that ``auto`` assigns to such records."""
+    accepted: tuple[str, ...]
+    """Formats under which such records are accepted when the user names one."""
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+PAIR_FORMATS = (ALPACA, COMPLETION)
+SHAPES = (
+    Shape(ALPACA, (ALPACA,), ("instruction", "output"), ("input",)),
+    Shape(ALPACA, (ALPACA,), ("instruction", "response"), ("context",)),
+    Shape(ALPACA, PAIR_FORMATS, ("question", "answer"), ("context",)),
+    Shape(COMPLETION, PAIR_FORMATS, ("prompt", "completion")),
+    Shape(CHAT, (CHAT,), ("messages",)),
+    Shape(CHAT, (CHAT,), ("conversations",)),
+    Shape(TEXT, (TEXT,), ("text",)),
+)
+"""**Source:** Stanford Alpaca, Databricks Dolly, TRL's prompt-completion, OpenAI, ShareGPT."""
+
+KNOWN = frozenset(field for shape in SHAPES for field in (*shape.required, *shape.optional))
+
+
+class PlacedExample(NamedTuple):
+    """An example and its place in the input."""
+
+    place: str
+    """``file:line``, the line of its first character; or ``dataset: row N``."""
+    example: Example
 
 
 class LMTokenizer(Protocol):
-    """What fine-tuning needs to know of a tokenizer."""
+    """The interface of a tokenizer that fine-tuning needs."""
 
-    @property
-    def eos_id(self) -> int:
-        """The id that ends an answer and a document."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The id that starts a document, unless a chat template wrote it; None for none."""
-
-    @property
-    def special_tokens(self) -> Sequence[str]:
-        """Words that encoding turns into control tokens, so that data must not hold them."""
+    eos_id: int
+    """The id that ends an answer and a document."""
+    bos_id: int | None
+    """The id that starts a document, unless a chat template wrote it; None for none."""
+    special_tokens: Sequence[str]
+    """Strings that encoding turns into control tokens, and so are not allowed in data."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids by itself, adding none and cutting nothing."""
@@ -77,34 +132,28 @@ class LMTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LMData:
-    """What a causal-LM fine-tuning trains and is evaluated on."""
+    """The training and evaluation data of a causal-LM fine-tuning."""
 
     train_rows: Rows
     dev_rows: Rows
     format: str
     """The format of all records, never ``auto``."""
     template: str
-    """One of ``TEMPLATES``, the one used; ``prompt_ids`` takes it."""
+    """The template that was used; an argument of ``prompt_ids``."""
     sha256: str
-    """Of the ids, targets and borders of all rows: equal hashes train on equal rows."""
+    """Hash of the ids, targets and borders of all rows: equal hashes mean equal rows."""
     notes: tuple[str, ...]
-    """What was read, cut and left out, one line each, to be shown and kept with the run."""
+    """What was read, cut and left out, one line each, for the user."""
 
 
 def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: int) -> LMData:
     """Reads, encodes and packs the records of a fine-tuning.
 
-    Args:
-        config: What to read and how.
-        tokenizer: Of the model to be trained.
-        seed: Draws the documents held out, 0 <= seed < 2**64.
-
-    Returns:
-        Rows for training and evaluation; a function of the files, the tokenizer and the arguments.
+    The rows are a function of the files, the tokenizer and the arguments; the seed, 0 <= seed <
+    2**64, draws the documents held out.
 
     Raises:
-        ConfigError: The template cannot write the format that was found, or the seed is out of
-            range.
+        ConfigError: The template cannot write the format that was found.
         DataError: A file or a record cannot be used (the message names file and line), or nothing
             is left to train or to evaluate on.
     """
@@ -141,16 +190,15 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
 def prompt_ids(
     prompt: str | Mapping[str, object], tokenizer: LMTokenizer, template: str
 ) -> list[int]:
-    """Encodes a prompt for generation with exactly the ids that stand before an answer in training.
+    """Encodes a prompt for generation into exactly the ids that precede an answer in training.
+
+    After them the model writes its answer, up to ``eos_id`` (or the chat template's own end-of-turn
+    token).
 
     Args:
         prompt: The user's words, or a record as in the files, with or without its (last) answer.
         tokenizer: As in training.
         template: ``LMData.template`` of the training.
-
-    Returns:
-        The ids after which the model writes its answer, up to ``eos_id`` (or the chat template's
-        own end-of-turn token).
 
     Raises:
         ConfigError: The template cannot write this prompt.
@@ -163,7 +211,10 @@ def prompt_ids(
         check_template(COMPLETION if bare else ALPACA, template)
     else:
         check_template(CHAT, template)
-    return prompt_tokens(example, tokenizer, template)
+    ids: list[int] = encode_records(
+        [PlacedExample("", example)], tokenizer, template, mask_prompt=True
+    ).ids.tolist()
+    return ids
 
 
 def _hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
@@ -180,29 +231,26 @@ def _hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documen
 
 
 def _inputs(config: InstructionsConfig) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
-    """Lists what to read for train and dev; dev is empty where documents are to be drawn."""
+    """Lists the inputs of train and dev; dev is empty if documents are to be held out of train."""
     train = find_inputs(config.train, "data.train", config.format)
     if config.dev:
         return train, find_inputs(config.dev, "data.dev", config.format)
     if len(train) == 1 and isinstance(train[0], Span):
-        return split((train[0].source,), config.dev_fraction)  # no other documents to draw from
+        return split_corpus(
+            (train[0].source,), config.dev_fraction
+        )  # no other documents to draw from
     return train, ()
 
 
 def _template(asked: str, format: str, tokenizer: LMTokenizer) -> str:
     check_template(format, asked)
-    if asked:
-        return asked
-    if format == CHAT and not _has_chat_template(tokenizer):
-        return VICUNA
-    return TEMPLATES_OF[format][0]
-
-
-def _has_chat_template(tokenizer: LMTokenizer) -> bool:
+    if asked or format != CHAT:
+        return asked or TEMPLATES_OF[format][0]
     try:
-        return tokenizer.render_chat([{"role": "user", "content": "?"}], True) is not None
+        text = tokenizer.render_chat([{"role": "user", "content": "?"}], True)
     except Exception:  # it has one, and whoever uses it is told what is wrong with it
-        return True
+        return TOKENIZER
+    return VICUNA if text is None else TOKENIZER
 
 
 def _rows(
@@ -253,8 +301,14 @@ def _prompt(prompt: str | Mapping[str, object]) -> Example:
 
 
 def _check(example: Example, special: re.Pattern[str] | None) -> None:
-    """Makes sure that an example is text and nothing but text."""
-    for text in _texts(example):
+    """Raises DataError if an example holds control tokens or cannot be written as UTF-8."""
+    if isinstance(example, Pair):
+        texts = [example.prompt, example.context, example.answer or ""]
+    elif isinstance(example, Text):
+        texts = [*example.pieces]
+    else:
+        texts = [message.content for message in example]
+    for text in texts:
         if not is_text(text):
             raise DataError("a text holds half a surrogate pair (\\ud800 to \\udfff); remove it")
         if special and (found := special.search(text)):
@@ -264,63 +318,33 @@ def _check(example: Example, special: re.Pattern[str] | None) -> None:
             )
 
 
-def _control_words(tokenizer: LMTokenizer) -> re.Pattern[str] | None:
-    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, words))) if words else None
-
-
-def _before(tokenizer: LMTokenizer, template: str) -> list[int]:
-    """The ids a document starts with: bos, unless the chat template writes it."""
-    return [] if template == TOKENIZER or tokenizer.bos_id is None else [tokenizer.bos_id]
-
-
-def _texts(example: Example) -> Iterator[str]:
-    if isinstance(example, Pair):
-        yield from (example.prompt, example.context, example.answer or "")
-    elif isinstance(example, Text):
-        yield from example.pieces
-    else:
-        yield from (message.content for message in example)
-
-
 def encode_records(
     records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str, *, mask_prompt: bool
 ) -> Documents:
     """Writes records out in a template and encodes them, a few megabytes of text at a time.
 
-    Args:
-        records: What to encode.
-        tokenizer: Of the model.
-        template: One of ``TEMPLATES`` that can write these records.
-        mask_prompt: Whether prompts are left unlearned.
-
-    Returns:
-        The documents in order.
+    The template can write these records; with ``mask_prompt`` prompts are left unlearned.
 
     Raises:
         DataError: A record cannot be written or read; the message names its place.
     """
-    bos = _before(tokenizer, template)
+    # The chat template writes bos itself.
+    bos = [] if template == TOKENIZER or tokenizer.bos_id is None else [tokenizer.bos_id]
     parts = _parts(records, tokenizer, template)
     ids, learned, starts, places = array("i"), bytearray(), array("q", [0]), list[str]()
     for batch in in_batches(parts, lambda item: len(item[1].text)):
         encoded = tokenizer.encode_batch([part.text for _, part, _ in batch])
         for (place, part, last), tokens in zip(batch, encoded, strict=True):
-            if len(ids) == starts[-1]:
-                ids.extend(bos)
-                learned.extend(bytes([not mask_prompt]) * len(bos))
+            begin = bos if len(ids) == starts[-1] else []
+            tokens = [*begin, *tokens, *([tokenizer.eos_id] if part.ends else [])]
             ids.extend(tokens)
-            learn = part.learned or not mask_prompt
-            learned.extend(bytes([learn]) * len(tokens))
-            if part.ends:
-                ids.append(tokenizer.eos_id)
-                learned.append(1)
+            learned.extend(bytes([part.learned or not mask_prompt]) * len(tokens))
             if last:
                 starts.append(len(ids))
                 places.append(place)
     documents = Documents(
-        np.frombuffer(ids, dtype=np.int32) if ids else np.zeros(0, dtype=np.int32),
-        np.frombuffer(learned, dtype=np.bool_).copy(),
+        np.array(ids, dtype=np.int32),
+        np.array(learned, dtype=np.bool_),
         np.array(starts, dtype=np.int64),
         tuple(places),
     )
@@ -328,31 +352,157 @@ def encode_records(
     return documents
 
 
-def prompt_tokens(example: Example, tokenizer: LMTokenizer, template: str) -> list[int]:
-    """Encodes an example without its last answer, part by part as ``encode_records`` does.
-
-    Raises:
-        DataError: It cannot be written or read.
-    """
-    _check(example, _control_words(tokenizer))
-    parts = text_parts(example, template, tokenizer.render_chat)
-    ids = _before(tokenizer, template)
-    encoded = tokenizer.encode_batch([part.text for part in parts])
-    for part, tokens in zip(parts, encoded, strict=True):
-        ids += [*tokens, tokenizer.eos_id] if part.ends else tokens
-    return ids
-
-
 def _parts(
     records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str
-) -> Iterator[tuple[str, Part, bool]]:
+) -> Iterator[tuple[str, ChatPart, bool]]:
     """Yields (place, part, whether it is the last of its document)."""
-    special = _control_words(tokenizer)
+    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, words))) if words else None
     for place, example in records:
         try:
             _check(example, special)
             parts = text_parts(example, template, tokenizer.render_chat)
         except DataError as error:
-            raise DataError(f"{place}: {error}") from None
+            raise DataError(f"{place}: {error}" if place else str(error)) from None
         for number, part in enumerate(parts, 1):
             yield place, part, number == len(parts)
+
+
+# Inputs become examples, each with its place for messages.
+
+
+def find_inputs(paths: tuple[str, ...], field: str, format: str) -> tuple[Input, ...]:
+    """Lists what paths, globs, folders and names of datasets stand for, in the order given."""
+    found: list[Input] = []
+    for given in paths:
+        if given.startswith(HUB_PREFIX):
+            found.append(given)
+            continue
+        for source in find_sources((given,), field):
+            suffix = source.path.suffix.lower()
+            as_text = format == TEXT and source.kind != "bin"
+            if suffix in READERS and not (as_text and suffix in TABLE_SUFFIXES):
+                found.append(str(source.path))
+            elif as_text or suffix in TEXT_SUFFIXES:
+                found += whole([source])
+            else:
+                raise DataError(
+                    f"{source.path}: instructions are read from {', '.join(READERS)} and "
+                    f".txt files; convert it, or give data.format = text if it is plain text"
+                )
+    return tuple(found)
+
+
+class InstructionFiles:
+    """The examples of inputs of one format, read anew at every iteration.
+
+    A DataError names file and line: an input cannot be read, or a record has other fields than its
+    format, or a bad value. The ``role``, ``train`` or ``dev``, is for the usual split of a dataset.
+
+    Attributes:
+        format: The format, ``auto`` until the first record is read.
+        origin: Where the format is from: ``data.format``, or the place of the first record.
+        unused: Names of the fields that were left out so far.
+    """
+
+    def __init__(self, inputs: Iterable[Input], format: str = AUTO, role: str = "train") -> None:
+        self.inputs = tuple(inputs)
+        self.format = format
+        self.role = role
+        self.unused: set[str] = set()
+        self.origin = "" if format == AUTO else ASKED
+
+    def of_same_format(self, inputs: Iterable[Input]) -> InstructionFiles:
+        """Other inputs, for evaluation, of the format that these turned out to have."""
+        others = InstructionFiles(inputs, self.format, "dev")
+        others.origin = self.origin
+        return others
+
+    def __iter__(self) -> Iterator[PlacedExample]:
+        for given in self.inputs:
+            if isinstance(given, Span):
+                yield from self._document(given)
+                continue
+            records = open_records(given, self.role)
+            for place, value in records.rows:
+                if records.header is not None:
+                    value = dict(zip(records.header, value, strict=True))
+                yield PlacedExample(place, self._example(value, place))
+
+    def _document(self, span: Span) -> Iterator[PlacedExample]:
+        place = f"{span.source.path}:1"
+        if self.format == AUTO:
+            self.format, self.origin = TEXT, place
+        if self.format != TEXT:
+            raise DataError(
+                f"{span.source.path}: a text file, but {self.origin} says {self.format}; such "
+                f"records stand in .jsonl or .json files"
+            )
+        pieces = tuple(piece.text for piece in read_pieces([span]))
+        if pieces:
+            yield PlacedExample(place, Text(pieces))
+
+    def _example(self, value: object, place: str) -> Example:
+        if not isinstance(value, dict):
+            found = f"a JSON {type(value).__name__}, not an object"
+            raise DataError(f"{place}: {found}; write {{...}} for every record")
+        record = {key: held for key, held in value.items() if held is not None}
+        shape = self._shape(record, place)
+        try:
+            return _read(shape, record)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+
+    def _shape(self, record: dict[str, object], place: str) -> Shape:
+        fields = set(record)
+        explicit = self.origin == ASKED
+        allowed = [
+            shape
+            for shape in SHAPES
+            if self.format in (shape.accepted if explicit else (AUTO, shape.format))
+        ]
+        matching = [shape for shape in allowed if fields.issuperset(shape.required)]
+        others, left_out = fields, set[str]()
+        if len(matching) == 1:
+            (shape,) = allowed = matching
+            others = fields.difference(shape.required, shape.optional)
+            left_out = others & (METADATA | KNOWN if explicit else METADATA)
+        if len(matching) != 1 or others != left_out:
+            mixed = bool(others & KNOWN) if len(matching) == 1 else bool(matching)
+            what = "mixes the fields of several formats" if mixed else "unknown fields"
+            found = ", ".join(sorted(map(repr, record))[:8]) or "none"
+            choices = "; or ".join(
+                ", ".join(shape.required)
+                + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
+                for shape in allowed
+            )
+            why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
+            raise DataError(
+                f"{place}: {what}: found {found}; allowed: {choices}{why}; rename or remove "
+                f"fields, or give data.format"
+            )
+        self.unused |= left_out
+        if self.format == AUTO:
+            self.format, self.origin = shape.format, place
+        return shape
+
+
+def _read(shape: Shape, record: dict[str, object]) -> Example:
+    if shape.format == CHAT:
+        return read_messages(record[shape.required[0]])
+    values = [_string(record, field) for field in shape.required]
+    if shape.format == TEXT:
+        return Text((values[0],))
+    context = _string(record, shape.optional[0], "") if shape.optional else ""
+    return Pair(values[0], context, values[1])
+
+
+def _string(record: dict[str, object], field: str, default: str | None = None) -> str:
+    value = record.get(field, default)
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        hint = "; conversations go into messages" if isinstance(value, list) else ""
+        raise DataError(f'"{field}" must be a string, got {kind}{hint}')
+    if default is None and not value.strip():
+        raise DataError(f'"{field}" is empty; fill it or leave the record out')
+    return value

@@ -1,7 +1,7 @@
-"""Encoded documents become rows: what is too long is cut, and several may share a row.
+"""Packs encoded documents into rows: long documents are cut, and several may share a row.
 
-A row is documents end to end, so that few positions are padding. Positions restart at 0 where a
-document begins, which is how a model tells them apart, and no document has a target in the next.
+A row holds documents end to end, so that few positions are padding. Position ids restart at 0 where
+a document begins, by which a model tells documents apart, and no target crosses into the next one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +20,20 @@ from halfstep.errors import DataError
 from halfstep.trainer.data.corpus.batches import IGNORED
 from halfstep.trainer.data.instructions.config import DROP, REFUSE
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
 LMBatch = tuple[Tensor, Tensor, Tensor]
 """(ids_BT, targets_BT, positions_BT), int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Encoded documents of any length, one behind the other."""
+    """Encoded documents of any length, concatenated in flat arrays."""
 
     ids: npt.NDArray[np.int32]
     """Shape (tokens,)."""
     learned: npt.NDArray[np.bool_]
     """Shape (tokens,); False at the first token of every document."""
-    starts: npt.NDArray[np.int64]
+    starts: Numbers
     """Shape (documents + 1,): where each begins, and the end of the last."""
     places: tuple[str, ...]
     """``file:line`` of each."""
@@ -40,19 +42,19 @@ class Documents:
         return len(self.places)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Numbers:
         """Tokens of each document."""
         return np.diff(self.starts)
 
-    def select(self, numbers: npt.NDArray[np.int64]) -> Documents:
-        """Takes documents by number, in the order given."""
-        tokens = spans(self.starts[numbers], self.lengths[numbers])
-        return Documents(
-            self.ids[tokens],
-            self.learned[tokens],
-            offsets(self.lengths[numbers]),
-            tuple(self.places[number] for number in numbers),
-        )
+    def select(
+        self, numbers: Numbers, starts: Numbers | None = None, lengths: Numbers | None = None
+    ) -> Documents:
+        """Takes documents, or the given spans of them, by number, in the order given."""
+        starts = self.starts[numbers] if starts is None else starts
+        lengths = self.lengths[numbers] if lengths is None else lengths
+        tokens = spans(starts, lengths)
+        places = tuple(self.places[number] for number in numbers)
+        return Documents(self.ids[tokens], self.learned[tokens], offsets(lengths), places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,16 @@ class Rows:
     """Shape (tokens,)."""
     targets: npt.NDArray[np.int32]
     """Shape (tokens,): the next token where that is to be learned, else ``IGNORED``."""
-    starts: npt.NDArray[np.int64]
+    starts: Numbers
     """Shape (rows + 1,): where each row begins, and the end of the last."""
-    documents: npt.NDArray[np.int64]
+    documents: Numbers
     """Shape (documents + 1,): where each document begins, and the end of the last."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Numbers:
         """Tokens of each row."""
         return np.diff(self.starts)
 
@@ -100,12 +102,6 @@ def fit(
     Plain text that is too long becomes several documents, each of which begins with the last token
     of the one before, so that every token but the first is learned exactly once. Of other documents
     the right end goes, and with it the end-of-text token; if only the prompt stays, all of it.
-
-    Args:
-        documents: What to fit.
-        max_length: At least 2.
-        drop_long: One of ``DROP_LONG``.
-        text: Whether these are plain text.
 
     Returns:
         (documents, what happened to the others, one sentence each).
@@ -143,17 +139,6 @@ def fit(
         lost = int((lengths - max_length)[too_long].sum())
         notes.append(f"{count} documents cut to {max_length} tokens, {lost} tokens left out")
         lengths = np.minimum(lengths, max_length)
-    return _with_something_to_learn(documents, numbers, starts, lengths, notes)
-
-
-def _with_something_to_learn(
-    documents: Documents,
-    numbers: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    notes: list[str],
-) -> tuple[Documents, list[str]]:
-    """Takes spans of documents (number, start, length), but none without a learned token."""
     # A token's running count minus that of the span's first: the first is never learned.
     before = np.concatenate([[0], np.cumsum(documents.learned, dtype=np.int64)])
     learned = before[starts + lengths] - before[np.minimum(starts + 1, starts + lengths)]
@@ -161,48 +146,32 @@ def _with_something_to_learn(
     if not kept.all():
         count = int((~kept).sum())
         notes.append(f"{count} documents left out: no token to learn within max_length")
-    tokens = spans(starts[kept], lengths[kept])
-    fitted = Documents(
-        documents.ids[tokens],
-        documents.learned[tokens],
-        offsets(lengths[kept]),
-        tuple(documents.places[number] for number in numbers[kept]),
-    )
+    fitted = documents.select(numbers[kept], starts[kept], lengths[kept])
     fitted.learned[fitted.starts[:-1]] = False
     return fitted, notes
 
 
-def offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def offsets(lengths: Numbers) -> Numbers:
     """Returns where each of several lengths begins when they lie end to end, and the end."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def spans(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def spans(starts: Numbers, lengths: Numbers) -> Numbers:
     """Lists the numbers starts[i] to starts[i] + lengths[i] - 1 of every i, in order."""
     ends = offsets(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - ends[:-1], lengths)
 
 
 def pack(documents: Documents, max_length: int, *, packing: bool) -> Rows:
-    """Lays documents into rows.
+    """Lays documents of at most ``max_length`` tokens into rows that hold each once, whole.
 
-    Args:
-        documents: Each of at most ``max_length`` tokens.
-        max_length: Most tokens in a row.
-        packing: Whether rows are shared; otherwise each document is a row of its own.
-
-    Returns:
-        Rows that hold every document exactly once, whole.
+    With ``packing`` they share rows; otherwise each document is a row of its own.
     """
-    lengths = documents.lengths
-    assert not len(lengths) or lengths.max() <= max_length, "fit the documents first"
-    shared = best_fit_decreasing(lengths.tolist(), max_length) if packing else None
-    if shared is not None:
+    starts = documents.starts
+    if packing:
+        shared = best_fit_decreasing(documents.lengths.tolist(), max_length)
         documents = documents.select(np.array([n for row in shared for n in row], dtype=np.int64))
-        counts = np.array([len(row) for row in shared], dtype=np.int64)
-        starts = documents.starts[offsets(counts)]
-    else:
-        starts = documents.starts
+        starts = documents.starts[offsets(np.array([len(row) for row in shared], dtype=np.int64))]
     targets = np.full(len(documents.ids), IGNORED, dtype=np.int32)
     # The first token of a document is never learned, so nothing is a target across a border.
     follows = np.flatnonzero(documents.learned)
@@ -219,14 +188,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
             bin = the bin with the least room that still holds lengths[n], else a new one
             (ties: the bin that came to this room last)
 
-    At most 11/9 of the fewest bins possible, plus 4.
-
-    Args:
-        lengths: Each at least 1 and at most ``capacity``.
-        capacity: Of a bin.
-
-    Returns:
-        Bins of numbers; depends on the arguments alone.
+    These are at most 11/9 of the fewest bins possible, plus 4. Each length is at least 1 and at
+    most ``capacity``.
 
     **Source:** Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
     packing algorithms"; ``packing_strategy: bfd`` of TRL.
@@ -255,17 +218,11 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     return bins
 
 
-def lm_batch(rows: Rows, indices: Sequence[int] | npt.NDArray[np.int64], pad_id: int) -> LMBatch:
+def lm_batch(rows: Rows, indices: Sequence[int] | Numbers, pad_id: int) -> LMBatch:
     """Builds the batch of some rows, padded on the right to the longest of them.
 
-    Args:
-        rows: Where to take them from.
-        indices: Numbers of rows, in the order of the batch.
-        pad_id: Id at padding; its target is ``IGNORED``, so any id will do.
-
-    Returns:
-        (ids_BT, targets_BT, positions_BT), int64. Padding is one more document: its positions too
-        restart at 0.
+    Targets of padding are ``IGNORED``, so any ``pad_id`` will do. Padding is one more document: its
+    positions too restart at 0.
     """
     numbers = np.asarray(indices, dtype=np.int64)
     lengths = rows.lengths[numbers]

@@ -1,1 +1,1 @@
-"""Labelled texts for classifiers."""
+"""Labelled texts for classifiers: reading, splitting, encoding and batching them."""

@@ -1,4 +1,4 @@
-"""What a user can ask of labelled texts, and what comes of it."""
+"""The configuration of labelled texts, and the classes of the data that are read by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.data.config import check_bool, check_fraction, check_paths, check_string
+from halfstep.trainer.data.config import check_fraction, check_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,26 +15,19 @@ class LabelledConfig:
 
     train: tuple[str, ...] = ()
     """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
-    Empty only as long as nothing is read: ``read_labelled`` wants at least one."""
-
+    May be empty as long as nothing is read: ``read_labelled`` needs at least one."""
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
-
     dev_fraction: float = 0.1
     """Share of the training examples held out, in (0, 1); unused with ``dev``."""
-
     text_column: str = ""
-    """Name of the text's column, or its number counted from 1 in a table without header."""
-
+    """Name of the text's column, or its number, from 1, in a table without header."""
     label_column: str = ""
     """The same for the label; empty means: look for a usual name."""
-
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers; empty means: find them in ``train``."""
-
     labels_file: str = ""
     """The same from a file: one name a line, or a JSON list in a ``.json`` file."""
-
     drop_empty: bool = False
     """Leave out, and count, texts that are empty or blank instead of refusing them."""
 
@@ -42,19 +35,17 @@ class LabelledConfig:
         for field in ("train", "dev"):
             check_paths(field, getattr(self, field))
         check_fraction("dev_fraction", self.dev_fraction, "evaluate on other texts give data.dev")
-        for field in ("text_column", "label_column", "labels_file"):
-            check_string(field, getattr(self, field))
-        check_bool("drop_empty", self.drop_empty)
-        _check_columns(self.text_column, self.label_column)
-        self._check_labels()
-
-    def _check_labels(self) -> None:
-        labels = self.labels
-        if not isinstance(labels, tuple) or not all(isinstance(name, str) for name in labels):
-            raise ConfigError(f"data.labels must be a list of names, got {labels!r}")
-        if not labels:
-            return
-        if self.labels_file:
+        text, label, labels = self.text_column, self.label_column, self.labels
+        check_column("text_column", text)
+        check_column("label_column", label)
+        if text and text == label:
+            raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
+        if text and label and (column_number(text) is None) != (column_number(label) is None):
+            raise ConfigError(
+                f"data.text_column={text!r} and data.label_column={label!r}: give two names, or "
+                f"two numbers for a table without header"
+            )
+        if labels and self.labels_file:
             raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
         if blank := [name for name in labels if not name.strip()]:
             raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
@@ -93,22 +84,6 @@ def column_number(column: str) -> int | None:
 
 
 def check_column(field: str, column: str) -> None:
-    """Makes sure that a column given by number exists in some table.
-
-    Raises:
-        ConfigError: It is column 0.
-    """
+    """Refuses column 0, which no table has."""
     if column_number(column) == 0:
         raise ConfigError(f"data.{field} is 0; columns are counted from 1, as in cut and awk")
-
-
-def _check_columns(text: str, label: str) -> None:
-    check_column("text_column", text)
-    check_column("label_column", label)
-    if text and text == label:
-        raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
-    if text and label and (column_number(text) is None) != (column_number(label) is None):
-        raise ConfigError(
-            f"data.text_column={text!r} and data.label_column={label!r}: give two names, or two "
-            f"numbers for a table without header"
-        )

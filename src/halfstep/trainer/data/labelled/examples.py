@@ -1,4 +1,4 @@
-"""Texts become token ids once, kept end to end in one array, and rows are padded when needed."""
+"""Encodes texts once into one flat array of token ids, and pads rows of a batch when needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK_TEXTS = 1024
 
 
 class TextTokenizer(Protocol):
-    """What encoding needs of a tokenizer."""
+    """The interface of a tokenizer that encoding needs."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids, with special tokens and not longer than the model allows."""
@@ -51,25 +51,17 @@ class Examples:
 def encode_examples(
     tokenizer: TextTokenizer, labelled: LabelledTexts, progress: Progress = no_progress
 ) -> Examples:
-    """Encodes every text in chunks, in order.
-
-    Args:
-        tokenizer: Gives ids of 0 to 2**31 - 1 with special tokens, already truncated.
-        labelled: Texts and the numbers of their classes.
-        progress: Told about every chunk, in UTF-8 bytes.
+    """Encodes every text in chunks, in order; ``progress`` is told in UTF-8 bytes.
 
     Raises:
         DataError: A text has no token at all.
     """
     texts = labelled.texts
     total, done = sum(len(text.encode()) for text in texts), 0
-    lengths = array("q", [0])
-    ids = array("i")
-    assert ids.itemsize == 4
+    lengths, ids = array("q", [0]), array("i")
     for first in range(0, len(texts), CHUNK_TEXTS):
         chunk = texts[first : first + CHUNK_TEXTS]
         rows = tokenizer.encode_batch(chunk)
-        assert len(rows) == len(chunk)
         sizes = [len(row) for row in rows]
         if 0 in sizes:
             raise DataError(
@@ -81,8 +73,8 @@ def encode_examples(
         done += sum(len(text.encode()) for text in chunk)
         progress(ENCODE, done, total)
     return Examples(
-        np.frombuffer(ids, dtype=np.int32) if ids else np.zeros(0, dtype=np.int32),
-        np.cumsum(np.frombuffer(lengths, dtype=np.int64)),
+        np.array(ids, dtype=np.int32),
+        np.cumsum(lengths, dtype=np.int64),
         np.array(labelled.labels, dtype=np.int64),
     )
 
@@ -90,26 +82,18 @@ def encode_examples(
 def padded(
     examples: Examples, indices: npt.NDArray[np.int64], pad_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays examples out as rows of one length, filled up on the right.
-
-    Args:
-        examples: Where to take them from.
-        indices: (B,) numbers of examples, 0 to len(examples) - 1, in the order of the rows.
-        pad_id: What to fill up with.
+    """Lays examples, by number, out as rows of one length, filled up with ``pad_id`` on the right.
 
     Returns:
         (ids_BT int64, mask_BT bool, labels_B int64), T the longest of these examples; the mask is
         True at real tokens. B may be 0, then T is 0.
     """
     starts = examples.starts[indices]
-    lengths = examples.starts[np.asarray(indices) + 1] - starts
-    width = int(lengths.max(initial=0))
-    mask = np.arange(width) < lengths[:, None]
+    lengths = examples.lengths[indices]
+    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     ids = np.full(mask.shape, pad_id, dtype=np.int64)
-    # Row by row, left to right: the order in which a boolean mask takes its values.
-    before = np.cumsum(lengths) - lengths
-    places = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-    ids[mask] = examples.ids[places]
+    for row, start, length in zip(ids, starts, lengths, strict=True):
+        row[:length] = examples.ids[start : start + length]
     return (
         torch.from_numpy(ids),
         torch.from_numpy(mask),

@@ -1,4 +1,4 @@
-"""Files of labelled texts become the training and the evaluation data of a classifier."""
+"""Turns files of labelled texts into the training and the evaluation data of a classifier."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.split import held_out
+from halfstep.trainer.data.corpus.documents import held_out
 from halfstep.trainer.data.labelled.config import LabelledConfig, LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled.texts import NamedTexts, label_name, read_named
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import read_json, read_lines
+from halfstep.trainer.data.records import read_json_rows, read_lines
 
 SHOWN = 20
-"""Names listed in a message."""
+"""Number of names that a message lists at most."""
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     """Reads, checks and, without dev files, splits labelled texts.
 
-    Args:
-        config: What to read.
-        seed: Decides the split, and nothing else; 0 <= seed < 2**64.
-
-    Returns:
-        Texts and class numbers, in the order of the files, with notes on what looks odd.
+    Texts and class numbers keep the order of the files. The seed, 0 <= seed < 2**64, decides the
+    split and nothing else.
 
     Raises:
         ConfigError: There is no input, an optional library is missing, or a name is malformed.
@@ -39,9 +35,22 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     if not config.train:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     named = read_named(config.train, config, "train")
-    names = _class_names(config, named)
-    notes = [_dropped("train", named)]
-    train = _numbered(named, names)
+    listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
+    where = config.labels_file or "data.labels"
+    names = listed or sorted_names(set(named.labels))
+    why = f"{where} lacks it; add it there, or correct the text's label"
+    train, note = _known(named, names, "train", why)
+    notes = [note]
+    if absent := [name for name in names if name not in named.first]:
+        raise DataError(
+            f"{where}: no training text has the label {_shown(absent)}, so that class would never "
+            f"be learned; add texts or remove the name"
+        )
+    if len(names) < 2:
+        raise DataError(
+            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
+            f"classes: add texts of another, or check the column (--label-column)"
+        )
     if config.dev:
         why = "no training text has it; add some, or correct the label"
         dev, note = read_known(config.dev, config, names, "dev", why)
@@ -66,56 +75,42 @@ def read_known(
     role: str,
     why: str = "the classifier has no such class",
 ) -> tuple[LabelledTexts, str]:
-    """Reads labelled texts of classes that are known already.
+    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already.
 
-    Args:
-        inputs: As ``config.train``.
-        config: Columns, and what to do with empty texts.
-        names: The classes, in the order of their numbers.
-        role: ``dev`` or ``test``.
-        why: How the message about an unknown label goes on after the label.
+    ``why`` is how the message about an unknown label goes on after the label.
 
     Returns:
         Texts and class numbers, and a note where texts were left out.
-
-    Raises:
-        ConfigError: As ``read_labelled``.
-        DataError: As ``read_labelled``; a label is not among ``names``.
     """
-    named = read_named(inputs, config, role)
-    _check_known(named, names, why)
-    return _numbered(named, names), _dropped(role, named)
+    return _known(read_named(inputs, config, role), names, role, why)
+
+
+def _known(
+    named: NamedTexts, names: tuple[str, ...], role: str, why: str
+) -> tuple[LabelledTexts, str]:
+    numbers = {name: number for number, name in enumerate(names)}
+    for name, where in named.first.items():
+        if name not in numbers:
+            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {_shown(names)})")
+    note = f"{role}: {named.dropped} empty texts left out" if named.dropped else ""
+    return LabelledTexts(named.texts, [numbers[label] for label in named.labels]), note
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
-    """Hashes names, texts and labels in order, every part with its length before it."""
+    """Hashes names, texts and labels in order, each prefixed by its length to be unambiguous."""
     digest = hashlib.sha256()
-    _hash_strings(digest, names)
-    for part in (train, dev):
-        _hash_strings(digest, part.texts)
-        digest.update(np.array(part.labels, dtype="<i8").tobytes())
+    for strings, labels in ((names, []), (train.texts, train.labels), (dev.texts, dev.labels)):
+        digest.update(len(strings).to_bytes(8, "little"))
+        for string in strings:
+            raw = string.encode("utf-8")
+            digest.update(len(raw).to_bytes(8, "little") + raw)
+        digest.update(np.array(labels, dtype="<i8").tobytes())
     return digest.hexdigest()
-
-
-def _hash_strings(digest: hashlib._Hash, strings: Sequence[str]) -> None:
-    digest.update(len(strings).to_bytes(8, "little"))
-    for string in strings:
-        raw = string.encode("utf-8")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-
-
-def _numbered(named: NamedTexts, names: Sequence[str]) -> LabelledTexts:
-    numbers = {name: number for number, name in enumerate(names)}
-    return LabelledTexts(named.texts, [numbers[label] for label in named.labels])
 
 
 def _take(part: LabelledTexts, places: npt.NDArray[np.int64]) -> LabelledTexts:
     chosen = places.tolist()
     return LabelledTexts([part.texts[i] for i in chosen], [part.labels[i] for i in chosen])
-
-
-def _dropped(role: str, named: NamedTexts) -> str:
-    return f"{role}: {named.dropped} empty texts left out" if named.dropped else ""
 
 
 def _odd(
@@ -130,12 +125,11 @@ def _odd(
         for group in alike.values()
         if len(group) > 1
     ]
-    first: dict[str, int] = {}
-    conflicts = _conflicts(train, first)
-    repeated = sum(text in first for text in dev.texts)
-    conflicts |= _conflicts(dev, first)
-    if conflicts:
-        notes.append(f"{len(conflicts)} texts occur more than once, with different labels")
+    both = {*zip(train.texts, train.labels, strict=True), *zip(dev.texts, dev.labels, strict=True)}
+    if conflicts := sum(labels > 1 for labels in Counter(text for text, _ in both).values()):
+        notes.append(f"{conflicts} texts occur more than once, with different labels")
+    seen = set(train.texts)
+    repeated = sum(text in seen for text in dev.texts)
     if repeated:
         notes.append(
             f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
@@ -144,43 +138,6 @@ def _odd(
     if not split and (absent := sorted(set(range(len(names))) - set(dev.labels))):
         notes.append(f"dev has no text of {_shown(names[label] for label in absent)}")
     return notes
-
-
-def _conflicts(part: LabelledTexts, first: dict[str, int]) -> set[str]:
-    """Finds the texts whose label differs from the first one they were seen with; fills first."""
-    return {
-        text
-        for text, label in zip(part.texts, part.labels, strict=True)
-        if first.setdefault(text, label) != label
-    }
-
-
-def _class_names(config: LabelledConfig, train: NamedTexts) -> tuple[str, ...]:
-    """Settles the names and their order, and makes sure that the training texts fit them."""
-    listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
-    found = set(train.labels)
-    names = tuple(listed) or sorted_names(found)
-    if listed:
-        where = config.labels_file or "data.labels"
-        _check_known(train, names, f"{where} lacks it; add it there, or correct the text's label")
-        if absent := [name for name in names if name not in found]:
-            raise DataError(
-                f"{where}: no training text has the label {_shown(absent)}, so that class would "
-                f"never be learned; add texts or remove the name"
-            )
-    if len(names) < 2:
-        raise DataError(
-            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
-            f"classes: add texts of another, or check the column (--label-column)"
-        )
-    return names
-
-
-def _check_known(named: NamedTexts, names: tuple[str, ...], why: str) -> None:
-    allowed = set(names)
-    for name, where in named.first.items():
-        if name not in allowed:
-            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {_shown(names)})")
 
 
 def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -195,21 +152,15 @@ def read_names(given: str) -> tuple[str, ...]:
     """Reads names in order: one a line, or a JSON list in a ``.json`` file.
 
     Blanks around a name on a line, and blank lines, do not count.
-
-    Raises:
-        DataError: The file cannot be read, holds a name twice, or no name.
     """
     path = Path(given).expanduser()
     if path.suffix.lower() == ".json":
-        found = read_json(path)
+        found = read_json_rows(path)
     else:
         found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
     seen: dict[str, str] = {}
     for place, value in found:
-        try:
-            name = label_name(value)
-        except ValueError as error:
-            raise DataError(f"{place}: {error}") from None
+        name = label_name(value, place)
         if name in seen:
             where = f"stands here and at {seen[name]}"
             raise DataError(f"{place}: the name {name!r} {where}; remove one")
@@ -228,21 +179,13 @@ def _shown(names: Iterable[str]) -> str:
 def stratified_split(
     labels: Sequence[int], fraction: float, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Holds a share of the examples of every class out.
+    """Holds out a share of the examples of every class; the seed decides which.
 
     Every class with two or more examples has at least one in each part; a class with one keeps it
     in train. Within these bounds the sizes are those of ``dev_sizes``.
 
-    Args:
-        labels: Number of the class of each example, at least 0.
-        fraction: Share to hold out, in (0, 1).
-        seed: Decides which examples of a class are held out; 0 <= seed < 2**64.
-
     Returns:
         (train, dev): places in ``labels``, ascending; together every place once.
-
-    Raises:
-        DataError: No class has two examples, so nothing can be held out.
     """
     found = np.asarray(labels, dtype=np.int64)
     counts: npt.NDArray[np.int64] = np.bincount(found).astype(np.int64)
@@ -263,24 +206,17 @@ def stratified_split(
 
 
 def dev_sizes(counts: Sequence[int], total: int) -> list[int]:
-    """Shares ``total`` places out among classes by the largest remainder, within bounds.
+    """Divides ``total`` held-out examples among classes by the largest remainder, within bounds.
 
-    Each class gets at least 1 and at most n - 1 of its n examples (none of a single one). The
-    shares add up to ``total`` as far as these bounds allow.
-
-    Args:
-        counts: Examples of each class, at least 0.
-        total: Examples to hold out, at most the sum of ``counts``, which is at least 1.
-
-    Returns:
-        Examples to hold out of each class; of equal remainders the earlier class comes first.
+    A class of n examples gets at least 1 and at most n - 1 (a class of one gets 0). The shares add
+    up to ``total`` as far as these bounds allow; among equal remainders, earlier classes win.
 
     **Source:** the method of largest remainders (Hamilton's apportionment).
     """
     examples = sum(counts)
     low = [1 if count >= 2 else 0 for count in counts]
     high = [max(count - 1, 0) for count in counts]
-    # Exact whole numbers throughout: the quota of a class is count * total / examples.
+    # Integer arithmetic throughout, to be exact: a class's quota is count * total / examples.
     sizes = [
         min(max(count * total // examples, least), most)
         for count, least, most in zip(counts, low, high, strict=True)

@@ -1,10 +1,11 @@
-"""Inputs become texts, and their labels where they have some, each checked where it stands.
+"""Reads texts, and their labels where they have some, checking each with its place for errors.
 
-The columns are found by the names that people give them, or taken by name or number as asked.
+Columns are found by their usual names, or by the name or number that the user gives.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,42 +30,31 @@ STREAM = "standard input"
 
 
 class Column(NamedTuple):
-    """What to look for."""
+    """A column to look for in the records."""
 
     what: str
-    """``text`` or ``label``; ``--text-column`` sets the one."""
+    """``text`` or ``label``, as in the option ``--text-column``."""
     given: str
-    """Name or number that was asked for; empty means: look for a usual name."""
+    """Name or number given by the user; empty means: look for a usual name."""
     usual: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        """The option of the command line that sets the column."""
-        return f"--{self.what}-column"
 
 
 @dataclass(slots=True)
 class NamedTexts:
-    """Texts with the names of their labels, of one or several inputs."""
+    """Texts with the names of their labels, from one or several inputs."""
 
     texts: list[str] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     first: dict[str, str] = field(default_factory=dict)
-    """Where each label stands for the first time, as messages word it."""
+    """Label to the place where it first occurs, for messages."""
     dropped: int = 0
-    """Empty texts that were left out."""
+    """Number of empty texts that were left out."""
 
 
 def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:
-    """Reads all inputs of one role in order.
+    """Reads all inputs of one role, ``train``, ``dev`` or ``test``, in order.
 
-    Args:
-        inputs: ``config.train``, ``config.dev``, or others like them.
-        config: Which columns to take, and whether to drop empty texts.
-        role: ``train``, ``dev`` or ``test``, for messages and for the usual split of a dataset.
-
-    Returns:
-        At least one text; strings that are UTF-8 and not blank.
+    There is at least one text; texts are UTF-8 and not blank.
 
     Raises:
         DataError: An input cannot be read, or a text or a label in it cannot be used; the message
@@ -77,7 +67,23 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
     )
     header = all(column_number(column.given) is None for column in columns)
     for given in inputs:
-        _read_one(open_records(given, role, header=header), columns, config.drop_empty, found)
+        first_empty, empty = "", 0
+        for place, (text, value) in _values(open_records(given, role, header=header), columns):
+            _check_text(text, place)
+            label = sys.intern(label_name(value, place))  # one object for all texts of a class
+            if not text or text.isspace():
+                first_empty, empty = first_empty or place, empty + 1
+                continue
+            found.first.setdefault(label, place)
+            found.texts.append(text)
+            found.labels.append(label)
+        if empty and not config.drop_empty:
+            raise DataError(
+                f"{first_empty}: the text is empty, and so are {empty} in all in this input; "
+                f"remove them, or leave them out with --data.drop_empty true (evaluate: "
+                f"--drop-empty)"
+            )
+        found.dropped += empty
     if not found.texts:
         dropped = f" (all {found.dropped} are empty)" if found.dropped else ""
         raise DataError(f"{role}: no texts in {', '.join(inputs)}{dropped}; add some")
@@ -87,17 +93,11 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
 def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[int, str]]:
     """Yields (number of the record from 1, text) as the texts are asked for.
 
-    Args:
-        source: A file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
-            its first line that is not blank begins a JSON object, else one text a line.
-        text_column: Name of the column, or its number (from 1) in a table without header; empty
-            means: look for a usual name.
-
-    Yields:
-        Texts that are not blank, without the line end.
+    The source is a file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
+    its first line that is not blank begins a JSON object, else one text a line. The column is named
+    or numbered as in ``LabelledConfig``.
 
     Raises:
-        ConfigError: ``text_column`` is 0.
         DataError: Something cannot be read, or a text is empty; the message names the line.
     """
     check_column("text_column", text_column)
@@ -110,55 +110,22 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[i
     return _texts(records, Column("text", text_column, TEXT_COLUMNS))
 
 
-def label_name(value: Any) -> str:
-    """Turns a label into a name: strings as they are, 3 into "3", true into "true".
-
-    Raises:
-        ValueError: It is no string, integer or boolean, or an empty or broken string; the message
-            says which.
-    """
+def label_name(value: Any, place: str) -> str:
+    """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError("the label is empty; give every text a label")
+            raise DataError(f"{place}: the label is empty; give every text a label")
         if not is_text(value):
-            raise ValueError("the label holds half a surrogate pair (\\ud800 to \\udfff); mend it")
+            raise DataError(
+                f"{place}: the label holds half a surrogate pair (\\ud800 to \\udfff); mend it"
+            )
         return value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
         return str(value)
     kind = "null" if value is None else type(value).__name__
-    raise ValueError(f"the label must be a string, an integer or a boolean, got {kind}")
-
-
-def _read_one(
-    records: Records, columns: tuple[Column, ...], drop_empty: bool, found: NamedTexts
-) -> None:
-    known: dict[Any, str] = {}
-    first_empty, empty = "", 0
-    for place, (text, value) in _values(records, columns):
-        _check_text(text, place)
-        # 1 and True are one key of a dict, so only strings are looked up.
-        label = known.get(value) if type(value) is str else None
-        if label is None:
-            try:
-                label = label_name(value)
-            except ValueError as error:
-                raise DataError(f"{place}: {error}") from None
-            label = known.setdefault(label, label)  # one object for all texts of a class
-        if not text or text.isspace():
-            first_empty, empty = first_empty or place, empty + 1
-            continue
-        if label not in found.first:
-            found.first[label] = place
-        found.texts.append(text)
-        found.labels.append(label)
-    if empty and not drop_empty:
-        raise DataError(
-            f"{first_empty}: the text is empty, and so are {empty} in all in this input; remove "
-            f"them, or leave them out with --data.drop_empty true (evaluate: --drop-empty)"
-        )
-    found.dropped += empty
+    raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
 
 
 def _texts(records: Records, column: Column) -> Iterator[tuple[int, str]]:
@@ -252,10 +219,8 @@ def _by_name(
 ) -> list[str]:
     keys: list[str] = []
     for column in columns:
-        what, given = column.what, column.given
-        found = [
-            n for n in names if n == given or (not given and n.strip().casefold() in column.usual)
-        ]
+        what, given, usual = column
+        found = [n for n in names if n == given or (not given and n.strip().casefold() in usual)]
         if len(found) == 1 and found[0] not in keys:
             keys.append(found[0])
             continue
@@ -264,10 +229,10 @@ def _by_name(
         if len(found) > 1:
             same = "the same name" if len(set(found)) == 1 else " and ".join(map(repr, found))
             why = f"several columns could hold the {what} ({same}; {here})"
-            raise DataError(f"{where}: {why}; give {column.flag} NAME")
+            raise DataError(f"{where}: {why}; give --{what}-column NAME")
         missing = f"no column {given!r}" if given else f"no column that usually holds the {what}"
         hint = _table_hint(names) if table else ""
-        raise DataError(f"{where}: {missing} ({here}); give {column.flag} NAME{hint}")
+        raise DataError(f"{where}: {missing} ({here}); give --{what}-column NAME{hint}")
     return keys
 
 
@@ -283,15 +248,16 @@ def _by_number(place: str, record: list[Any], columns: tuple[Column, ...]) -> li
     """Takes columns of lists without names: the given numbers, or all there are in order."""
     keys: list[int] = []
     for order, column in enumerate(columns, 1):
+        flag = f"--{column.what}-column"
         number = column_number(column.given) if column.given else order
         if number is None:
-            why = f"lists have no column {column.given!r}; leave {column.flag} out or give a number"
+            why = f"lists have no column {column.given!r}; leave {flag} out or give a number"
             raise DataError(f"{place}: {why} (from 1)")
         if not column.given and len(record) != len(columns):
             why = f"{len(record)} values where {len(columns)} are needed"
-            raise DataError(f"{place}: {why}; give the number (from 1) of {column.flag}")
+            raise DataError(f"{place}: {why}; give the number (from 1) of {flag}")
         if number > len(record):
-            why = f"{column.flag} {number}, but there are {len(record)} columns"
+            why = f"{flag} {number}, but there are {len(record)} columns"
             raise DataError(f"{place}: {why}; give a smaller number")
         keys.append(number - 1)
     if len(set(keys)) < len(keys):

@@ -1,1 +1,1 @@
-"""GPT-2, and its folders in Hugging Face's form."""
+"""GPT-2 as a plain torch module, and reading and writing its Hugging Face folders."""

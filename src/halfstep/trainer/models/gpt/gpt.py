@@ -1,4 +1,4 @@
-"""GPT-2, plain torch: learned positions, pre-LN blocks, head tied to the token embedding.
+"""GPT-2 in plain torch: learned positions, pre-LN blocks, a head tied to the token embedding.
 
 Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 """
@@ -6,6 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +14,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.gpt.config import GPTConfig
-from halfstep.trainer.models.losses.cross_entropy import linear_cross_entropy_sum
-from halfstep.trainer.models.losses.fp32_regions import autocast_off, matmul_dtype
-from halfstep.trainer.models.losses.vocabulary import WHOLE, Vocabulary
+from halfstep.trainer.models.cross_entropy import (
+    WHOLE,
+    Vocabulary,
+    autocast_off,
+    linear_cross_entropy_sum,
+    matmul_dtype,
+)
+from halfstep.trainer.models.language_model import Cache, LanguageModel
+from halfstep.trainer.models.shapes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """The GPT-2 network; the same code in fp32, under autocast, and with all parameters in 16 bits.
 
     Weights are drawn on the CPU from ``seed`` alone, so they are the same on every device and the
@@ -31,15 +37,17 @@ class GPT(nn.Module):
     **Source:** Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3.
     """
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
-        """Builds the model on torch's default device, or the one of a ``torch.device`` context.
+        """Build the model on torch's default device, or the one of a ``torch.device`` context.
 
         Args:
-            config: Its shape.
-            seed: Of the weights.
+            config: Shape of the network.
+            seed: Random seed of the weights.
 
         Raises:
-            ConfigError: The vocabulary is still to be filled in.
+            ConfigError: If ``vocab_size`` has not been filled in yet.
         """
         if not config.vocab_size:
             raise ConfigError("model.vocab_size is 0: fill in the tokenizer's vocabulary size")
@@ -48,7 +56,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.wte = Embedding(config.vocab_size, config.n_embd)
-            self.wte.vocabulary = WHOLE  # as the table is the head's too
+            self.wte.vocabulary = WHOLE  # set because the head uses this table too
             self.wpe = Embedding(config.block_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -59,10 +67,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights_(self, generator: torch.Generator) -> None:
-        """Draws every parameter anew, in the order of ``named_parameters``.
+        """Draw every parameter anew, in the order of ``named_parameters``.
 
-        Weights are normal with standard deviation 0.02, those of projections back into the residual
-        stream 0.02 / sqrt(2 n_layer); biases are 0 and norm gains 1. Numbers are drawn in fp32 on
+        Weights are normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections
+        back into the residual stream; biases are 0 and norm gains 1. Values are drawn in fp32 on
         the generator's device and rounded to the parameter's dtype.
 
         Args:
@@ -88,29 +96,23 @@ class GPT(nn.Module):
                 parameter.copy_(drawn.mul_(std))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at every position.
+        """Compute the logits of the next token at every position.
 
         Args:
             tokens_BT: Token ids, ``(B, T)`` int64, ``T <= block_size``.
 
         Returns:
-            ``(B, T, V)`` fp32: the matmul runs in the compute dtype, the result is widened.
+            ``(B, T, V)`` fp32: the matmul runs in the compute dtype, then its result is widened.
 
         Raises:
-            DataError: ``T`` exceeds ``block_size``, or (CPU) a token is out of range.
+            DataError: If ``T`` exceeds ``block_size``, or (CPU) a token is out of range.
         """
         return self._head(self.hidden(tokens_BT))
 
     def loss_sum(
         self, batch: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of next-token losses over a batch, and how many there are; never all logits.
-
-        Args:
-            batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
-
-        Returns:
-            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
+        """Sum the losses as :meth:`LanguageModel.loss_sum`, without ever holding all logits.
 
         Raises:
             DataError: As :meth:`forward`, or (CPU) a target is out of range.
@@ -121,29 +123,21 @@ class GPT(nn.Module):
             x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
         )
 
-    def last_logits(
-        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
-    ) -> torch.Tensor:
-        """Logits after the last position only, ``(B, V)`` fp32.
-
-        Args:
-            tokens_BT: ``(B, T)`` int64. With filled caches: the one position that follows them.
-            caches: From :meth:`new_caches`; filled on the way.
+    def last_logits(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
+        """Compute the last position's logits as :meth:`LanguageModel.last_logits`.
 
         Raises:
             DataError: As :meth:`forward`, counting the cached positions.
         """
         return self._head(self.hidden(tokens_BT, caches)[:, -1])
 
-    def new_caches(self) -> list[KeyValueCache]:
-        """Empty key-value caches, one per block, for :meth:`last_logits`."""
+    def new_caches(self) -> Sequence[Cache]:
+        """Make an empty cache for the keys and values of each block."""
         return [KeyValueCache() for _ in self.layers]
 
-    def hidden(
-        self, tokens_BT: torch.Tensor, caches: list[KeyValueCache] | None = None
-    ) -> torch.Tensor:
-        """Final, normalised hidden states, ``(B, T, C)`` in the dtype of the residual stream."""
-        past = caches[0].length if caches is not None else 0
+    def hidden(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
+        """Compute the final, normalised hidden states ``(B, T, C)``, in the stream's dtype."""
+        past = caches[0].length if caches else 0
         end = past + tokens_BT.shape[1]
         if end > self.config.block_size:
             raise DataError(
@@ -153,12 +147,12 @@ class GPT(nn.Module):
         positions_T = torch.arange(past, end, device=tokens_BT.device)
         x_BTC = self.dropout(self._embed(tokens_BT) + self.wpe(positions_T))
         for i, block in enumerate(self.layers):
-            x_BTC = block(x_BTC, None if caches is None else caches[i])
+            x_BTC = block(x_BTC, caches[i] if caches else None)
         normed_BTC: torch.Tensor = self.final_norm(x_BTC)
         return normed_BTC
 
     def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Token embeddings; turns torch's bare IndexError (CPU) into one that shows the token."""
+        """Embed the tokens; turn torch's bare IndexError (CPU) into one that shows the range."""
         try:
             embedded_BTC: torch.Tensor = self.wte(tokens_BT)
         except IndexError as error:
@@ -170,7 +164,7 @@ class GPT(nn.Module):
         return embedded_BTC
 
     def _head(self, x_C: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32 of hidden states ``(..., C)``; the same matmul as the loss head."""
+        """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
         vocabulary = self.wte.vocabulary
         x_C, weight_VC = vocabulary.share(x_C), vocabulary.local(self.wte.weight)
         dtype = matmul_dtype(x_C, weight_VC)
@@ -180,20 +174,20 @@ class GPT(nn.Module):
         return vocabulary.gather(logits_V.to(wide))
 
     def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order: what to shard, checkpoint or compile one by one."""
+        """Return the transformer blocks in order."""
         return list(self.layers)
 
     def tp_plan(self) -> dict[str, str]:
-        """How tensor parallelism places each module that owns parameters, by module name.
+        """Return how tensor parallelism places each module that owns parameters, by module name.
 
-        ``colwise`` splits a linear layer's outputs and ``rowwise`` its inputs (sum the results);
-        ``colwise:U`` keeps U outputs together: here query, key and value of a head, so that the
-        number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank; ``vocab``
-        splits an embedding over its tokens, and with it the head, as ``wte`` is both.
+        ``colwise`` splits a linear layer's outputs; ``rowwise`` splits its inputs, so results are
+        summed. ``colwise:U`` keeps U outputs together: here the query, key and value of a head, so
+        that the number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank.
+        ``vocab`` splits an embedding over its tokens, and with it the head, as ``wte`` is both.
 
-        Where the sequence between blocks is split over ranks too, it is from ``wte`` and
+        With sequence parallelism, the sequence is split over ranks from ``wte`` and
         ``replicate:scatter``, which takes a rank's part of its input's positions, to
-        ``replicate:gather``, whose output is made whole again.
+        ``replicate:gather``, whose output is gathered to the whole sequence again.
 
         **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing
         Activation Recomputation in Large Transformer Models", §4.2.2.
@@ -210,19 +204,23 @@ class GPT(nn.Module):
         plan["final_norm"] = "replicate:gather"
         return plan
 
-    def num_parameters(self) -> int:
-        """The number of parameters, the tied embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def require_shares(self, ranks: int) -> None:
+        """Raise ConfigError if the heads cannot be shared equally by this number of ranks."""
+        if self.config.n_head % ranks:
+            raise ConfigError(
+                f"model.n_head={self.config.n_head} attention heads cannot be shared equally by "
+                f"tensor={ranks} ranks; choose a tensor size that divides them"
+            )
 
     def flops_per_token(self, block_size: int) -> int:
-        """Floating-point operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
+        """Count the operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
 
         Args:
             block_size: T, the sequence length in tokens.
 
-        N counts all parameters but the position embeddings: the tied table counts, for the head
-        multiplies by it. Attention is counted in full, as if it were not causal, and recomputation
-        by activation checkpointing is not counted: this is the number for model FLOPs utilisation.
+        N counts all parameters except position embeddings; the tied table counts because the head
+        multiplies by it. As is usual for model FLOPs utilisation, attention is counted in full, as
+        if it were not causal, and recomputation by activation checkpointing is not counted.
 
         **Source:** Chowdhery et al. 2022, "PaLM", appendix B: 6 N + 12 L H Q T with H Q = n_embd.
         """
@@ -230,12 +228,12 @@ class GPT(nn.Module):
         return 6 * n + 12 * self.config.n_layer * self.config.n_embd * block_size
 
 
-# The parts of a GPT block, plain torch, right in fp32, under autocast and in all-16-bit alike.
+# The parts of a GPT block in plain torch, correct in fp32, under autocast and in all-16-bit alike.
 #
-# None of them knows which: a 16-bit parameter makes a 16-bit result, autocast turns the operands of
-# matmuls and attention to 16 bits and leaves the residual stream as it is, and what must be fp32 is
-# fp32 by its own doing: LayerNorm's statistics (here) and attention's softmax (inside SDPA, whose
-# kernels all keep it in fp32).
+# None of them knows its mode. 16-bit parameters give 16-bit results; autocast casts the operands of
+# matmuls and attention to 16 bits and leaves the residual stream as it is. What must be fp32 makes
+# itself fp32: LayerNorm's statistics (here) and attention's softmax (inside SDPA, whose kernels all
+# keep it in fp32).
 #
 # Shapes: B batch, T positions, C width, H heads, D width of a head (C = H D), S positions of the
 # keys (T, or more with a cache).
@@ -246,16 +244,17 @@ class LayerNorm(nn.LayerNorm):
 
     CUDA's kernel keeps mean, 1/std and the sums of gain and bias gradients in fp32 for 16-bit
     inputs, so no widened copy is made. CPU's kernel does not: its sums of 16-bit gradients stop
-    growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened. Autocast is off,
-    for CUDA's would answer a 16-bit input in fp32 and CPU's would not. If the parameters are wider
-    than the input (a policy that keeps norms in fp32), both are widened: CUDA wants one dtype.
+    growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened. Autocast is off
+    because CUDA's would return fp32 for a 16-bit input and CPU's would not. If the parameters are
+    wider than the input (a policy that keeps norms in fp32), both are widened: CUDA's kernel
+    requires one dtype.
 
     **Source:** CPU measured with torch 2.13, ``test_layers.py`` pins it; CUDA from
     ``aten/src/ATen/native/cuda/layer_norm_kernel.cu`` (``T_ACC``), certified by a ``gpu`` test.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises the last dim of ``input``, ``(..., C)``; the result has its shape and dtype.
+        """Normalise the last dim of ``input``, ``(..., C)``; the result has its shape and dtype.
 
         **Source:** Ba et al. 2016, "Layer Normalization", eq. 4.
         """
@@ -274,26 +273,26 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose gradient is summed over equal tokens in fp32 and then rounded, once.
+    """An embedding whose gradient is summed over equal tokens in fp32, then rounded once.
 
-    torch sums it in the dtype of the table: on CPU in bf16, the gradient of a token that occurs
-    10000 times stops at 256 times its share. A widened table makes autograd sum in fp32.
+    torch sums it in the table's dtype: on CPU in bf16, the gradient of a token that occurs 10000
+    times stops growing at 256 times one occurrence. A widened table makes autograd sum in fp32.
 
     **Source:** measured with torch 2.13; ``tests/trainer/models/test_layers.py`` pins it.
     """
 
     vocabulary: Vocabulary
-    """Where the rows are, if a head uses the table too, and only then: a model sets it, tensor
-    parallelism replaces it."""
+    """Says which ranks hold the rows. Present only where a head uses the table too: the model sets
+    it, and tensor parallelism replaces it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the table: ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exact."""
+        """Look up rows, ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exactly."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         return F.embedding(input, self.weight.to(wide)).to(self.weight.dtype)
 
 
 class KeyValueCache:
-    """Keys and values of the positions one block has seen: generation need not repeat them."""
+    """Keys and values of the positions that a block has seen, so that generation reuses them."""
 
     def __init__(self) -> None:
         self._keys_BHSD: torch.Tensor | None = None
@@ -307,7 +306,7 @@ class KeyValueCache:
     def extend(
         self, k_BHTD: torch.Tensor, v_BHTD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends new positions and returns all, ``(B, H, S, D)`` each."""
+        """Append new positions; return all keys and all values, ``(B, H, S, D)`` each."""
         if self._keys_BHSD is not None and self._values_BHSD is not None:
             k_BHTD = torch.cat((self._keys_BHSD, k_BHTD), dim=2)
             v_BHTD = torch.cat((self._values_BHSD, v_BHTD), dim=2)
@@ -316,10 +315,10 @@ class KeyValueCache:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before.
+    """Multi-head attention in which each position sees itself and earlier positions.
 
-    The rows of ``qkv`` are ordered (head, q|k|v, D), not (q|k|v, head, D) as GPT-2's files: a split
-    of its output over tensor-parallel ranks then gives each rank whole heads, and the code below
+    The rows of ``qkv`` are ordered (head, q|k|v, D), not (q|k|v, head, D) as in GPT-2's files: so a
+    split of its output over tensor-parallel ranks gives each rank whole heads, and the code below
     works on as many heads as it finds.
     """
 
@@ -331,18 +330,19 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """Mixes positions; ``(B, T, C)`` in and out.
+        """Mix positions by attention; ``(B, T, C)`` in and out.
 
         With a non-empty cache ``x_BTC`` holds exactly one new position.
 
         **Source:** Vaswani et al. 2017, eq. 1: softmax(q k^T / sqrt(D)) v.
         """
-        # unflatten finds the heads by itself: all of them, or this tensor-parallel rank's.
+        # unflatten infers the number of heads: all of them, or this tensor-parallel rank's.
         qkv_BTH3D = self.qkv(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
         q_BHTD, k_BHSD, v_BHSD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
         is_causal = True
         if cache is not None:
-            # One new position may see everything in the cache, and causal masks align top left.
+            # One new position may see the whole cache. SDPA's causal mask is aligned at the top
+            # left, so it would let that position see the first key only.
             is_causal = cache.length == 0
             assert is_causal or q_BHTD.shape[2] == 1, "a filled cache takes one position at a time"
             k_BHSD, v_BHSD = cache.extend(k_BHSD, v_BHSD)
@@ -358,7 +358,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, 4 C wide between them, with tanh-approximated GELU."""
+    """Two linear layers, 4 C wide between them, with a tanh-approximated GELU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        """Transforms each position by itself; ``(B, T, C)`` in and out.
+        """Transform each position by itself; ``(B, T, C)`` in and out.
 
         **Source:** Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", tanh form, as in GPT-2.
         """
@@ -387,8 +387,8 @@ class Block(nn.Module):
         self.activation_checkpointing = config.activation_checkpointing
 
     def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        """The residual stream after this block; ``(B, T, C)`` in and out, dtype unchanged."""
-        # Checkpointing is inside the block, so that hooks on the block (FSDP's) lie outside of it.
+        """Return the residual stream after this block; ``(B, T, C)`` in and out, same dtype."""
+        # Checkpoint inside the block, so that hooks on the block (FSDP's) do not run again.
         if self.activation_checkpointing and self.training and torch.is_grad_enabled():
             y_BTC: torch.Tensor = checkpoint(self._compute, x_BTC, use_reentrant=False)
             return y_BTC

@@ -1,7 +1,7 @@
-"""GPT-2 folders of Hugging Face, both ways: ``config.json`` and ``model.safetensors``.
+"""Reads and writes Hugging Face GPT-2 folders: ``config.json`` and ``model.safetensors``.
 
-Only safetensors is read. A pickle (``pytorch_model.bin``) can run code and is never opened. It is
-done by name and without ``transformers``, whose import would take most of a short generation.
+Only safetensors files are read: a pickle (``pytorch_model.bin``) can run code and is never opened.
+``transformers`` is not used, as importing it would take most of the time of a short generation.
 
 Shapes: C width, H heads, D width of a head (C = H D).
 """
@@ -19,11 +19,16 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.gpt.config import GPTConfig
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.pretrained.folder import ADAPTER, WEIGHTS, read_json, read_tensors
+from halfstep.trainer.models.pretrained.folder import (
+    ADAPTER,
+    WEIGHTS,
+    read_json_object,
+    read_tensors,
+)
 from halfstep.trainer.models.pretrained.hub import require_plain_files
 from halfstep.trainer.models.pretrained.weights import new_folder
+from halfstep.trainer.models.shapes import GPTConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,20 +39,20 @@ def load_gpt2(
     dropout: float | None = None,
     activation_checkpointing: bool = False,
 ) -> GPT:
-    """The GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
+    """Load the GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
 
-    Weights of 16 bits are widened, which is exact.
+    16-bit weights are widened, which is exact.
 
     Args:
-        folder: With ``config.json`` and ``model.safetensors`` (or the shards that
+        folder: Holds ``config.json`` and ``model.safetensors`` (or the shards that
             ``model.safetensors.index.json`` names).
-        dropout: Instead of the file's; None takes the file's.
+        dropout: Replaces the file's dropout; None keeps it.
         activation_checkpointing: See :class:`GPTConfig`.
 
     Raises:
-        CheckpointError: A file is missing, damaged or a pickle; the network is one that our GPT is
-            not (the key is named); a tensor is missing, surplus, not finite, or of wrong shape or
-            dtype (file and tensor are named).
+        CheckpointError: If a file is missing, damaged or a pickle; if :class:`GPT` cannot compute
+            this network (the message names the key); or if a tensor is missing, surplus, not
+            finite, or of wrong shape or dtype (the message names file and tensor).
     """
     folder = Path(folder)
     require_plain_files(folder)
@@ -65,7 +70,12 @@ def load_gpt2(
         if name in found:
             raise CheckpointError(f"{folder}: tensor {full_name!r} is there twice")
         found[name] = tensor
-    _check_size(folder, config, found)
+    # Check a few shapes before building, as config.json may claim a far larger model.
+    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
+    tables = {"wte.weight": config.vocab_size, "wpe.weight": config.block_size}
+    for name, rows in tables.items():
+        _checked(folder, name, found, (rows, config.n_embd))
+    _checked(folder, last, found, (config.n_embd,))
     with torch.device("meta"):
         model = GPT(config)
     state = {}
@@ -74,36 +84,37 @@ def load_gpt2(
         tensor = _checked(folder, theirs, found, hf_shape(name, parameter))
         state[name] = from_hf(name, tensor, config.n_head)
         del found[theirs]
-    _check_surplus(folder, found, state["wte.weight"])
+    head = found.pop("lm_head.weight", state["wte.weight"])
+    if not torch.equal(head.float(), state["wte.weight"]):
+        raise CheckpointError(
+            f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
+            "for both; an untied head cannot be loaded"
+        )
+    surplus = [name for name in found if not IGNORED.fullmatch(name)]
+    if surplus:
+        raise CheckpointError(f"{folder}: tensor {surplus[0]!r} has no place in halfstep's GPT")
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
 
 def save_gpt2(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Writes a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
+    """Write a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
 
-    The folder appears complete or not at all: it is written under another name beside, synced to
-    the disk, then renamed.
+    The folder appears complete or not at all: it is written under another name, synced to the disk,
+    then renamed.
 
     Args:
-        model: With all its parameters on this process (not sharded).
+        model: The model, with all its parameters in this process (not sharded).
         folder: Must not exist, or be empty.
-        dtype: Of the written weights: float32, bfloat16 or float16. None keeps the parameters'
-            own (the widest of them, if they differ).
+        dtype: Dtype of the written weights: float32, bfloat16 or float16.
 
     Raises:
-        CheckpointError: The folder is not empty or cannot be written; or a weight is not finite,
-            in the model or after rounding to ``dtype`` (the tensor is named).
+        CheckpointError: If the folder is not empty or cannot be written, or if a weight is not
+            finite, in the model or after rounding to ``dtype`` (the message names the tensor).
     """
     folder = Path(folder)
-    if dtype is None:
-        dtype = torch.bfloat16
-        for i, parameter in enumerate(model.parameters()):
-            dtype = torch.promote_types(dtype, parameter.dtype) if i else parameter.dtype
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
@@ -115,24 +126,16 @@ def save_gpt2(
         tensors[theirs] = tensor.contiguous()
 
     with new_folder(folder) as temporary:
-        write_config(temporary / "config.json", model.config, dtype)
+        write_gpt2_config(temporary / "config.json", model.config, dtype)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        # safetensors creates its file for the owner only; give it the permissions of its neighbour.
+        # safetensors makes its file readable by the owner only; copy config.json's permissions.
         (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
-
-
-def _check_size(folder: Path, config: GPTConfig, found: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a model far larger than its weights before anything of it is built."""
-    _checked(folder, "wte.weight", found, (config.vocab_size, config.n_embd))
-    _checked(folder, "wpe.weight", found, (config.block_size, config.n_embd))
-    last = f"h.{config.n_layer - 1}.ln_1.weight" if config.n_layer < 10**6 else "(too many layers)"
-    _checked(folder, last, found, (config.n_embd,))
 
 
 def _checked(
     folder: Path, name: str, found: Mapping[str, torch.Tensor], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A tensor; a CheckpointError where it cannot become a parameter without a loss."""
+    """Return a tensor, or raise CheckpointError if it cannot become a parameter exactly."""
     if name not in found:
         raise CheckpointError(
             f"{folder}: tensor 'transformer.{name}', which config.json means, is in none of its "
@@ -151,43 +154,33 @@ def _checked(
     return tensor
 
 
-def _check_surplus(folder: Path, rest: Mapping[str, torch.Tensor], wte_VC: torch.Tensor) -> None:
-    """Raises CheckpointError for tensors that our GPT has no place for."""
-    for name, tensor in rest.items():
-        if IGNORED.fullmatch(name):
-            continue
-        if name != "lm_head.weight":
-            raise CheckpointError(f"{folder}: tensor {name!r} has no place in halfstep's GPT")
-        if tensor.shape != wte_VC.shape or not torch.equal(tensor.to(wte_VC.dtype), wte_VC):
-            raise CheckpointError(
-                f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one "
-                "table for both; an untied head cannot be loaded"
-            )
+# Reading and writing ``config.json``; settings that halfstep's GPT cannot honour are refused.
 
 
-# Hugging Face's GPT-2 ``config.json``, read and written; what our GPT cannot honour is refused.
-
-
-_DEFAULTS: dict[str, Any] = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "layer_norm_epsilon": 1e-5,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "resid_pdrop": 0.1,
+_KEYS: dict[str, tuple[str, Any]] = {
+    "n_layer": ("n_layer", 12),
+    "n_head": ("n_head", 12),
+    "n_embd": ("n_embd", 768),
+    "n_positions": ("block_size", 1024),
+    "vocab_size": ("vocab_size", 50257),
+    "layer_norm_epsilon": ("layer_norm_eps", 1e-5),
+    "embd_pdrop": ("dropout", 0.1),
+    "attn_pdrop": ("dropout", 0.1),
+    "resid_pdrop": ("dropout", 0.1),
 }
-"""What a missing key means. **Source:** ``transformers.GPT2Config``, the same since version 2."""
+"""Key of ``config.json`` to the field of GPTConfig and the value that a missing key means.
+
+**Source:** ``transformers.GPT2Config``, the same since version 2.
+"""
 
 _ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
+    "n_ctx": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-"""Other spellings that transformers takes. **Source:** ``GPT2Config.attribute_map``."""
+"""Other spellings of keys. **Source:** ``GPT2Config.attribute_map``; n_ctx is in older files."""
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -200,28 +193,23 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
 }
-"""Keys that change the function the network computes, and the values for which it is ours.
+"""Keys that change the function which the network computes, and the values that GPT implements.
 
 A missing key means the first value, which is GPT2Config's default. gelu_pytorch_tanh is another
-name of the same tanh formula.
+name for the same tanh formula.
 """
 
 
 def read_config(
     file: Path, *, dropout: float | None = None, activation_checkpointing: bool = False
 ) -> GPTConfig:
-    """The shape that ``config.json`` describes.
-
-    Args:
-        file: Path of the ``config.json``.
-        dropout: Instead of the file's three probabilities; None takes theirs.
-        activation_checkpointing: Passed on.
+    """Read the shape in ``config.json``; for arguments see :func:`load_gpt2`.
 
     Raises:
-        CheckpointError: The file cannot be read, describes another network, or holds a value that
-            our GPT cannot honour; the message names file, key and value.
+        CheckpointError: If the file cannot be read, describes another network, or holds a value
+            that halfstep's GPT cannot honour; the message names file, key and value.
     """
-    found = read_json(file, "a GPT-2 folder has config.json and model.safetensors")
+    found = read_json_object(file, "a GPT-2 folder has config.json and model.safetensors")
     if found.get("model_type") != "gpt2":
         raise CheckpointError(
             f"{file}: model_type is {found.get('model_type')!r}, only 'gpt2' can be loaded"
@@ -245,29 +233,23 @@ def read_config(
             f"{file}: embd_pdrop, attn_pdrop and resid_pdrop differ ({sorted(drops, key=str)}), "
             "but halfstep's GPT has one dropout; pass dropout= to choose it"
         )
+    shape = {ours: values[key] for key, (ours, _) in _KEYS.items()}
+    if dropout is not None:
+        shape["dropout"] = dropout
     try:
-        return GPTConfig(
-            n_layer=values["n_layer"],
-            n_head=values["n_head"],
-            n_embd=values["n_embd"],
-            block_size=values["n_positions"],
-            vocab_size=values["vocab_size"],
-            dropout=drops.pop() if dropout is None else dropout,
-            activation_checkpointing=activation_checkpointing,
-            layer_norm_eps=values["layer_norm_epsilon"],
-        )
+        return GPTConfig(**shape, activation_checkpointing=activation_checkpointing)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
 
 def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The values of ``_DEFAULTS``'s keys, under whichever spelling, defaults where absent."""
-    values = dict(_DEFAULTS)
+    """Read the values of ``_KEYS`` under any of their spellings, with defaults where absent."""
+    values = {key: default for key, (_, default) in _KEYS.items()}
     given: dict[str, str] = {}
-    for spelling in (*_DEFAULTS, *_ALIASES, "n_ctx"):
+    for spelling in (*_KEYS, *_ALIASES):
         if spelling not in found:
             continue
-        key = {**_ALIASES, "n_ctx": "n_positions"}.get(spelling, spelling)
+        key = _ALIASES.get(spelling, spelling)
         if key in given and found[spelling] != values[key]:
             raise CheckpointError(
                 f"{file}: {spelling} is {found[spelling]!r}, but {given[key]} is {values[key]!r}; "
@@ -277,31 +259,17 @@ def _shape_values(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Writes what ``transformers`` needs to build the same network.
-
-    Args:
-        file: Path of the new ``config.json``.
-        config: Of the model.
-        dtype: Of the weights beside it.
-    """
-    # Only the GPT-2 vocabulary has <|endoftext|> at 50256; transformers would assume it of others.
+def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
+    """Write what ``transformers`` needs to build the same network, with weights of this dtype."""
+    # Only GPT-2's vocabulary has <|endoftext|> at 50256; by default, transformers assumes it there.
     end_of_text = 50256 if config.vocab_size == 50257 else None
     dtype_name = str(dtype).removeprefix("torch.")
     content = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
+        **{key: getattr(config, ours) for key, (ours, _) in _KEYS.items()},
         "n_inner": None,
-        "n_positions": config.block_size,
         "n_ctx": config.block_size,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": config.layer_norm_eps,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
         "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -314,9 +282,9 @@ def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# Where a parameter of our GPT is in a Hugging Face GPT-2, and how it lies there.
+# How parameters of halfstep's GPT map to Hugging Face's GPT-2, by name and by memory layout.
 #
-# Two differences beside the names: their ``Conv1D`` weights are ``(in, out)`` where ours are
+# Besides the names, two things differ: their ``Conv1D`` weights are ``(in, out)`` where ours are
 # ``(out, in)``, and their fused attention projection orders its outputs (q|k|v, head, D) where ours
 # orders (head, q|k|v, D) (see :class:`halfstep.trainer.models.gpt.gpt.CausalSelfAttention`).
 #
@@ -324,7 +292,7 @@ def write_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
 
 
 IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-"""Causal masks that old files hold as buffers; they carry no information."""
+"""Names of causal masks, which old files hold as buffers; they carry no information."""
 
 _PARTS = {
     "attn_norm": "ln_1",
@@ -334,13 +302,13 @@ _PARTS = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-"""Modules of a block, ours to theirs."""
+"""Names of a block's modules, ours to theirs."""
 
 _CONV1D = re.compile(r"layers\.\d+\.(attn|mlp)\.\w+\.weight")
 
 
 def hf_name(name: str) -> str:
-    """Their name of our parameter, without ``transformer.`` in front.
+    """Translate our name of a parameter to theirs, without the prefix ``transformer.``.
 
     Example:
         >>> hf_name("layers.3.attn.qkv.weight")
@@ -354,19 +322,13 @@ def hf_name(name: str) -> str:
 
 
 def hf_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape that our parameter has in their file."""
+    """Return the shape that our parameter has in their file."""
     shape = tuple(parameter.shape)
     return shape[::-1] if _CONV1D.fullmatch(name) else shape
 
 
 def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Their tensor as a contiguous fp32 copy in our layout.
-
-    Args:
-        name: Our name of the parameter.
-        tensor: Of shape ``hf_shape(name, ...)``, fp32 or 16 bits.
-        n_head: H.
-    """
+    """Convert their tensor of our parameter ``name`` to a contiguous fp32 copy in our layout."""
     if _CONV1D.fullmatch(name):
         tensor = tensor.t()
     if ".qkv." in name:
@@ -375,7 +337,7 @@ def from_hf(name: str, tensor: torch.Tensor, n_head: int) -> torch.Tensor:
 
 
 def to_hf(name: str, parameter: torch.Tensor, n_head: int) -> torch.Tensor:
-    """Our parameter in their layout, in its own dtype; may be a view. The inverse of `from_hf`."""
+    """Convert our parameter to their layout, same dtype, maybe as a view; inverts `from_hf`."""
     if ".qkv." in name:
         parameter = torch.unflatten(parameter, 0, (n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
     return parameter.t() if _CONV1D.fullmatch(name) else parameter

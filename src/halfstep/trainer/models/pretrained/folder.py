@@ -1,11 +1,11 @@
-"""Hugging Face model folders, opened without trusting them.
+"""Opens Hugging Face model folders without trusting them.
 
-Nothing of a folder runs, no pickle is opened and nothing that a file names is fetched. JSON is read
-and checked here, as some keys of ``config.json`` name code: an attention implementation is looked
-up on the hub and run. Weights come from safetensors files only. ``transformers`` is handed the
-checked settings and the tensors, never the folder, so that none of its other ways to find weights
-(pickles, sharded training checkpoints, adapters, file names out of ``config.json``) is open. Python
-of the folder runs only where its user says that it is trusted.
+No code in a folder runs, no pickle is opened, and nothing that a file names is downloaded. JSON is
+read and checked here, as some keys of ``config.json`` name code: transformers would fetch an
+attention implementation from the hub and run it. Weights come from safetensors files only.
+``transformers`` gets the checked settings and the tensors, never the folder, so that its other ways
+to find weights (pickles, sharded training checkpoints, adapters, file names in ``config.json``) are
+closed. Python code in the folder runs only if the user says that it is trusted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,28 +25,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OLD_ENCODER = "halfstep-encoder"
-"""``model_type`` of the classifiers that version 0.1 made from scratch, which is gone."""
+"""``model_type`` of version 0.1's classifiers from scratch, which are no longer supported."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODE = ("auto_map", "custom_pipelines", "custom_pipeline", "custom_generate")
-"""Keys that name Python files."""
+"""Keys that name Python code to run."""
 _QUANTIZED = ("quantization_config", "compression_config")
 _KERNELS = ("use_kernels", "kernel_config", "allow_all_kernels", "fusion_config")
-"""Keys that replace layers of the model; nothing that is trained here needs them."""
+"""Keys that replace layers of the model; no model that is trained here needs them."""
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "local_dir:")
-"""How ``timm``, which ``transformers`` calls for some models, is told to look elsewhere."""
+"""Prefixes that make ``timm``, which ``transformers`` uses for some models, load another source."""
 _LAYERS = re.compile(r"(^|_)(n_layers?|layers|num_layers?|depth|num_hidden_groups)$")
 
 
 @dataclass(frozen=True)
 class PretrainedFolder:
-    """A folder whose ``config.json`` and weights are there and readable."""
+    """A checked model folder, with its config and its weights in memory."""
 
     name: str
     """The hub name, or the folder's full path."""
@@ -62,19 +60,13 @@ class PretrainedFolder:
 
     def has_class(self, auto_class: str) -> bool:
         """Whether an Auto class of ``transformers`` knows the architecture."""
-        return type(self.config) in getattr(require("transformers"), auto_class)._model_mapping
+        return (
+            type(self.config) in getattr(require_library("transformers"), auto_class)._model_mapping
+        )
 
     def model_class(self, auto_class: str, what: str) -> Any:
-        """The class that builds the model.
-
-        Args:
-            auto_class: Name of the Auto class.
-            what: For the error: what the model cannot do.
-
-        Raises:
-            ConfigError: The architecture has none.
-        """
-        transformers = require("transformers")
+        """Return the class that builds the model, or raise ConfigError saying ``what`` it lacks."""
+        transformers = require_library("transformers")
         if auto_class in self.auto_map:
             dynamic = transformers.dynamic_module_utils
             return dynamic.get_class_from_dynamic_module(
@@ -92,17 +84,16 @@ class PretrainedFolder:
 def open_folder(
     source: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str = ""
 ) -> PretrainedFolder:
-    """The checked folder of a model.
+    """Open and check the folder of a model.
 
     Args:
         source: A folder or a hub name (:func:`resolve_source`).
-        trust_remote_code: Let the folder's own Python run; refused otherwise.
-        revision: Of a hub name.
+        trust_remote_code: Let the folder's own Python code run; refused otherwise.
+        revision: Branch, tag or commit of a hub name.
 
     Raises:
-        ConfigError: The source is none, brings code of its own that is not trusted, or is
-            quantized.
-        CheckpointError: A file is missing, damaged or a pickle.
+        ConfigError: If the source is neither, brings code that is not trusted, or is quantized.
+        CheckpointError: If a file is missing, damaged or a pickle.
     """
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
     file = folder / "config.json"
@@ -111,7 +102,7 @@ def open_folder(
             f"{folder} holds an adapter, not a model: open it with its base (open_adapted_lm), or "
             "merge it first"
         )
-    found = read_json(file, f"a model folder has config.json and {WEIGHTS}")
+    found = read_json_object(file, f"a model folder has config.json and {WEIGHTS}")
     if not isinstance(found.get("model_type"), str):
         raise CheckpointError(f"{file}: model_type is missing or no string")
     if found["model_type"] == OLD_ENCODER:
@@ -130,17 +121,13 @@ def open_folder(
 
 
 def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> None:
-    """Refuses a JSON file that asks for code, on whatever level.
+    """Refuse a JSON file that asks for code, at any level of nesting.
 
-    Args:
-        file: For the error.
-        found: Its content.
-        trust_remote_code: Whether Python files of the folder itself may run. Code from elsewhere
-            is refused all the same.
+    Trust covers the folder's own code only: code from elsewhere is always refused.
 
     Raises:
-        ConfigError: The file asks for Python that is not trusted, for a kernel of the hub, or for
-            another file in its place.
+        ConfigError: If the file asks for Python code that is not trusted, for a kernel from the
+            hub, or for another file to be read in its place.
     """
     if found.get("configuration_files"):
         raise ConfigError(
@@ -169,12 +156,8 @@ def refuse_code(file: Path, found: dict[str, Any], trust_remote_code: bool) -> N
                 )
 
 
-def read_json(file: Path, hint: str = "") -> dict[str, Any]:
-    """The object of a JSON file inside a model's folder.
-
-    Raises:
-        CheckpointError: It is missing (the hint follows), unreadable, or no object.
-    """
+def read_json_object(file: Path, hint: str = "") -> dict[str, Any]:
+    """Read a JSON object from a file, or raise CheckpointError, with the hint if it is missing."""
     if not file.exists():
         raise CheckpointError(f"{file} does not exist: {hint}")
     try:
@@ -187,12 +170,12 @@ def read_json(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name, from ``model.safetensors`` or else the index's shards.
+    """Read all tensors of a folder by name, from ``model.safetensors`` or the index's shards.
 
-    They are copies in memory: a file that is replaced later does not change them.
+    They are copies in memory, so that replacing a file later does not change them.
 
     Raises:
-        CheckpointError: A file is missing, damaged or a pickle.
+        CheckpointError: If a file is missing, damaged or a pickle.
     """
     placed: dict[str, str] = {}
     if not (folder / WEIGHTS).exists():
@@ -210,13 +193,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file.
-
-    Raises:
-        CheckpointError: It is missing, damaged or no safetensors file.
-    """
+    """Read the tensors of one file, or raise CheckpointError."""
     try:
-        # load_file gives views of the mapped file
+        # clone, as load_file returns views of the memory-mapped file
         return {name: view.clone() for name, view in load_file(file).items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing; download or copy it again") from error
@@ -227,10 +206,9 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The dtype that holds all stored floating numbers exactly; fp32 where nothing is floating.
+    """Return the dtype that holds all stored floating tensors exactly; fp32 if there are none.
 
-    Raises:
-        CheckpointError: A dtype that is not one to train in (8 bits, say).
+    Raises CheckpointError for a dtype that cannot be trained in, such as 8 bits.
     """
     widest: torch.dtype | None = None
     for name, tensor in tensors.items():
@@ -244,35 +222,18 @@ def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
     return widest or torch.float32
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps ``transformers``' load reports, bars and warnings off the terminal; then as before."""
-    logging = require("transformers").utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def first_line(error: Exception) -> str:
-    """The first lines of an error on one line, at most 300 characters."""
+    """Return an error's message on one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
-    """The config object of a folder: of what was checked, or of the folder's own trusted code."""
-    transformers = require("transformers")
+    """Make the config object from the checked settings, or by the folder's own trusted code."""
+    transformers = require_library("transformers")
     base = transformers.PreTrainedConfig
-    # Taken out is what chooses how the model is computed, which is ours to choose, and what would
-    # stand in place of a method or table of the class: attribute_map gives any key another name.
+    # Remove keys that choose how the model is computed, which halfstep decides, and keys that would
+    # replace a method or table of the class, such as attribute_map, which renames keys.
     machinery = {
         name
         for name in dir(base)
@@ -294,18 +255,13 @@ def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
                 f"knows: {first_line(error)}"
             ) from error
     config.name_or_path = str(folder)
-    # Nor is it taken from a folder whose own code is trusted: a kernel would be fetched for it.
+    # Reset it even where the folder's code is trusted, as a kernel would be fetched from the hub.
     config._attn_implementation = config._experts_implementation = None
     return config
 
 
 def _refuse_level(file: Path, level: dict[str, Any], tensors: int) -> None:
-    """Refuses quantized weights, and sizes of which ``transformers`` makes lists first thing.
-
-    Raises:
-        ConfigError: The model, or a part of it, is stored quantized.
-        CheckpointError: There are more layers than tensors, or more labels than anyone has.
-    """
+    """Refuse quantized weights, and huge sizes, of which ``transformers`` would make long lists."""
     for key, value in level.items():
         if key in _QUANTIZED and value is not None:
             raise ConfigError(
@@ -322,7 +278,7 @@ def _refuse_level(file: Path, level: dict[str, Any], tensors: int) -> None:
 
 
 def _placed_by_index(folder: Path) -> dict[str, str]:
-    """Which file holds each tensor, as the index has it; or an error that says what there is."""
+    """Read from the index which file holds each tensor, or raise an error saying what exists."""
     index, pickles = folder / INDEX, sorted(folder.glob("pytorch_model*.bin"))
     if not index.exists() and pickles:
         raise CheckpointError(
@@ -333,7 +289,7 @@ def _placed_by_index(folder: Path) -> dict[str, str]:
         )
     if not index.exists():
         raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
-    placed = read_json(index).get("weight_map")
+    placed = read_json_object(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{index} names no tensor: weight_map is missing or empty")
     for name in placed.values():
@@ -344,7 +300,7 @@ def _placed_by_index(folder: Path) -> dict[str, str]:
 
 
 def _dictionaries(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A dictionary and all within it but those of labels; without recursion, whatever the depth."""
+    """Yield a dictionary and all nested in it except label tables, without recursion."""
     rest: list[Any] = [found]
     while rest:
         value = rest.pop()
@@ -356,7 +312,7 @@ def _dictionaries(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The strings of a setting that is a string, a list or a dictionary."""
+    """Yield the strings of a setting that is a string, a list or a dictionary."""
     rest = [value]
     while rest:
         inner = rest.pop()

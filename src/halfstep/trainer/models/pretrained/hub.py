@@ -1,9 +1,10 @@
-"""Where a pretrained model is: a folder, or a name of the Hugging Face hub that becomes one."""
+"""Resolves the source of a pretrained model, a folder or a Hugging Face hub name, to a folder."""
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,9 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"
 def resolve_source(
     source: str | os.PathLike[str], *, revision: str = "", trust_remote_code: bool = False
 ) -> Path:
-    """The local folder of a model that is named by a folder or by a hub name.
+    """Return the local folder of a model that is given as a folder or as a hub name.
 
-    Where the hub does not answer, or ``HF_HUB_OFFLINE`` is set, an earlier download is taken.
+    If the hub does not answer, or ``HF_HUB_OFFLINE`` is set, an earlier download is used.
 
     Args:
         source: A folder, or ``name`` or ``owner/name`` on the hub.
@@ -29,9 +30,9 @@ def resolve_source(
         trust_remote_code: Download Python files too.
 
     Raises:
-        ConfigError: It is neither; the name or revision does not exist; the hub cannot be reached
-            and nothing was downloaded before; or a library is missing.
-        CheckpointError: The folder holds a pipe, a socket or a device, which could not be read.
+        ConfigError: If the source is neither; if the name or revision does not exist; if the hub
+            cannot be reached and nothing was downloaded before; or if a library is missing.
+        CheckpointError: If the folder holds a pipe, a socket or a device.
     """
     text, folder = _place(source, revision)
     folder = folder or _downloaded(text, revision or "main", trust_remote_code)
@@ -43,7 +44,7 @@ def resolve_source(
 
 
 def require_plain_files(folder: Path) -> None:
-    """Raises CheckpointError for a pipe, a socket or a device: to read one would wait for ever."""
+    """Raise CheckpointError for a pipe, socket or device in a folder, as reading could hang."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise CheckpointError(
@@ -54,16 +55,12 @@ def require_plain_files(folder: Path) -> None:
 def pin(
     source: str | os.PathLike[str], revision: str = "", *, trust_remote_code: bool = False
 ) -> str:
-    """The commit that a hub name's revision is now; give it as ``revision`` from here on.
+    """Return the current commit of a hub name's revision, to be passed as ``revision`` later on.
 
-    A branch may move between two questions, so a model and its tokenizer, each resolved by the
-    branch's name, could be of two commits. The commit is that of the files :func:`resolve_source`
-    has, so they are downloaded, and without the hub it is that of the earlier download.
-
-    Args:
-        source: As :func:`resolve_source`.
-        revision: As :func:`resolve_source`.
-        trust_remote_code: As :func:`resolve_source`.
+    A branch may move between two calls, so a model and its tokenizer, each resolved by the branch's
+    name, could come from two commits. This downloads the files that :func:`resolve_source` needs
+    and returns their commit; without the hub, that of an earlier download. Arguments are those of
+    :func:`resolve_source`.
 
     Returns:
         40 hexadecimal digits; "" for a folder.
@@ -77,7 +74,7 @@ def pin(
 
 
 def _place(source: str | os.PathLike[str], revision: str) -> tuple[str, Path | None]:
-    """The source as text, and the folder that it is; None for what may be a hub name."""
+    """Return the source as text, and its folder, or None if it may be a hub name."""
     text = os.fspath(source)
     folder = Path(os.path.expanduser(text))
     if text and folder.is_dir():
@@ -94,14 +91,14 @@ def _place(source: str | os.PathLike[str], revision: str) -> tuple[str, Path | N
 
 
 def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
-    """The snapshot of a hub name in the cache, downloaded where it is not there."""
-    hub = require("huggingface_hub")
+    """Return the snapshot of a hub name in the cache, downloading it if needed."""
+    hub = require_library("huggingface_hub")
     errors = hub.errors
     patterns = [*_FILES, "*.py"] if trust_remote_code else list(_FILES)
     if ".." in revision or Path(revision).is_absolute():
         raise ConfigError(f"revision {revision!r} is not a branch, tag or commit")
     try:
-        with _no_bars(hub):
+        with quiet():
             return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise ConfigError(
@@ -114,7 +111,7 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
             f"model {name!r} is neither an existing folder nor a name on the hub (private names "
             "need `hf auth login`)"
         ) from error
-    except Exception as error:  # no answer, in whichever way, and no earlier download
+    except Exception as error:  # any kind of network failure, without an earlier download
         offline = hub.is_offline_mode()
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({line})"
@@ -125,16 +122,16 @@ def _downloaded(name: str, revision: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def require(module: str) -> Any:
-    """An optional library, or an error that says what to install.
+def require_library(module: str) -> Any:
+    """Import an optional library, or raise an error that says what to install.
 
     Args:
         module: ``"transformers"``, ``"huggingface_hub"`` or ``"peft"``.
 
     Raises:
-        ConfigError: It is not installed, or too old to be safe.
+        ConfigError: If it is not installed, or too old to be safe.
     """
-    # Optional dependencies, the extra "hf".
+    # Imported here, as these are optional dependencies: the extra "hf".
     try:
         if module == "transformers":
             import transformers
@@ -157,9 +154,9 @@ def require(module: str) -> Any:
 
 
 def _require_gate(version: str) -> None:
-    """Raises ConfigError for a ``transformers`` that runs kernels which a model folder names.
+    """Raise ConfigError for a ``transformers`` that would run kernels named by a model folder.
 
-    **Source:** CVE-2026-4372; 5.3.0 is the first whose ``get_kernel`` refuses strangers.
+    **Source:** CVE-2026-4372; 5.3.0 is the first version whose ``get_kernel`` refuses such kernels.
     """
     numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
     if numbers < [5, 3]:
@@ -170,12 +167,17 @@ def _require_gate(version: str) -> None:
 
 
 @contextmanager
-def _no_bars(hub: Any) -> Iterator[None]:
-    """The hub's progress bars off, and on again if they were."""
-    off = hub.utils.are_progress_bars_disabled()
-    hub.utils.disable_progress_bars()
+def quiet() -> Iterator[None]:
+    """Silence ``transformers``' load reports, progress bars and warnings within the block."""
+    logging = require_library("transformers").utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        if not off:
-            hub.utils.enable_progress_bars()
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

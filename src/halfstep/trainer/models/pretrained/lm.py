@@ -1,10 +1,9 @@
-"""Hugging Face's causal language models for fine-tuning: GPT-2, Llama, Qwen, Mistral, Gemma, ...
+"""Wraps Hugging Face's causal language models for fine-tuning: GPT-2, Llama, Qwen, Mistral, ...
 
-Only the positions with a target go through the head. Rows may hold several documents, kept apart
-by their positions, which restart at 0: ``transformers`` masks attention between such documents by
-itself where no mask and no cache is given (**Source:** ``find_packed_sequence_indices`` of
-``transformers.masking_utils``), but not in every architecture, which is why
-:meth:`PretrainedLM.check_packing` looks at what the model does.
+Only the positions with a target go through the head. Rows may hold several documents, kept apart by
+position ids that restart at 0: without a mask and a cache, ``transformers`` masks attention between
+such documents (**Source:** ``find_packed_sequence_indices`` of ``transformers.masking_utils``), but
+not in every architecture, which is why :meth:`PretrainedLM.check_packing` tests it.
 
 Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
 """
@@ -13,9 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,18 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.models.gpt.generate import check_drawing, require_finite
-from halfstep.trainer.models.losses.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
-from halfstep.trainer.models.pretrained.folder import open_folder, quiet, stored_dtype
-from halfstep.trainer.models.pretrained.hub import require
-from halfstep.trainer.models.pretrained.weights import (
-    load_weights,
-    named_state,
-    position_limit,
-    refuse_lost,
-    repeated_blocks,
-    save_model,
-)
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
+from halfstep.trainer.models.language_model import check_drawing, require_finite
+from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
+from halfstep.trainer.models.pretrained.weights import Pretrained, load_weights
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
@@ -48,18 +38,14 @@ def open_causal_lm(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedLM:
-    """A pretrained causal language model in its stored dtype on the CPU, in training mode.
+    """Load a pretrained causal LM in its stored dtype on the CPU, in training mode.
 
-    Args:
-        source: A folder or a hub name.
-        dropout: All the model's dropout probabilities; None keeps its own.
-        gradient_checkpointing: Recompute each layer's activations in backward.
-        trust_remote_code: Let code that comes with the model run.
-        revision: Of a hub name.
+    Arguments are those of :func:`~halfstep.trainer.models.pretrained.classifier.open_classifier`;
+    with ``gradient_checkpointing``, each layer's activations are recomputed in backward.
 
     Raises:
-        ConfigError: A source or architecture that cannot be used.
-        CheckpointError: A damaged folder, or one that lacks weights.
+        ConfigError: If the source or the architecture cannot be used.
+        CheckpointError: If the folder is damaged or lacks weights.
     """
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
     model_class = folder.model_class("AutoModelForCausalLM", "causal language model")
@@ -73,53 +59,33 @@ def open_causal_lm(
             "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
         )
     dtype = stored_dtype(folder.tensors)
-    loaded = load_weights(folder, model_class, dtype, dropout=dropout)
-    refuse_lost(folder, loaded.missing, loaded)
-    for module in loaded.model.modules():  # it would look at the ids of each step, on their device
+    model, _ = load_weights(folder, model_class, dtype, dropout=dropout)
+    for module in model.modules():  # the check would read the ids of each step from the device
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _no_warning
     if gradient_checkpointing:
         with quiet():
-            loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return PretrainedLM(loaded.model, Traits.of(loaded.model, dtype))
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PretrainedLM(model, dtype)
 
 
-class PretrainedLM(nn.Module):
-    """A ``transformers`` causal LM that gives loss sums; parameters are ``model.<their name>``.
+class PretrainedLM(Pretrained):
+    """A ``transformers`` causal LM with loss sums; ``stored_dtype`` is that of its folder."""
 
-    Attributes:
-        model: The ``transformers`` module.
-        traits: Of the bare model.
-    """
-
-    def __init__(self, model: Any, traits: Traits) -> None:
-        super().__init__()
-        self.model = model
-        self.traits = traits
+    def __init__(self, model: Any, stored_dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self.stored_dtype = stored_dtype
+        # Determined on the bare model, before adapters or sharding wrap it.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.plain_head = _head_is_plain(model)
         self.explicit_mask = False
-        self.train()
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Of the folder's weights."""
-        return self.traits.stored_dtype
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of a row; None: no fixed number."""
-        return self.traits.max_length
-
-    @property
-    def core(self) -> Any:
-        """The ``transformers`` module without what wraps it."""
-        return self.model
 
     def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """Loss and count of a batch: :meth:`loss_sum`."""
+        """Return the loss and count of a batch, as :meth:`loss_sum` does."""
         return self.loss_sum(batch)
 
     def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of all targets and their number; never logits without a target.
+        """Return the summed loss of all targets and their number, without computing other logits.
 
         Args:
             batch: ids, targets and positions, each ``(B, T)`` int64. A target of -100 is not
@@ -132,9 +98,9 @@ class PretrainedLM(nn.Module):
         counted_BT = targets_BT != IGNORE_INDEX
         targets_N = targets_BT[counted_BT]
         head = self.core.get_output_embeddings()
-        # The head's owner is not asked to call it alone: what stands before it (a projection) and
-        # after it (softcapping, a factor) differs between architectures, and runs as it is.
-        fused = self.traits.plain_head and type(head) is nn.Linear and head.bias is None
+        # Hook the head instead of calling it: what comes before it (a projection) and after it
+        # (softcapping, a factor) differs between architectures, and must run too.
+        fused = self.plain_head and type(head) is nn.Linear and head.bias is None
         rows: list[Tensor] = []
 
         def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -153,21 +119,21 @@ class PretrainedLM(nn.Module):
         return loss, counted_BT.sum()
 
     def logits(self, ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        """Logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
+        """Compute logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return self._run(ids_BT, positions_BT).float()
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Makes sure that documents in one row do not see each other; call before sharding.
+        """Check that documents in one row do not see each other; call before sharding.
 
-        Two rows differ in their first document only: the second document's logits must not. And
-        they must be those that the document has alone. Where ``transformers``' own mask fails that,
-        an explicit one is tried.
+        Two rows differ in their first document only: the logits of their second document must be
+        equal, and equal to those of the document alone. If ``transformers``' own mask fails that,
+        an explicit mask is tried.
 
         Raises:
-            ConfigError: The architecture cannot keep documents apart.
+            ConfigError: If the architecture cannot keep documents apart.
         """
         training, failed = self.training, None
         self.eval()
@@ -177,49 +143,19 @@ class PretrainedLM(nn.Module):
                     if self._documents_are_apart():
                         return
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    failed = error  # not every architecture takes a mask of four dimensions
+                    failed = error  # not every architecture accepts a 4-dim mask
         finally:
             self.train(training)
         self.explicit_mask = False
         raise ConfigError(
-            f"{self.traits.model_class.__name__} lets documents that are packed into one row see "
+            f"{self.model_class.__name__} lets documents that are packed into one row see "
             "each other; pad instead of packing"
         ) from failed
 
-    def blocks(self) -> list[nn.Module]:
-        """The layers in order: what to shard one by one."""
-        return repeated_blocks(self.core)
-
-    def save_(
-        self,
-        folder: Path,
-        weights: Mapping[str, Tensor],
-        merge: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Writes a folder that ``from_pretrained`` and :func:`open_causal_lm` read.
-
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-            merge: Without adapters there is nothing to merge; either value means the same.
-            dtype: Of the written weights; None keeps those of ``weights``.
-
-        Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
-        """
-        save_model(
-            self.traits.model_class,
-            self.core,
-            named_state(self.model, weights),
-            Path(folder),
-            dtype,
-        )
-
     def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """The model's logits, in its own dtype."""
+        """Compute the model's logits, in its own dtype."""
         inputs: dict[str, Any] = {"use_cache": False}  # a cache would not keep documents apart
-        if self.traits.takes_positions:
+        if self.takes_positions:
             inputs["position_ids"] = positions_BT
         if self.explicit_mask:
             inputs["attention_mask"] = self._mask(positions_BT)
@@ -227,7 +163,7 @@ class PretrainedLM(nn.Module):
         return logits
 
     def _mask(self, positions_BT: Tensor) -> Tensor:
-        """Who sees whom, ``(B, 1, T, T)``: causal, and only within a document."""
+        """Make the attention mask ``(B, 1, T, T)``: causal, and only within a document."""
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
         seen_B1TT = same_BTT.tril().unsqueeze(1)
@@ -239,7 +175,7 @@ class PretrainedLM(nn.Module):
         )
 
     def _documents_are_apart(self) -> bool:
-        """Whether a document's logits are its own, whatever stands before it in its row."""
+        """Whether a document's logits do not depend on what precedes it in its row."""
         weight = self.core.get_input_embeddings().weight
         ids = torch.arange(9, device=weight.device) % weight.shape[0]
         first, other, second = ids[:3], ids[3:6], ids[6:]
@@ -248,14 +184,15 @@ class PretrainedLM(nn.Module):
             self.logits(torch.cat([before, second])[None], positions_1T)[0, 3:]
             for before in (first, other)
         )
-        # Of one document, the model's own mask is right, and must be what the explicit one means.
+        # For a single document the model's own mask is right: compare the explicit one with it.
         explicit, self.explicit_mask = self.explicit_mask, False
         try:
             alone = self.logits(second[None], positions_1T[:, :3])[0]
         finally:
             self.explicit_mask = explicit
-        # One shape, one order of additions: what is masked adds exact zeros. Experts may sum in
-        # another order, hence a little air; alone, shapes differ and rounding with them.
+        # Both rows have the same shape, so sums have the same order, and masked positions add exact
+        # zeros; the small tolerance is for experts, which may sum in another order. A document
+        # alone has another shape, and so other rounding errors.
         size = float(alone.abs().max())
         eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
         leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
@@ -263,39 +200,18 @@ class PretrainedLM(nn.Module):
 
 
 def _no_warning(*_: Any) -> None:
-    """In place of ``transformers``' warning: padding follows the text here, so none sees it."""
+    """Replace ``transformers``' warning: causal attention never sees padding on the right."""
 
 
 def _autocast_eps(device_type: str) -> float:
-    """The spacing at 1 of what autocast computes in; 0 where it is off."""
+    """Return the spacing at 1 of autocast's dtype; 0 if autocast is off."""
     if not torch.is_autocast_enabled(device_type):
         return 0.0
     return torch.finfo(torch.get_autocast_dtype(device_type)).eps
 
 
-# What must be known of a language model before adapters or sharding wrap it.
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What must be known of a model before anything wraps it."""
-
-    model_class: Any
-    stored_dtype: torch.dtype
-    max_length: int | None
-    takes_positions: bool
-    plain_head: bool
-    """The logits are what the head puts out, nothing behind it."""
-
-    @classmethod
-    def of(cls, model: Any, stored_dtype: torch.dtype) -> Traits:
-        """The traits of a bare ``transformers`` model."""
-        takes = "position_ids" in inspect.signature(model.forward).parameters
-        return cls(type(model), stored_dtype, position_limit(model), takes, _head_is_plain(model))
-
-
 def _head_is_plain(model: Any) -> bool:
-    """Whether the logits are what the head puts out, nothing behind it; found without computing.
+    """Whether the logits are the head's unchanged output, found without computing anything.
 
     One token goes through the model with all tensors on the device "meta".
     """
@@ -310,18 +226,18 @@ def _head_is_plain(model: Any) -> bool:
     try:
         with quiet(), torch.no_grad(), torch.device("meta"):
             inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
-            # With a mask of its own, transformers need not look at numbers that are not there.
+            # Given a mask, transformers need not read values, which meta tensors do not have.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
             inputs["use_cache"] = False
             out = torch.func.functional_call(model, state, (), inputs)
-    except Exception:  # an architecture that looks at its numbers: then the long way is right too
+    except Exception:  # the architecture reads values; False is always right, only slower
         return False
     finally:
         hook.remove()
     return len(outputs) == 1 and out.logits is outputs[0]
 
 
-# Text from a pretrained language model, through ``transformers``' own generation and cache.
+# Generation from a pretrained language model, through ``transformers``' own generate and cache.
 
 
 @torch.no_grad()
@@ -336,24 +252,16 @@ def generate_ids(
     seed: int = 0,
     ends: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """The ids that the model writes after a prompt; the same seed gives the same ones.
+    """Generate ids after a prompt; the same seed gives the same ids.
 
-    How the model's author means it to generate (``generation_config.json``) is not used; what is
-    asked for here is all. The global random state is as before afterwards.
-
-    Args:
-        lm: On its device; run under the autocast of its policy.
-        prompt: At least one id.
-        max_new_tokens: Most ids to write; fewer where the model's positions end.
-        temperature: Divides the logits; 0 takes the most probable id every time.
-        top_k: Draw from the most probable ids only, so many; None: all.
-        top_p: Draw from the most probable ids that reach this probability together; None: all.
-        seed: Of the draws.
-        ends: Sequences of ids after which it stops; the one that stopped it is left out.
+    The model's own ``generation_config.json`` is ignored: only these arguments count. The global
+    random state is restored afterwards. Generation stops early at the end of the model's positions,
+    or after one of ``ends``, which is not returned; for the other arguments see
+    :func:`~halfstep.trainer.models.language_model.generate`.
 
     Raises:
-        ConfigError: An argument is out of range, or the prompt leaves no position to write at.
-        NonFiniteError: The model's logits hold NaN or inf.
+        ConfigError: If an argument is out of range, or the prompt leaves no position to write at.
+        NonFiniteError: If the model's logits hold NaN or inf.
     """
     check_drawing(max_new_tokens, temperature, top_k, top_p)
     if not 0 <= seed < 2**63:
@@ -370,11 +278,11 @@ def generate_ids(
         room = min(room, limit - len(prompt))
     if not room:
         return []
-    transformers = require("transformers")
+    transformers = require_library("transformers")
     config = transformers.GenerationConfig(
         max_new_tokens=room,
         do_sample=temperature > 0,
-        pad_token_id=0,  # one row needs none, but transformers asks
+        pad_token_id=0,  # unused for one row, but transformers requires it
         use_cache=True,
         **(
             {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
@@ -409,19 +317,14 @@ def generate_ids(
 
 
 class _Ends:
-    """Says that a row is done when it ends with one of some sequences of ids."""
+    """Stopping criterion: a row is done when it ends with one of the given sequences of ids."""
 
     def __init__(self, start: int, ends: Sequence[Sequence[int]]) -> None:
         self._start = start
         self._ends = [list(end) for end in ends if end]
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Whether each row is done, as a boolean tensor ``(B,)``."""
+        """Return whether each row is done, as a boolean tensor ``(B,)``."""
         rows = ids_BT[:, self._start :].tolist()
         done = [any(row[-len(end) :] == end for end in self._ends) for row in rows]
         return torch.tensor(done, device=ids_BT.device)
-
-
-def _finite(ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
-    """What ``transformers`` asks before it draws."""
-    return require_finite(logits_BV)

@@ -1,4 +1,4 @@
-"""LoRA adapters put on a language model, or read from a folder, through ``peft``."""
+"""Adds LoRA adapters to a language model, or reads them from a folder, through ``peft``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import (
     ADAPTER,
     first_line,
-    quiet,
-    read_json,
+    read_json_object,
     read_safetensors,
 )
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
-from halfstep.trainer.models.pretrained.weights import new_folder, save_model
+from halfstep.trainer.models.pretrained.weights import all_parameters, new_folder, save_model
 
 __all__ = ["LoraLM", "MergeLoss", "add_lora", "open_adapted_lm"]
 
 ALL_LINEAR = "all-linear"
 _OTHER_WAYS = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "use_rslora")
-"""Settings of adapter_config.json that change the function or the scale; not honoured."""
+"""Settings in adapter_config.json that change an adapter's function or scale; not supported."""
 
 
 def add_lora(
@@ -39,29 +38,21 @@ def add_lora(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> LoraLM:
-    """The model with adapters beside its linear layers; the model given is changed in place.
+    """Put adapters beside a model's linear layers; the given model is changed in place.
 
     Args:
-        lm: With all its parameters in the stored dtype.
+        lm: The model, with all its parameters in the stored dtype.
         r: Rank of the adapters, 1 or more.
         alpha: The update is ``alpha / r`` times the product.
-        dropout: Before the adapters, in [0, 1).
-        targets: Last parts of the names of layers; ``("all-linear",)`` is all but the head; ()
-            is what ``peft`` takes for the architecture.
-        seed: Of the adapters' first weights; the caller's generators are not touched.
+        dropout: Dropout probability before the adapters, in [0, 1).
+        targets: Last parts of the names of layers; ``("all-linear",)`` means all but the head; ()
+            means the default of ``peft`` for the architecture.
+        seed: Seed of the adapters' initial weights; the caller's generators are not touched.
 
     Raises:
-        ConfigError: A value out of range, or a target that no layer has; the message lists those
-            that exist.
+        ConfigError: If a target matches no layer; the message lists those that exist.
     """
-    peft = require("peft")
-    if isinstance(lm, LoraLM):
-        raise ConfigError("the model has LoRA adapters already")
-    if r < 1 or not alpha > 0 or not 0 <= dropout < 1:
-        raise ConfigError(
-            f"LoRA needs r >= 1, alpha > 0 and dropout in [0, 1), got r = {r}, alpha = {alpha}, "
-            f"dropout = {dropout}"
-        )
+    peft = require_library("peft")
     layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
     names = [name for name, _ in lm.core.named_modules()]
     for target in targets:
@@ -95,32 +86,21 @@ def add_lora(
 
 
 def open_adapted_lm(
-    folder: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str] | None = None,
-    dropout: float | None = None,
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-    revision: str = "",
+    folder: str | os.PathLike[str], *, trust_remote_code: bool = False, revision: str = ""
 ) -> LoraLM:
-    """A saved adapter on its base, ready to go on training.
+    """Load a saved adapter and the base model that it names, ready to be trained further.
 
-    Args:
-        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``, or a hub name.
-        base: Folder or hub name of the base; None takes what the adapter names.
-        dropout: As :func:`open_causal_lm`.
-        gradient_checkpointing: As :func:`open_causal_lm`.
-        trust_remote_code: As :func:`open_causal_lm`.
-        revision: Of the base.
+    ``folder`` has ``adapter_config.json`` and ``adapter_model.safetensors``, or is a hub name;
+    ``revision`` is that of the base model.
 
     Raises:
-        ConfigError: No base, or a kind of adapter other than plain LoRA.
-        CheckpointError: A file is missing or damaged, or does not fit the base.
+        ConfigError: If no base is named, or the adapter is not plain LoRA.
+        CheckpointError: If a file is missing or damaged, or does not fit the base.
     """
-    peft = require("peft")
+    peft = require_library("peft")
     folder = resolve_source(folder, trust_remote_code=False)
     file = folder / ADAPTER
-    found = read_json(file, "it is where peft keeps an adapter's settings")
+    found = read_json_object(file, "it is where peft keeps an adapter's settings")
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise CheckpointError(
             f"{folder} has no {ADAPTER_WEIGHTS}; a pickle (adapter_model.bin) is not opened: save "
@@ -132,9 +112,9 @@ def open_adapted_lm(
             f"{file}: only plain LoRA can be opened, this is {found.get('peft_type')!r} with "
             f"{', '.join(other) or 'bias'}; merge it into its base with peft (merge_and_unload)"
         )
-    source = base if base is not None else found.get("base_model_name_or_path")
-    if not source or not isinstance(source, str | os.PathLike):
-        raise ConfigError(f"{file} names no base model; give it (base)")
+    source = found.get("base_model_name_or_path")
+    if not source or not isinstance(source, str):
+        raise ConfigError(f"{file} names no base model")
     targets = found.get("target_modules")
     if isinstance(targets, str):
         targets = [targets]
@@ -143,13 +123,7 @@ def open_adapted_lm(
         targets, drop = tuple(str(t) for t in targets or ()), float(drop)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is no LoRA configuration: {error!r}") from error
-    lm = open_causal_lm(
-        source,
-        dropout=dropout,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    )
+    lm = open_causal_lm(source, trust_remote_code=trust_remote_code, revision=revision)
     lora = add_lora(lm, r, alpha, drop, targets)
     tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
@@ -167,7 +141,7 @@ def open_adapted_lm(
 
 
 def _linears(core: Any) -> list[str]:
-    """Names of the matrices that adapters can stand beside: Conv1D is GPT-2's linear layer."""
+    """List the names of layers that can have adapters; Conv1D is GPT-2's linear layer."""
     return [
         name
         for name, module in core.named_modules()
@@ -177,8 +151,8 @@ def _linears(core: Any) -> list[str]:
 
 # LoRA: small fp32 adapters beside the frozen linear layers of a language model, through ``peft``.
 #
-# The base stays in its stored dtype, bit for bit; the adapters are what the optimizer sees. A merge
-# is computed in fp32 and says what rounding to the written dtype takes from it.
+# The base stays in its stored dtype, bit for bit; only adapters are optimized. A merge is computed
+# in fp32, and reports what is lost by rounding to the written dtype.
 #
 # **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
 # section 4.1: ``W + (alpha / r) B A``.
@@ -191,13 +165,13 @@ ADAPTER_NAME = "default"
 
 @dataclass(frozen=True)
 class MergeLoss:
-    """What rounding the merged weights to the written dtype took from them."""
+    """What was lost by rounding merged weights to the dtype in which they were written."""
 
     dtype: torch.dtype
     max_error: float
     """Largest distance of a written weight from the exact sum of base and update."""
     vanished: float
-    """Share of the updates that are not 0 and left the rounded weight where it was."""
+    """Share of the nonzero updates that left the rounded weight unchanged."""
 
     def __str__(self) -> str:
         """One line for a log."""
@@ -208,20 +182,23 @@ class MergeLoss:
 
 
 class LoraLM(PretrainedLM):
-    """A causal LM with adapters: they are fp32 and train, the base is frozen as it was stored.
+    """A causal LM with fp32 adapters that are trained, on a base frozen in its stored dtype.
 
     Attributes:
-        last_merge: What the last ``save_(..., merge=True)`` lost; None before one.
+        last_merge: What the last ``save_(..., merge=True)`` lost; None before the first.
     """
 
     def __init__(self, lm: PretrainedLM, peft_model: Any) -> None:
-        super().__init__(peft_model, lm.traits)
-        self.explicit_mask = lm.explicit_mask
+        nn.Module.__init__(self)  # then copy what was determined on the bare model
+        known = {name: value for name, value in vars(lm).items() if name not in vars(self)}
+        vars(self).update(known)
+        self.model = peft_model
         self.last_merge: MergeLoss | None = None
+        self.train()
 
     @property
     def core(self) -> Any:
-        """The ``transformers`` module, in which adapters stand in place of linear layers."""
+        """The ``transformers`` module, whose linear layers have been replaced by adapted ones."""
         return self.model.base_model.model
 
     def save_(
@@ -231,30 +208,20 @@ class LoraLM(PretrainedLM):
         merge: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the adapter for ``peft``, or the whole model with the adapter added in.
+        """Write the adapter for ``peft``, or the whole model with the adapter merged in.
 
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: By parameter name; those it lacks are taken from this module.
-            merge: Write the whole model, without adapters; ``last_merge`` then says what it lost.
-            dtype: Of the written weights; None: the base's for a merge, fp32 for an adapter.
-
-        Raises:
-            CheckpointError: The folder cannot be written, or a weight is not finite in ``dtype``.
+        For arguments see :meth:`Pretrained.save_`. With ``merge`` the whole model is written,
+        without adapters, and ``last_merge`` then says what was lost. ``dtype`` None means the
+        base's dtype for a merge, fp32 for an adapter.
         """
-        own = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        unknown = sorted(set(weights) - set(own))
-        if unknown:
-            raise CheckpointError(
-                f"weights has {unknown[0]!r}, which is not a parameter of the model"
-            )
+        every = all_parameters(self.model, weights)
         if merge:
-            self._save_merged(Path(folder), {**own, **weights}, dtype)
+            self._save_merged(Path(folder), every, dtype)
             return
-        peft = require("peft")
+        peft = require_library("peft")
         state = {
             name.removeprefix("model."): tensor.detach().to("cpu", dtype or torch.float32)
-            for name, tensor in {**own, **weights}.items()
+            for name, tensor in every.items()
             if ".lora_" in name
         }
         for name, tensor in state.items():
@@ -278,7 +245,7 @@ class LoraLM(PretrainedLM):
     def _save_merged(
         self, folder: Path, weights: dict[str, Tensor], dtype: torch.dtype | None
     ) -> None:
-        """Adds the adapters into the base in fp32, rounds once, writes, and keeps the account."""
+        """Add the adapters to the base in fp32, round once, write, and record the loss."""
         target = self.stored_dtype if dtype is None else dtype
         names = {id(p): n for n, p in self.model.named_parameters()}
         merged: dict[int, Tensor] = {}
@@ -304,11 +271,11 @@ class LoraLM(PretrainedLM):
             if ".lora_" not in key:
                 mine = weights.get(f"model.{names.get(id(tensor), '')}", tensor)
                 state[key.replace(".base_layer.", ".")] = merged.get(id(tensor), mine)
-        save_model(self.traits.model_class, self.core, state, folder, target)
+        save_model(self.model_class, self.core, state, folder, target)
         self.last_merge = MergeLoss(target, max_error, gone / max(updates, 1))
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """The layers that have an adapter."""
+    """Return the layers that have an adapter."""
     modules: list[Any] = list(model.modules())
     return [m for m in modules if hasattr(m, "lora_A") and ADAPTER_NAME in m.lora_A]

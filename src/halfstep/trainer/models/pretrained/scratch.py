@@ -1,7 +1,7 @@
-"""Text classifiers from random weights: a BERT of ``transformers``, a tokenizer of the texts.
+"""Makes text classifiers from scratch: a randomly initialised BERT, a tokenizer from the texts.
 
-Once they are made they go the way of a pretrained encoder: the same class trains them, and the
-folder that is saved loads in ``transformers`` and can be trained on.
+From then on they are treated like a pretrained encoder: the same class trains them, and the saved
+folder loads in ``transformers`` and can be trained further.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.losses.classification import class_weights_tensor
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier
-from halfstep.trainer.models.pretrained.folder import quiet, read_json
-from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
+from halfstep.trainer.models.pretrained.folder import read_json_object
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
 from halfstep.trainer.models.pretrained.weights import set_dropout
 
 SCRATCH = "scratch:"
-"""What the name of a model begins with that is made and not loaded."""
+"""Prefix of the names of models that are made from scratch, not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The shape of a named size; the rest is as ``BertConfig`` has it."""
+    """The shape of a named size; other settings are the defaults of ``BertConfig``."""
 
     layers: int
     heads: int
     width: int
     vocabulary: int
-    """Most token ids of the tokenizer that is trained for it."""
+    """Maximal number of ids of the tokenizer that is trained for it."""
 
 
 SIZES: Mapping[str, Size] = MappingProxyType(
@@ -50,17 +49,13 @@ SIZES: Mapping[str, Size] = MappingProxyType(
 """0.2, 1.0 and 23 million parameters. **Source:** docs/decisions/0014-scratch-classifier.md."""
 
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-"""BERT's names; in this order they are ids 0 to 3."""
+"""BERT's special tokens; in this order they get the ids 0 to 3."""
 _SPACE = "▁"
-"""What the library writes for a space, so that it stays a part of the word after it."""
+"""The library's character for a space, which makes the space a part of the word after it."""
 
 
 def scratch_size(source: str) -> Size:
-    """The size that ``scratch:NAME`` means.
-
-    Raises:
-        ConfigError: There is no such size.
-    """
+    """Return the size that ``scratch:NAME`` names, or raise ConfigError."""
     name = source.removeprefix(SCRATCH)
     if name not in SIZES:
         near = difflib.get_close_matches(name, SIZES, n=1)
@@ -71,9 +66,9 @@ def scratch_size(source: str) -> Size:
 
 
 def refuse_old_run(run: Path) -> None:
-    """Raises ConfigError for a run of the encoder that version 0.1 made: nothing can go on."""
+    """Raise ConfigError for a run of version 0.1's encoder, which can no longer be resumed."""
     file = run / "tokenizer" / "tokenizer_config.json"
-    if file.is_file() and read_json(file).get("halfstep_tokenizer") == "text":
+    if file.is_file() and read_json_object(file).get("halfstep_tokenizer") == "text":
         raise ConfigError(
             f"{run} holds a run of the classifier that an earlier halfstep made from scratch, "
             "which this one cannot resume; start a new run"
@@ -81,7 +76,7 @@ def refuse_old_run(run: Path) -> None:
 
 
 def scratch_parameters(size: Size, vocab_size: int, max_length: int) -> int:
-    """How many parameters such a model has at least, without making it."""
+    """Return a lower bound of the number of parameters of such a model, without making it."""
     layers = size.layers * 12 * size.width**2
     return layers + (vocab_size + max_length) * size.width
 
@@ -97,22 +92,19 @@ def make_classifier(
     label_smoothing: float = 0.0,
     seed: int = 0,
 ) -> PretrainedClassifier:
-    """A BERT classifier in fp32 on the CPU, in training mode, with weights drawn from ``seed``.
+    """Make a BERT classifier in fp32 on the CPU, in training mode, with weights from ``seed``.
 
     Args:
-        size: Its shape.
-        names: Of the classes, in the order of their labels.
-        vocab_size: The tokenizer's.
-        max_length: Most tokens of a text, special ones included: the number of positions.
-        dropout: All its dropout probabilities; None: 0.1, as ``BertConfig`` has it.
+        size: Shape of the model.
+        names: Names of the classes, in the order of their labels.
+        vocab_size: Vocabulary size of the tokenizer.
+        max_length: Number of positions: the longest text in tokens, special tokens included.
+        dropout: All dropout probabilities; None: 0.1, the default of ``BertConfig``.
         class_weights: A weight for each class in the loss; None: 1.
-        label_smoothing: In [0, 1).
-        seed: Of the weights; the caller's generators are not touched.
-
-    Raises:
-        ConfigError: ``dropout`` is out of range.
+        label_smoothing: Share in [0, 1) of each target that is spread over all classes.
+        seed: Seed of the weights; the caller's generators are not touched.
     """
-    transformers = require("transformers")
+    transformers = require_library("transformers")
     config = transformers.BertConfig(
         vocab_size=vocab_size,
         hidden_size=size.width,
@@ -136,20 +128,20 @@ def make_classifier(
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> PretrainedTokenizer:
-    """Trains a tokenizer of at most ``vocab_size`` ids on the texts, the same on every machine.
+    """Train a tokenizer of at most ``vocab_size`` ids on the texts, the same on every machine.
 
-    Width and case of letters are folded (NFKC, lowercase). All characters are ids, the most
-    frequent ones if there are too many, of equals those of lower code points; then pairs are merged
-    (BPE) within words, where a word is what stands between spaces: in Chinese all that stands
-    between them. Text is always data: ``[CLS]`` inside a text never becomes the special id.
+    Width and case of letters are folded (NFKC, lowercase). All characters become ids or, if there
+    are too many, the most frequent ones (ties: lower code points first). Then pairs are merged
+    (BPE) within words, which are separated by spaces, so that a Chinese phrase is one word. Text is
+    always data: ``[CLS]`` inside a text never becomes the special id.
 
     Args:
-        texts: Of the training examples only: those to be judged by must not be seen.
-        vocab_size: Most ids, at least 5; fewer where the texts do not hold more.
-        max_length: Most ids of a text, special ones included.
+        texts: The training texts only: validation texts must not influence the tokenizer.
+        vocab_size: Maximal number of ids, at least 5; there are fewer if the texts give no more.
+        max_length: Maximal number of ids of a text, special ones included.
 
     Raises:
-        DataError: No text holds a character.
+        DataError: If no text holds a character.
 
     **Source:** Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", ACL
     2016.
@@ -157,10 +149,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     special = list(_SPECIAL.values())
     engine = Tokenizer(models.BPE(unk_token=_SPECIAL["unk_token"]))
     engine.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    # A word is told from its like inside of another by the space before it.
+    # The space before a word distinguishes it from the same letters inside of another word.
     engine.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="never")
-    # The library settles ties at the cut by the order of a hash map; a character that it is given
-    # counts as more frequent than any other.
+    # Select the alphabet here, as the library breaks ties at the limit by the order of a hash map.
+    # A character in the initial alphabet counts as more frequent than any other.
     alphabet = _most_frequent(texts, engine.normalizer, max(vocab_size - len(special), 1))
     if not alphabet:
         raise DataError(
@@ -178,7 +170,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     engine.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    tokenizer = require("transformers").PreTrainedTokenizerFast(
+    tokenizer = require_library("transformers").PreTrainedTokenizerFast(
         tokenizer_object=engine,
         model_max_length=max_length,
         split_special_tokens=True,
@@ -188,7 +180,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
 
 
 def _most_frequent(texts: Iterable[str], normalizer: Any, limit: int) -> list[str]:
-    """The most frequent characters of normalized texts; equal counts by code point."""
+    """Return the most frequent characters of normalized texts; equal counts by code point."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(normalizer.normalize_str(text))

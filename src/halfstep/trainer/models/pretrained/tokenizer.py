@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, from a folder or the hub, for classifiers and language models."""
+"""Opens Hugging Face tokenizers, from a folder or the hub, for classifiers and language models."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import first_line, quiet, read_json, refuse_code
-from halfstep.trainer.models.pretrained.hub import require, resolve_source
+from halfstep.trainer.models.pretrained.folder import first_line, read_json_object, refuse_code
+from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
+from halfstep.trainer.models.pretrained.weights import Pretrained
 
 _NO_LIMIT = 10**9
-"""What ``transformers`` writes for "no limit" is larger (1e30)."""
+"""Lengths from here on mean "no limit": ``transformers`` writes 1e30 for that."""
 
 
 def open_tokenizer(
@@ -27,25 +26,21 @@ def open_tokenizer(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
-    """The tokenizer of a model's folder or hub name.
+    """Open the tokenizer of a model's folder or hub name; for arguments see :func:`open_folder`.
 
-    Args:
-        source: As for the model.
-        max_length: Most tokens of a text, special ones included; None: as many as the model takes.
-        model_limit: The model's own ``max_length``; None: no fixed number.
-        trust_remote_code: Let code that comes with the tokenizer run.
-        revision: Of a hub name.
+    ``max_length`` limits the tokens of a text, special ones included, and ``model_limit`` is the
+    model's own limit; the smallest of both and the tokenizer's limit applies.
 
     Raises:
-        ConfigError: A source that cannot be used, code that is not trusted, ``max_length`` too
-            small, or no limit at all.
-        CheckpointError: The folder has no tokenizer, or a damaged one.
+        ConfigError: If the source cannot be used, its code is not trusted, ``max_length`` is too
+            small, or there is no limit at all.
+        CheckpointError: If the folder has no tokenizer, or a damaged one.
     """
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists():
-            refuse_code(folder / name, read_json(folder / name), trust_remote_code)
-    transformers = require("transformers")
+            refuse_code(folder / name, read_json_object(folder / name), trust_remote_code)
+    transformers = require_library("transformers")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -73,26 +68,21 @@ def open_tokenizer(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
     try:
-        return _within(tokenizer, min(limits))
+        specials = tokenizer.num_special_tokens_to_add()
+        if min(limits) <= specials:
+            raise ConfigError(
+                f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
+                "room for one more"
+            )
+        return PretrainedTokenizer(tokenizer, min(limits))
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, at the first text
         raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
 
 
-def _within(tokenizer: Any, max_length: int) -> PretrainedTokenizer:
-    """The tokenizer, if the special tokens of a text leave room for another one."""
-    specials = tokenizer.num_special_tokens_to_add()
-    if max_length <= specials:
-        raise ConfigError(
-            f"max_length is {max_length}, but a text has {specials} special tokens and needs room "
-            "for one more"
-        )
-    return PretrainedTokenizer(tokenizer, max_length)
-
-
 def _require_its_files(folder: Path, tokenizer: Any) -> None:
-    """Refuse a folder without them: transformers then makes an empty tokenizer of the kind."""
+    """Refuse a folder without tokenizer files, of which transformers makes an empty tokenizer."""
     parts = dict(getattr(tokenizer, "vocab_files_names", {}))
     whole = parts.pop("tokenizer_file", "tokenizer.json")
     if (folder / whole).exists():
@@ -105,17 +95,17 @@ def _require_its_files(folder: Path, tokenizer: Any) -> None:
 
 
 class PretrainedTokenizer:
-    """Text to ids with a fast ``transformers`` tokenizer.
+    """Turns text into ids by a fast ``transformers`` tokenizer.
 
     Attributes:
-        max_length: Most ids of a text in :meth:`encode_batch`, special ones included.
-        pad_id: The tokenizer's; else its end of text, as for GPT-2; else 0.
-        eos_id: The end of a text, if there is one.
-        bos_id: What the tokenizer writes before a text by itself, if it writes a beginning.
-        special_tokens: Spellings that become control tokens, wherever they stand in a text.
+        max_length: Maximal ids of a text in :meth:`encode_batch`, special ones included.
+        pad_id: The tokenizer's padding id; else its end-of-text id, as for GPT-2; else 0.
+        eos_id: The end-of-text id, if there is one.
+        bos_id: The id that the tokenizer itself writes before a text, if it does.
+        special_tokens: Strings that become control tokens, wherever they occur in a text.
         vocab_size: One more than the largest id.
-        fingerprint: SHA-256 of everything that decides ids.
-        truncated: How many of the texts encoded so far were cut.
+        fingerprint: SHA-256 of everything that determines ids.
+        truncated: Number of texts encoded so far that were cut.
     """
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
@@ -139,7 +129,7 @@ class PretrainedTokenizer:
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids with special tokens, cut to ``max_length``; ``truncated`` counts the cut."""
+        """Encode texts with special tokens, cut to ``max_length``; ``truncated`` counts cuts."""
         found = self._ids(texts, add_special_tokens=True)
         long = [i for i, ids in enumerate(found) if len(ids) > self.max_length]
         if long:
@@ -155,33 +145,28 @@ class PretrainedTokenizer:
         return found
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids without special tokens, of any length."""
+        """Encode texts without special tokens, to any length."""
         return self._ids(texts, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids."""
+        """Turn ids into text, by default without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer says how messages become one text."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
     def chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
-    ) -> str:
-        """The text of messages, special tokens in it by name; encode it with ``encode_plain``.
+    ) -> str | None:
+        """Write messages in the chat template, special tokens spelled out; None without one.
 
         Args:
-            messages: Each with ``role`` and ``content``.
-            add_generation_prompt: End with what comes before an answer.
+            messages: Messages, each with ``role`` and ``content``.
+            add_generation_prompt: End with what precedes an answer.
 
         Raises:
-            ConfigError: There is no chat template, or it refuses the messages.
+            ConfigError: If the template refuses the messages.
         """
-        if not self.has_chat_template:
-            raise ConfigError("the tokenizer has no chat template")
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
         try:
             with quiet():
                 text: str = self._tokenizer.apply_chat_template(
@@ -189,17 +174,17 @@ class PretrainedTokenizer:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                 )
-        except Exception as error:  # a template is a program of the model's author
+        except Exception as error:  # a template can raise anything
             raise ConfigError(
                 f"the chat template refuses the messages: {first_line(error)}"
             ) from error
         return text
 
     def save(self, folder: Path) -> None:
-        """Writes the files that :func:`open_tokenizer` and ``AutoTokenizer`` read.
+        """Write the files that :func:`open_tokenizer` and ``AutoTokenizer`` read.
 
         Raises:
-            CheckpointError: The folder cannot be written.
+            CheckpointError: If the folder cannot be written.
         """
         try:
             with quiet():
@@ -208,10 +193,10 @@ class PretrainedTokenizer:
             raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
     def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        """Ids of each text."""
+        """Encode each text."""
         if not texts:
             return []
-        with quiet():  # it warns of texts over the model's length, which is counted here
+        with quiet():  # silences warnings about long texts, which encode_batch counts
             out = self._tokenizer(
                 list(texts),
                 return_attention_mask=False,
@@ -222,18 +207,9 @@ class PretrainedTokenizer:
         return [list(ids) for ids in out["input_ids"]]
 
 
-def require_vocabulary(model: nn.Module, tokenizer: PretrainedTokenizer) -> None:
-    """Makes sure that every id of the tokenizer has a row in the model's embedding.
-
-    Args:
-        model: A :class:`PretrainedClassifier` or :class:`PretrainedLM`.
-        tokenizer: For its ``vocab_size``.
-
-    Raises:
-        ConfigError: It has not.
-    """
-    core: Any = getattr(model, "core", None) or model.model
-    rows = core.get_input_embeddings().weight.shape[0]
+def require_vocabulary(model: Pretrained, tokenizer: PretrainedTokenizer) -> None:
+    """Raise ConfigError unless every id of the tokenizer has a row in the model's embedding."""
+    rows = model.core.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's embedding "

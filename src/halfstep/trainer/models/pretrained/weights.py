@@ -1,15 +1,14 @@
-"""Tensors into ``transformers`` models and out again, with nothing drawn or dropped in silence."""
+"""Loads tensors into ``transformers`` models and saves them, with no silent init or drop."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,32 +16,66 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync, sync_folder
-from halfstep.trainer.models.pretrained.folder import (
-    PretrainedFolder,
-    first_line,
-    quiet,
-    read_json,
-)
-from halfstep.trainer.models.pretrained.hub import require
+from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_line, read_json_object
+from halfstep.trainer.models.pretrained.hub import quiet, require_library
 
 _GENERATION = "generation_config.json"
 _SLACK = 10**8
-"""Weights that a model may have beyond three times the stored ones: a new head's."""
+"""Elements that a model may have beyond three times the stored ones, to allow for a new head."""
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model with what its folder lacked and what it had too much."""
+class Pretrained(nn.Module):
+    """A ``transformers`` model with a task's loss; parameters are named ``model.<their name>``.
 
-    model: Any
-    """The ``transformers`` model, in evaluation mode, on the CPU."""
-    missing: tuple[str, ...]
-    """Parameters that were drawn, sorted."""
-    unused: tuple[str, ...]
-    """Tensors of the folder that have no place in the model, sorted."""
-    head: frozenset[str]
-    """Names of the model's tensors that are not its base model's."""
+    Attributes:
+        model: The ``transformers`` module, perhaps wrapped.
+        model_class: Its class, before anything wraps it.
+        max_length: Maximal tokens of a row, special ones included; None: no fixed limit.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.model_class = type(model)
+        self.max_length = position_limit(model)
+        self.train()
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module without what wraps it."""
+        return self.model
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers in order, to be sharded one by one."""
+        return repeated_blocks(self.core)
+
+    def save_(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        merge: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write a folder that ``from_pretrained`` and the function that opened this model read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: Tensors by parameter name; missing ones are taken from this module.
+            merge: Ignored, as there are no adapters to merge.
+            dtype: Dtype of the written weights; None keeps those of ``weights``.
+
+        Raises:
+            CheckpointError: If the folder cannot be written, or a weight is not finite in
+                ``dtype``.
+        """
+        every = all_parameters(self.model, weights)
+        names = {id(p): f"model.{n}" for n, p in self.model.named_parameters()}
+        state = {  # tied weights are one object
+            key: every[names[id(tensor)]] if id(tensor) in names else tensor
+            for key, tensor in self.model.state_dict(keep_vars=True).items()
+        }
+        save_model(self.model_class, self.core, state, Path(folder), dtype)
 
 
 def load_weights(
@@ -51,32 +84,37 @@ def load_weights(
     dtype: torch.dtype,
     *,
     dropout: float | None = None,
-    keep_head: bool = True,
+    head: Literal["needed", "kept", "new"] = "needed",
     seed: int = 0,
-) -> Loaded:
-    """A model with the folder's tensors; parameters without one are drawn from ``seed``.
+) -> tuple[Any, tuple[str, ...]]:
+    """Build a model with the folder's tensors; a head that it lacks is drawn from ``seed``.
 
-    The caller's generators are left as they are. ``transformers`` is given the tensors and not the
-    folder: it does the renaming, splitting and tying that an architecture asks for.
+    The caller's generators are not touched. ``transformers`` gets the tensors, not the folder, and
+    does the renaming, splitting and tying that the architecture needs.
 
     Args:
-        folder: What to load.
-        model_class: What to build.
-        dtype: Of the parameters.
+        folder: The checked folder to load.
+        model_class: The ``transformers`` class to build.
+        dtype: Dtype of the parameters.
         dropout: All the model's dropout probabilities; None keeps its own.
-        keep_head: Whether the folder's own head is wanted, or a new one.
-        seed: Of what is drawn.
+        head: Whether the folder must have a head, may have one, or a new one is wanted.
+        seed: Seed of the drawn parameters.
+
+    Returns:
+        The ``transformers`` model in evaluation mode on the CPU, and the sorted names of the
+        parameters that were drawn.
 
     Raises:
-        CheckpointError: A tensor has another shape than its parameter, or holds NaN or inf.
-        ConfigError: The model cannot be built, or ``dropout`` is not in [0, 1).
+        CheckpointError: If a tensor is missing, has another shape than its parameter, or holds NaN
+            or inf.
+        ConfigError: If the model cannot be built.
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
     bare = _skeleton(folder, model_class)
     prefix = f"{bare.base_model_prefix}."
-    head = {name for name in bare.state_dict() if not name.startswith(prefix)}
-    kept = {name: t for name, t in folder.tensors.items() if keep_head or name not in head}
+    of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
+    kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
     with _built(folder, model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, info = model_class.from_pretrained(
@@ -84,7 +122,7 @@ def load_weights(
             config=folder.config,
             state_dict=kept,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # which is reported by name below
+            ignore_mismatched_sizes=True,  # reported by name below
             output_loading_info=True,
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
@@ -94,26 +132,30 @@ def load_weights(
         )
     if info["error_msgs"]:
         raise CheckpointError(f"{folder.folder}: {' '.join(str(info['error_msgs']).split())}")
+    missing, unused = (sorted(info[k]) for k in ("missing_keys", "unexpected_keys"))
+    # A checkpoint of masked language modelling has no pooler, which is a part of the head.
+    lost = [n for n in missing if head == "needed" or (n not in of_head and ".pooler." not in n)]
+    if lost:
+        raise CheckpointError(
+            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
+            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
+            + (f", such as {', '.join(unused[:5])}" if unused else "")
+            + ": config.json and weights are of different models"
+        )
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
-            module.p = dropout  # of layers that no setting names
+            module.p = dropout  # also in layers that no setting of the config covers
     model.name_or_path = model.config.name_or_path = folder.name
     if model.can_generate() and (folder.folder / _GENERATION).exists():
         model.generation_config = _generation_config(folder.folder)
-    missing, unused = (tuple(sorted(info[k])) for k in ("missing_keys", "unexpected_keys"))
-    return Loaded(model, missing, unused, frozenset(head))
+    return model, tuple(missing)
 
 
 def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
-    """The model on torch's ``meta`` device: names and shapes, no memory.
-
-    Raises:
-        CheckpointError: The configuration means far more weights than the folder holds.
-        ConfigError: The model cannot be built.
-    """
+    """Build the model on the ``meta`` device; refuse far more weights than are stored."""
     with _built(folder, model_class), torch.device("meta"):
         model = model_class(folder.config)
     wanted = sum(parameter.numel() for parameter in model.parameters())
@@ -128,7 +170,7 @@ def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
 
 @contextmanager
 def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
-    """Turns whatever ``transformers`` raises while it builds a model into a ConfigError."""
+    """Turn whatever ``transformers`` raises while it builds a model into a ConfigError."""
     try:
         with quiet():
             yield
@@ -139,11 +181,11 @@ def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
 
 
 def _generation_config(folder: Path) -> Any:
-    """How the model's author means it to generate; no entry may stand in place of a method."""
-    settings = require("transformers").GenerationConfig
+    """Read the folder's generation settings, without entries that would replace a method."""
+    settings = require_library("transformers").GenerationConfig
     found = {
         key: value
-        for key, value in read_json(folder / _GENERATION).items()
+        for key, value in read_json_object(folder / _GENERATION).items()
         if not key.startswith("__") and not callable(getattr(settings, key, None))
     }
     with quiet():
@@ -153,26 +195,8 @@ def _generation_config(folder: Path) -> Any:
             raise CheckpointError(f"{folder / _GENERATION}: {first_line(error)}") from error
 
 
-def refuse_lost(folder: PretrainedFolder, lost: Sequence[str], loaded: Loaded) -> None:
-    """Raises CheckpointError where a model lacks weights, with what the folder has instead."""
-    unused = loaded.unused
-    if lost:
-        raise CheckpointError(
-            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
-            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
-            + (f", such as {', '.join(unused[:5])}" if unused else "")
-            + ": config.json and weights are of different models"
-        )
-
-
 def set_dropout(config: Any, dropout: float) -> None:
-    """Sets every dropout probability of a ``transformers`` config, attention's too.
-
-    Raises:
-        ConfigError: ``dropout`` is not in [0, 1).
-    """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be in [0, 1), got {dropout}")
+    """Set every dropout probability of a ``transformers`` config, attention's too."""
     for key, value in config.to_dict().items():
         words = key.split("_")
         named = key in _DROPOUTS or any(w in ("dropout", "pdrop") for w in words)
@@ -182,10 +206,10 @@ def set_dropout(config: Any, dropout: float) -> None:
 
 
 def repeated_blocks(model: Any) -> list[nn.Module]:
-    """The layers of a model in order: what to shard or checkpoint one by one.
+    """Return the layers of a model in order, to be sharded or checkpointed one by one.
 
-    They are the modules that ``transformers`` must not split, as far as they stand in a list;
-    where it names none, the members of the longest list of modules.
+    They are the members of module lists that ``transformers`` names in ``_no_split_modules``; if it
+    names none, the members of the longest module list.
     """
     whole = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -206,17 +230,17 @@ def save_model(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a folder for ``from_pretrained``: ``config.json`` and safetensors.
+    """Write a folder for ``from_pretrained``: ``config.json`` and safetensors.
 
     Args:
-        model_class: Of the model, before anything wrapped it.
-        model: For its config and generation config.
-        tensors: By the names of ``model_class``'s ``state_dict``; tied ones are one object.
+        model_class: Class of the model, before anything wrapped it.
+        model: The model, for its config and generation config.
+        tensors: Tensors by names of ``model_class``'s ``state_dict``; tied ones are one object.
         folder: Must not exist, or be empty; appears complete or not at all.
-        dtype: Of the floating tensors; None keeps theirs.
+        dtype: Dtype of floating tensors; None keeps theirs.
 
     Raises:
-        CheckpointError: The folder is not empty or cannot be written, or a tensor is not finite
+        CheckpointError: If the folder is not empty or cannot be written, or a tensor is not finite
             (in ``dtype``).
     """
     cast: dict[int, Tensor] = {}
@@ -252,10 +276,10 @@ def save_model(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under another name beside, which gets its name when the block ends without error.
+    """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
 
     Raises:
-        CheckpointError: ``folder`` exists and is not empty, or cannot be written.
+        CheckpointError: If ``folder`` exists and is not empty, or cannot be written.
     """
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
@@ -273,30 +297,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def named_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module with ``weights`` in place of its parameters; tied ones are one object.
-
-    Args:
-        model: Whose ``state_dict`` names are wanted.
-        weights: By parameter name with ``model.`` in front; those it lacks are the module's own.
+def all_parameters(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Complete ``weights``, whose names begin with ``model.``, by the module's own parameters.
 
     Raises:
-        CheckpointError: ``weights`` has a name that is no parameter.
+        CheckpointError: If ``weights`` has a name that is not a parameter.
     """
-    names = {id(p): f"model.{n}" for n, p in model.named_parameters()}
-    unknown = sorted(set(weights) - set(names.values()))
+    own = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    unknown = sorted(set(weights) - set(own))
     if unknown:
         raise CheckpointError(f"weights has {unknown[0]!r}, which is not a parameter of the model")
-    return {
-        key: weights.get(names.get(id(tensor), ""), tensor)
-        for key, tensor in model.state_dict(keep_vars=True).items()
-    }
+    return {**own, **weights}
 
 
 def position_limit(model: Any) -> int | None:
-    """How many tokens, special ones included, a model has positions for; None: no fixed number.
+    """Return the number of positions for a text's tokens, special ones included; None: no limit.
 
-    RoBERTa and its kin number positions from ``padding_idx + 1``, which is lost to the text.
+    RoBERTa and its relatives number positions from ``padding_idx + 1``, so they have fewer.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe")):

@@ -1,19 +1,26 @@
-"""The shape of a GPT as one frozen config; the named sizes are the files of ``configs/``."""
+"""Shapes of the networks that ``halfstep train`` makes: the section ``model`` of a configuration.
+
+Each is one frozen dataclass; named sizes are the files in ``configs/``. This file imports no torch,
+so that --help is quick.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Every choice that defines a GPT-2 style network; wrong ones raise at construction.
+    """The fields that define a GPT-2 style network; invalid values raise at construction.
 
     Raises:
-        ConfigError: A field has the wrong type or range; the message holds ``model.<field>``.
+        ConfigError: If a field has the wrong type or range; the message names ``model.<field>``.
     """
+
+    FAMILY: ClassVar[str] = "gpt"
 
     n_layer: int
     """Number of transformer blocks."""
@@ -28,7 +35,7 @@ class GPTConfig:
     """Number of positions: the longest sequence the model can see, in tokens."""
 
     vocab_size: int = 0
-    """Number of token ids, and of logits; 0 in a run's configuration: the tokenizer's."""
+    """Number of token ids, and of logits; 0 in a run's configuration: as in the tokenizer."""
 
     dropout: float = 0.0
     """Probability, in ``[0, 1)``, of zeroing an embedding, attention weight or block output."""
@@ -40,7 +47,7 @@ class GPTConfig:
     """Added to the variance in every LayerNorm. **Source:** GPT-2's released configuration."""
 
     def __post_init__(self) -> None:
-        """Refuses what could not be built."""
+        """Raise ConfigError for values that no network could be built with."""
         for field in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
             value = getattr(self, field)
             least = 0 if field == "vocab_size" else 1
@@ -67,9 +74,9 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, without building them; what ``vocab_size`` is 0 for is left out.
+        """Number of parameters, computed without building them; no token table at vocab_size 0.
 
-        Of the width C: the tables of tokens and positions, the last norm's 2 C, and in each block
+        With width C: the tables of tokens and positions, the last norm's 2 C, and in each block
         12 C^2 + 13 C: attention's 4 C^2 + 4 C, the MLP's 8 C^2 + 5 C and two norms' 4 C.
         """
         width = self.n_embd
@@ -77,6 +84,17 @@ class GPTConfig:
         return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block
 
 
+Shape: TypeAlias = GPTConfig
+"""The union of all families' shapes. The first is the default where a file does not set
+``model.family``."""
+
+
+def of_the_run(shape: Shape) -> dict[str, Any]:
+    """Return the fields that a run may set for a model that it loads; others are the model's."""
+    names = ("dropout", "activation_checkpointing")
+    return {name: getattr(shape, name) for name in names if hasattr(shape, name)}
+
+
 def _is_number(value: object) -> bool:
-    """True for int and float but not bool."""
+    """Whether a value is an int or float, but not a bool (which Python counts as an int)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

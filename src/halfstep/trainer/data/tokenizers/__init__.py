@@ -1,1 +1,0 @@
-"""Tokenizers: trained on a corpus, or read from files."""

@@ -1,0 +1,395 @@
+"""Fuses the head matmul and the softmax cross-entropy, so that all logits never exist at once.
+
+Logits are the largest tensor of a language model: 8192 tokens of GPT-2 make 1.6 GB of them in fp32,
+and autograd keeps them until their gradient is done. Here they exist for one chunk of rows at a
+time: a chunk goes from logits to loss to gradients before the next begins, and backward only
+multiplies finished gradients by the incoming scalar. ``docs/decisions/0002-loss-head.md`` gives the
+reasons, the alternatives and their measured times.
+
+Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from halfstep.errors import DataError
+
+IGNORE_INDEX = -100
+"""Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
+
+CHUNK_BYTES = 128 * 2**20
+"""Maximal size of one chunk's fp32 logits in bytes. **Source:** table 2 of docs/decisions/0002."""
+
+MIN_ROWS = 16
+"""Minimal rows of a chunk, so that a huge vocabulary does not reduce the matmul to dot products."""
+
+MAX_ROWS_ON_CPU = 512
+"""Maximal rows of a chunk on CPU: larger chunks gain little or are slower.
+
+**Source:** table 2 of docs/decisions/0002: 512 is near the fastest for V = 8192 (16 MiB of logits)
+and V = 50257 (98 MiB) alike.
+"""
+
+
+# The interface by which head and loss reach the vocabulary's rows, whether local or split by ranks.
+
+
+class Vocabulary:
+    """The rows of an embedding table, all of which are local to this process.
+
+    Tensor parallelism puts an object with the same methods in its place, whose rows are split over
+    ranks (``halfstep.distributed.tensor.styles``); all ranks then call the same methods in the same
+    order.
+    """
+
+    def local(self, weight_VD: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the table as it is stored; differentiable."""
+        return weight_VD
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return hidden states to multiply with these rows; sums their gradients over ranks."""
+        return x
+
+    def gather(self, logits_V: torch.Tensor) -> torch.Tensor:
+        """Gather this rank's logits to the whole vocabulary, ``(..., V)``; differentiable."""
+        return logits_V
+
+    def columns(self, vocab: int) -> int:
+        """Return the most rows that any rank holds of a vocabulary of ``vocab``."""
+        return vocab
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise maximum over the ranks."""
+        return value
+
+    def log_softmax(
+        self, logits_RV: torch.Tensor, target_R1: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute log-probabilities, normalised over the whole vocabulary, and the targets' own.
+
+        Args:
+            logits_RV: ``(R, V)``, with this rank's columns of the vocabulary.
+            target_R1: ``(R, 1)`` int64, ids in the whole vocabulary.
+            dtype: Dtype to compute in.
+
+        Returns:
+            ``(R, V)`` for this rank's columns, and ``(R, 1)`` for the targets, in nats.
+
+        Raises:
+            RuntimeError: If a target is out of range (on CPU; on every rank).
+        """
+        log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
+        return log_p_RV, log_p_RV.gather(1, target_R1)
+
+    def put_(self, error_RV: torch.Tensor, target_R1: torch.Tensor, value_R1: torch.Tensor) -> None:
+        """Set ``error_RV[r, target_R1[r]] = value_R1[r]`` where this rank has that column."""
+        error_RV.scatter_(1, target_R1, value_R1)
+
+
+WHOLE = Vocabulary()
+"""The one instance that everyone shares, as it has no state."""
+
+
+def linear_cross_entropy_sum(
+    x_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    vocabulary: Vocabulary = WHOLE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum ``-log softmax(x W^T)[target]`` over the counted tokens in fp32, and count them.
+
+    The matmuls run in autocast's dtype where autocast is on, else in the dtype of ``x_ND`` and
+    ``weight_VD`` (the wider one if they differ). Softmax, loss and the sum of the weight gradient
+    over chunks are fp32 (fp64 for fp64 operands). The host never waits for the device.
+
+    Args:
+        x_ND: Final hidden states, ``(N, D)``, floating.
+        weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
+        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token adds nothing to
+            sum, count or gradients.
+        chunk_bytes: Maximal bytes of one chunk's fp32 logits, but a chunk has at least 16 rows.
+            Peak memory is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
+        vocabulary: Which ranks hold the rows of ``weight_VD``; all of them must call this alike.
+
+    Returns:
+        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on
+        the device of ``x_ND`` and equal on all ranks that hold parts of the vocabulary. If every
+        target is ignored, both of them and all gradients are 0.
+
+    Raises:
+        DataError: If a target is out of range, on CPU. CUDA stops with a device-side assertion
+            instead, because checking the targets would make the host wait.
+
+    **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
+    """
+    vocab, device_type = weight_VD.shape[0], x_ND.device.type
+    x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
+    dtype = matmul_dtype(x_ND, local_VD)
+    grad_is_on = torch.is_grad_enabled()
+    try:
+        with autocast_off(device_type):
+            loss_sum = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+                x_ND,
+                local_VD,
+                targets_N,
+                rows_per_chunk(vocabulary.columns(vocab), device_type, chunk_bytes),
+                dtype,
+                grad_is_on and x_ND.requires_grad,
+                grad_is_on and local_VD.requires_grad,
+                vocabulary,
+            )
+    except RuntimeError as error:
+        if device_type == "cpu":
+            _raise_if_target_out_of_range(targets_N, vocab, error)
+        raise
+    return cast(torch.Tensor, loss_sum), (targets_N != IGNORE_INDEX).sum()
+
+
+def rows_per_chunk(vocab: int, device_type: str, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return the number of tokens in one chunk of fp32 logits of ``vocab`` columns."""
+    rows = max(MIN_ROWS, chunk_bytes // (4 * vocab))
+    return min(rows, MAX_ROWS_ON_CPU) if device_type == "cpu" else rows
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    """Computes the loss sum, and its gradients already in forward, while the logits exist."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        need_x: bool,
+        need_weight: bool,
+        vocabulary: Vocabulary,
+    ) -> torch.Tensor:
+        """Compute the loss and both gradients chunk by chunk; autocast must be off."""
+        accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
+        # Cast once, not once per chunk; a no-op for tensors that have the dtype already.
+        xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
+        counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
+        # Compute ignored rows as if their target were 0, and mask their results.
+        safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
+
+        loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
+        grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
+        grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
+        fp16 = dtype == torch.float16
+        scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
+
+        for start in range(0, xs_ND.shape[0], rows):
+            here = slice(start, start + rows)
+            x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
+            logits_RV = torch.mm(x_RD, weight.t())
+            # From here to the cast below, one chunk of logits is in fp32.
+            log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
+            del logits_RV
+            loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
+            if not (need_x or need_weight):
+                continue
+            error_RV = log_p_RV.exp_()
+            # p_t - 1 without cancellation for p_t near 1.
+            vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
+            scales.choose(log_pt_R1)
+            error_RV = scales.error(error_RV).to(dtype)
+            if grad_x_ND is not None:
+                grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
+                grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
+            if grad_w_VD is not None:
+                x_RD = scales.input(x_RD).masked_fill(~counted_R1, 0)
+                if dtype == accumulate:
+                    grad_w_VD.addmm_(error_RV.t(), x_RD)
+                else:
+                    grad_w_VD += scales.unscale_weight(torch.mm(error_RV.t(), x_RD))
+
+        ctx.save_for_backward(grad_x_ND, grad_w_VD)
+        ctx.dtypes = (x_ND.dtype, weight_VD.dtype)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
+
+        The saved gradients are not modified, so that a second backward can use them.
+        """
+        if torch.is_grad_enabled():  # only so under create_graph=True
+            raise NotImplementedError(
+                "linear_cross_entropy_sum has no second derivative (its gradients are computed in "
+                "forward); for create_graph=True use cross_entropy of the model's logits"
+            )
+        grads = (
+            None if grad is None else (grad * grad_loss).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*grads, None, None, None, None, None, None)
+
+
+def _raise_if_target_out_of_range(targets_N: torch.Tensor, vocab: int, cause: Exception) -> None:
+    """Turn torch's "index out of bounds" into an error that shows the target, if that is the cause.
+
+    This runs only after a failure, so that the hot path never looks at the targets.
+    """
+    bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != IGNORE_INDEX)
+    if not bool(bad_N.any()):
+        return
+    row = int(bad_N.nonzero()[0, 0])
+    raise DataError(
+        f"target {int(targets_N[row])} at row {row} is out of range: allowed are 0 to {vocab - 1}, "
+        f"or {IGNORE_INDEX} for a token that does not count. Check that the tokenizer's vocabulary "
+        "is the model's vocab_size."
+    ) from cause
+
+
+# Scaling that keeps the loss head's gradient matmuls inside the narrow range of fp16.
+#
+# Shapes: R tokens of one chunk, D model width, V vocabulary.
+
+
+class NoScales:
+    """The null object for :class:`Fp16Scales`: fp32 and bf16 have enough range without scales."""
+
+    def choose(self, log_pt_R1: torch.Tensor) -> None:
+        """Choose scales by the log-probabilities of a chunk's targets; does nothing here."""
+
+    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
+        """Scale E, softmax minus one-hot, the operand of both matmuls; may work in place."""
+        return error_RV
+
+    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Scale X, the operand of the weight gradient; keeps its dtype."""
+        return x_RD
+
+    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
+        """Unscale the matmul's gradient of X, given in fp32; may work in place."""
+        return grad_RD
+
+    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
+        """Unscale the matmul's gradient of the weight, given in the matmul's dtype."""
+        return grad_VD
+
+
+class Fp16Scales(NoScales):
+    """Powers of two that keep both gradient matmuls of a chunk inside the range of fp16.
+
+    The caller's loss scale is not known in forward, so each chunk uses scales of its own and
+    divides by them again in fp32, which is exact. With E = softmax - onehot, miss_n = 1 - p_nt::
+
+        s = power of two below 2^12 / (max_n miss_n * max(1, 2 max|W|))
+        r = power of two below 2^15 / (sum_n miss_n * max|X|)
+        E' = s E          dX = (E' W) / s
+        X' = (r / s) X    dW = (E'^T X') / r
+
+    Nothing overflows. A row of E holds -miss_n, and positive numbers that sum to miss_n, so
+    |E'| <= 2^12 and |E' W| <= 2 s miss_n max|W| <= 2^12. A column of E adds up to no more than
+    sum_n miss_n in absolute value, so |E'^T X'| <= 2^15. And little underflows: the scales follow
+    the confidence of the model, so a chunk whose every p_nt is 0.9999 uses as many binades as one
+    that guesses. Unscaled, E would lose all probabilities below 2^-25, and dW the rare tokens.
+
+    **Source:** derived here. 2^15 is half of the largest fp16 number (65504), which leaves a factor
+    of two for the rounding of the bounds themselves. 2^12 instead of 2^15 for s gives X' three more
+    binades, because sum_n miss_n may be R times max_n miss_n.
+    """
+
+    _SMALLEST = 2.0**-20
+    """Floor for miss and max|X|: avoids division by 0; anything smaller is fp32 rounding noise."""
+
+    def __init__(self, x_ND: torch.Tensor, weight_VD: torch.Tensor, vocabulary: Vocabulary) -> None:
+        """Measure both operands once for all chunks; the maxima stay on their device.
+
+        Args:
+            x_ND: Hidden states, the same on all ranks that hold parts of the vocabulary.
+            weight_VD: This rank's rows of the table.
+            vocabulary: Takes maxima over ranks, so that the scales are the same on all of them.
+        """
+        self._x_max = _largest(x_ND).clamp_(min=self._SMALLEST)
+        self._w_factor = (2 * vocabulary.largest(_largest(weight_VD))).clamp_(min=1)
+
+    def choose(self, log_pt_R1: torch.Tensor) -> None:
+        """Choose s and r for one chunk from ``log_pt_R1 <= 0``, in nats, without a host sync."""
+        miss_R1 = torch.expm1(log_pt_R1).neg_().clamp_(min=self._SMALLEST)
+        self._s = _power_of_two_below(2.0**12 / (miss_R1.amax() * self._w_factor))
+        self._r = _power_of_two_below(2.0**15 / (miss_R1.sum() * self._x_max))
+
+    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
+        """Compute E' = s E in place, still in fp32."""
+        return error_RV.mul_(self._s)
+
+    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Compute X' = (r / s) X, rounded to fp16."""
+        return (x_RD.float() * (self._r / self._s)).to(x_RD.dtype)
+
+    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
+        """Compute dX = (E' W) / s in fp32, which is exact."""
+        return grad_RD.div_(self._s)
+
+    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
+        """Compute dW = (E'^T X') / r in fp32, which is exact."""
+        return grad_VD.float().div_(self._r)
+
+
+def _largest(t: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in ``t`` as an fp32 scalar on its device; 0 if it is empty."""
+    if t.numel() == 0:
+        return torch.zeros((), device=t.device)
+    low, high = torch.aminmax(t)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
+    """Round ``t > 0`` down to a power of two; exact, as t = m 2^k with m in [0.5, 1)."""
+    return t / (2 * torch.frexp(t).mantissa)
+
+
+# Excludes chosen operations from autocast, alike on every device type.
+#
+# Autocast decides per device which operations run in 16 bits: CUDA's list sends ``layer_norm`` to
+# fp32, CPU's list does not. A model that relies on the list computes different values on the two.
+# Autocast is therefore switched off around the operations whose dtype matters (norm statistics,
+# logits, loss), and these choose their dtype themselves.
+
+
+# Computed at import, as ``torch.compile`` in torch 2.11 cannot trace is_autocast_available. The
+# decorator for that, assume_constant_result, would import the compiler, as slow as importing torch.
+_WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
+
+
+def autocast_is_on(device_type: str) -> bool:
+    """Whether autocast is on for ``device_type``; False where torch has no autocast ("meta")."""
+    # is_autocast_enabled raises on device types without autocast, so availability comes first.
+    return device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """Return a context that switches autocast off for ``device_type``; free if it is off already.
+
+    Args:
+        device_type: ``tensor.device.type`` of the operands.
+    """
+    if autocast_is_on(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def matmul_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which ``x @ weight.T`` must run to honour the caller's autocast.
+
+    Under autocast that is autocast's dtype for the device of ``x`` (except for fp64, which autocast
+    does not touch either); otherwise it is the smallest dtype that holds both operands exactly.
+
+    Args:
+        x: Any floating tensor; only its dtype and device are read.
+        weight: Likewise.
+    """
+    promoted = torch.promote_types(x.dtype, weight.dtype)
+    if promoted != torch.float64 and autocast_is_on(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return promoted

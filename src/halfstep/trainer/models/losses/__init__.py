@@ -1,1 +1,0 @@
-"""Losses, and the regions of a model that stay in fp32."""
