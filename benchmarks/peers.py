@@ -49,13 +49,13 @@ MODELS = {
 # --- the peers' model and data --------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # noqa: D101
     def __init__(self, n_embd: int, n_head: int) -> None:
         super().__init__()
         self.n_head = n_head
         self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
 
-    def forward(self, x):
+    def forward(self, x):  # noqa: D102
         b, t, c = x.shape
         q, k, v = self.c_attn(x).split(c, dim=2)
         q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in (q, k, v))
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # noqa: D101
     def __init__(self, n_embd: int, n_head: int) -> None:
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(n_embd), Attention(n_embd, n_head)
@@ -72,7 +72,7 @@ class Block(nn.Module):
             nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
         )
 
-    def forward(self, x):
+    def forward(self, x):  # noqa: D102
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -94,7 +94,7 @@ class GPT(nn.Module):
             elif p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, input_ids, labels=None):
+    def forward(self, input_ids, labels=None):  # noqa: D102
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
         for block in self.h:
             x = block(x)
@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
 
 class Tokens(Dataset):
-    """Sequences of a chain in which a token has 16 likely followers: there is something to learn."""
+    """Sequences of a chain in which each token has 16 followers: there is something to learn."""
 
     def __init__(self, count: int, vocab_size: int, length: int, **_: Any) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -152,7 +152,12 @@ class Turn:
         """Between two steps; ``loss`` is the last one's."""
         seconds = None if self._started is None else time.perf_counter() - self._started
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        line = {"seconds": seconds, "loss": loss, "peak": usage.ru_maxrss, "faults": usage.ru_minflt}
+        line = {
+            "seconds": seconds,
+            "loss": loss,
+            "peak": usage.ru_maxrss,
+            "faults": usage.ru_minflt,
+        }
         self._said.write(json.dumps(line) + "\n")
         self._said.flush()
         if not sys.stdin.readline():
@@ -273,9 +278,7 @@ def own_loop(shape: dict, turn: Turn, steps: int, *, policy: str) -> None:
 
     model = GPT(**shape)
     split = policy.startswith("bf16-split")
-    optimizer = (
-        halfstep.optim.AdamW(groups(model), lr=RATE, betas=BETAS) if split else adamw(model)
-    )
+    optimizer = halfstep.optim.AdamW(groups(model), lr=RATE, betas=BETAS) if split else adamw(model)
     precision = halfstep.Precision(policy, model, optimizer)
     loss = None
     for batch in loader(shape, steps):
@@ -316,7 +319,9 @@ def trainer(shape: dict, turn: Turn, steps: int, *, policy: str) -> None:
         ).train()
 
 
-def command(shape: dict, turn: Turn, steps: int, *, policy: str, words: tuple[str, ...] = ()) -> None:
+def command(
+    shape: dict, turn: Turn, steps: int, *, policy: str, words: tuple[str, ...] = ()
+) -> None:
     """`halfstep train` with its own GPT of the same shape, all that the command does."""
     import halfstep.trainer.run.execute as execute
     from halfstep.cli.main import main
@@ -389,6 +394,7 @@ class Process:
         self._read()
 
     def step(self) -> None:
+        """Have it take one step, and wait."""
         self._child.stdin.write("go\n")
         self._child.stdin.flush()
         self.steps.append(self._read())
@@ -401,6 +407,7 @@ class Process:
         return json.loads(line)
 
     def close(self) -> None:
+        """End it."""
         self._child.kill()
         self._child.wait()
 
@@ -457,7 +464,8 @@ def main() -> None:
     theirs = [f["tokens_per_second"] for name, f in found.items() if not name.startswith("half")]
     best = max(theirs, default=math.nan)
     print(f"{arguments.model}, {arguments.threads} threads, {arguments.steps} steps each\n")
-    print(f"{'':<56} {'tokens/s':>9} {'best':>7} {'of the best peer':>17} {'peak MB':>8} {'faults':>8}")
+    head = ("tokens/s", "best", "of the best peer", "peak MB", "faults")
+    print(f"{'':<56} {head[0]:>9} {head[1]:>7} {head[2]:>17} {head[3]:>8} {head[4]:>8}")
     for name, f in found.items():
         print(
             f"{name:<56} {f['tokens_per_second']:>9,.0f} {f['best_tokens_per_second']:>7,.0f} "

@@ -17,12 +17,13 @@ ALLOWED = {
     "files": set(),
     "formats": set(),
     "torch_version": {"errors"},
-    "precision": {"errors", "formats"},
+    "kernels": {"errors"},
+    "precision": {"errors", "formats", "kernels"},
     "precision.policy": {
         *("errors", "formats", "precision.border", "precision.scaling"),
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
-    "optim": {"errors", "formats", "precision"},
+    "optim": {"errors", "formats", "kernels", "precision"},
     "diagnostics": {"errors", "formats", "precision", "optim"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},

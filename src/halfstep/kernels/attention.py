@@ -45,7 +45,7 @@ class _Call(ctypes.Structure):
 def fits(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, grouped: bool
 ) -> bool:
-    """Whether the kernel knows these shapes: bf16, D a multiple of 16 up to 256, no mask to learn."""
+    """Whether the kernel knows these shapes: D is a multiple of 16 up to 256, the mask constant."""
     if not (q_BHTD.ndim == k_BKSD.ndim == v_BKSD.ndim == 4):
         return False
     (batch, heads, queries, channels), keys = q_BHTD.shape, k_BKSD.shape[2]
@@ -91,7 +91,7 @@ def _added(mask: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The tensor itself where a position's channels lie side by side, at even addresses of pairs."""
+    """The tensor itself, or a copy where channels are not adjacent or a row starts unaligned."""
     return x if x.stride(-1) == 1 and all(s % 2 == 0 for s in x.stride()[:-1]) else x.contiguous()
 
 

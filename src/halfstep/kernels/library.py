@@ -1,8 +1,8 @@
-"""Compile C++ sources into a library that ctypes loads, once per machine and source.
+"""Compiles C++ sources into a library that ctypes loads.
 
-The system's compiler takes a few seconds; what it makes is kept in the user's cache folder. The
-sources include neither torch's headers nor Python's. OpenMP comes from the library that torch has
-loaded, so both use one pool of threads.
+The system's C++ compiler builds a library once per machine and source, in a few seconds; it is kept
+in the user's cache folder. The sources include neither torch's nor Python's headers. They use the
+OpenMP library that torch has loaded, so both share one thread pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math"),
 )
-# On x86 compilers prefer half the width of AVX-512 unless told; OpenMP is not everywhere.
+# On x86, compilers use half of AVX-512's width unless told. OpenMP is not installed everywhere.
 _OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 
 
@@ -50,7 +50,7 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
 
 
 def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path:
-    """The library's path; compiled unless the cache folder has it."""
+    """The path of the library, which is compiled unless the cache folder has it."""
     package = resources.files("halfstep")
     texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
     fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
@@ -66,7 +66,7 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed when whole
+    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed once complete
         for name, text in texts.items():
             (Path(work) / name).write_bytes(text)
         files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
@@ -82,7 +82,7 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a cache folder may be shared by several machines."""
+    """The CPU's identity, on which -march=native depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

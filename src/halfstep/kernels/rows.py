@@ -102,6 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
         made = torch.empty(logits.shape, dtype=logits.dtype)
         library().halfstep_cross_entropy_backward(
             address(logits), logits.dtype == torch.bfloat16, logits.stride(0), address(targets),
-            address(base), address(grad), address(made), made.stride(0), *logits.shape, torch.get_num_threads(),
+            address(base), address(grad), address(made), made.stride(0), *logits.shape,
+            torch.get_num_threads(),
         )  # fmt: skip
         return made, None, None

@@ -1,39 +1,20 @@
-"""Builds, loads and calls the compiled CPU kernel.
-
-The system's C++ compiler builds it once per machine and source, in about a second; it is kept in
-the user's cache folder and called through ctypes, without torch's or Python's headers. It uses the
-OpenMP library that torch has loaded, so both share one thread pool.
-"""
+"""Calls the compiled CPU kernel of an optimizer step."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from importlib import resources
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels.library import load_library
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.state import StepTask, mark_written
 from halfstep.precision.masters.rounding import ROUNDING
 
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-# On x86, compilers use half of AVX-512's width unless told. OpenMP is not installed everywhere.
-_OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
@@ -71,8 +52,7 @@ class _Plan(ctypes.Structure):
 class NativeKernel:
     """The compiled library of CPU kernels, with the types of its functions' arguments."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._square_sum = library.halfstep_square_sum
         self._square_sum.restype = ctypes.c_double
         self._square_sum.argtypes = (
@@ -135,56 +115,7 @@ class NativeKernel:
 
 @cache
 def native_kernel() -> NativeKernel | str:
-    """The compiled kernel, or the reason why there is none.
-
-    ``HALFSTEP_KERNEL=torch`` in the environment asks for the torch operations instead.
-    """
-    if os.environ.get("HALFSTEP_KERNEL") == "torch":
-        return "HALFSTEP_KERNEL=torch"
-    known = (name for name in ("g++", "c++", "clang++") if shutil.which(name))
-    compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
-    if not compiler:
-        return "no C++ compiler (g++, c++ or clang++) on the PATH"
-    try:
-        return NativeKernel(_build(compiler))
-    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError) as error:
-        said = (getattr(error, "stderr", None) or "").strip() or str(error)
-        return f"{' '.join(compiler)} failed: {said.splitlines()[0]}"
-
-
-def _build(compiler: Sequence[str]) -> Path:
-    """The path of the library, which is compiled unless the cache folder has it."""
-    source = resources.files("halfstep").joinpath("optim/kernels/cpu.cpp").read_bytes()
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    parts = (source, version.encode(), _cpu().encode(), " ".join((*_FLAGS, *_OPTIONAL)).encode())
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "halfstep" / "kernels"
-    library = folder / f"step-{digest}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:  # renamed once complete
-        file = Path(work) / "native.cpp"
-        file.write_bytes(source)
-        target = Path(work) / "step.so"
-        for flags in ((*_FLAGS, *_OPTIONAL), (*_FLAGS, _OPTIONAL[1]), _FLAGS):
-            command = [*compiler, *flags, "-o", str(target), str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if done.returncode == 0:
-                os.replace(target, library)
-                return library
-        done.check_returncode()
-    raise AssertionError("unreachable: check_returncode raises")
-
-
-def _cpu() -> str:
-    """The CPU's identity, on which -march=native depends: machines may share a cache folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "features", "cpu part")
-    return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
+    """The compiled kernel, or the reason why there is none."""
+    # the steps' bits are those of torch operations, which round a product before they add
+    found = load_library(("optim/kernels/cpu.cpp",), fused=False)
+    return found if isinstance(found, str) else NativeKernel(found)

@@ -12,9 +12,7 @@ from halfstep.kernels.rows import activation, cross_entropy
 
 DEFINITIONS = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: (
-        x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-    ),
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
     "silu": lambda x: x / (1 + torch.exp(-x)),
 }
 
@@ -93,7 +91,9 @@ def loss_by_definition(logits, targets, ignored):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 2), (7, 15), (9, 16), (4, 17), (64, 999)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (5, 2), (7, 15), (9, 16), (4, 17), (64, 999)]
+)
 def test_losses_and_gradients(rows, columns, dtype):
     torch.manual_seed(rows)
     logits = (torch.randn(rows, columns) * 4).to(dtype).requires_grad_()

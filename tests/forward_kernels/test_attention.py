@@ -81,9 +81,7 @@ def test_output_and_gradients_are_those_of_the_definition(shape):
     true = gradients(
         lambda q, k, v: defined(q, k, v, mask, causal), [x.double() for x in given], grad
     )
-    ours = gradients(
-        lambda q, k, v: attention(q, k, v, mask, 0.0, causal, None), given, grad
-    )
+    ours = gradients(lambda q, k, v: attention(q, k, v, mask, 0.0, causal, None), given, grad)
     low = None if mask is None or mask.dtype == torch.bool else mask.to(torch.bfloat16)
     low = mask if low is None else low
     torchs = gradients(
@@ -100,7 +98,7 @@ def test_output_and_gradients_are_those_of_the_definition(shape):
 
 
 def test_a_scale_of_ones_own():
-    given, _, _, grad = operands(SHAPES[2])
+    given, *_ = operands(SHAPES[2])
     scaled = [given[0] * 0.5, *given[1:]]  # a power of two: exact
     ours = attention(*given, None, 0.0, True, 0.5 / math.sqrt(32))
     same = attention(*scaled, None, 0.0, True, None)
