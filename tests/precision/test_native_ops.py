@@ -1,0 +1,180 @@
+"""Which calls of a stranger's model the compiled kernels take, and which stay torch's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep.kernels.forward import loaded
+from halfstep.precision.casting import autocast, native_ops
+
+pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
+
+
+@pytest.fixture(autouse=True)
+def native_bf16(monkeypatch):
+    """As on a CPU with bf16 instructions, so that products are not simulated."""
+    monkeypatch.setattr(autocast, "cpu_has_bf16", lambda: True)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The names of functions that a kernel ran."""
+    found = []
+
+    def watch(function, kernel):
+        def run(*args, **kwargs):
+            result = kernel(*args, **kwargs)
+            if result is not NotImplemented:
+                found.append(function.__name__)
+            return result
+
+        return run
+
+    kernels = {f: watch(f, k) for f, k in native_ops.KERNELS.items()}
+    monkeypatch.setattr(native_ops, "KERNELS", kernels)
+    return found
+
+
+def heads(*shape, dtype=torch.float32):
+    return torch.randn(*(shape or (2, 3, 8, 16)), dtype=dtype, requires_grad=True)
+
+
+CALLS = {
+    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
+        heads(), heads(), heads(), is_causal=True
+    ),
+    "gelu": lambda: F.gelu(heads(dtype=torch.bfloat16)),
+    "silu": lambda: nn.SiLU()(heads(dtype=torch.bfloat16)),
+    "cross_entropy": lambda: nn.CrossEntropyLoss()(heads(4, 9), torch.tensor([1, -100, 3, 4])),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_under_a_policy_runs_by_its_kernel(name, policy, taken):
+    if policy == "bf16-master" and name == "scaled_dot_product_attention":
+        pytest.skip("operands in fp32 mean fp32 there")
+    model = nn.Linear(2, 2)
+    context = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with context.autocast():
+        out = CALLS[name]()
+    assert taken == [name]
+    out.float().sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
+@pytest.mark.parametrize("name", CALLS)
+def test_no_other_policy_is_touched(name, policy, taken):
+    with halfstep.autocast(policy, "cpu"):
+        CALLS[name]()
+    assert taken == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_outside_of_the_context_torch_computes(name, taken):
+    CALLS[name]()
+    assert taken == []
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    """A subclass with a way of its own to compute."""
+
+
+LOW = torch.ones(4, dtype=torch.bfloat16)
+LOGITS, CLASSES = torch.ones(2, 3), torch.tensor([0, 1])
+STAY = {
+    "a mode that looks at operators": lambda: (Seen(), CALLS["gelu"]),
+    "attention by a kernel that was chosen": lambda: (
+        sdpa_kernel(SDPBackend.MATH),
+        CALLS["scaled_dot_product_attention"],
+    ),
+    "a subclass": lambda: (
+        None,
+        lambda: F.gelu(LOW.as_subclass(Own)),
+    ),
+    "in place": lambda: (None, lambda: F.silu(LOW.clone(), inplace=True)),
+    "fp32 activations": lambda: (None, lambda: F.gelu(torch.ones(4))),
+    "fp64": lambda: (
+        None,
+        lambda: F.cross_entropy(LOGITS.double(), CLASSES),
+    ),
+    "weights of classes": lambda: (
+        None,
+        lambda: F.cross_entropy(LOGITS, CLASSES, weight=torch.ones(3)),
+    ),
+    "smoothing": lambda: (
+        None,
+        lambda: F.cross_entropy(LOGITS, CLASSES, label_smoothing=0.1),
+    ),
+    "probabilities": lambda: (
+        None,
+        lambda: F.cross_entropy(LOGITS, LOGITS / 3),
+    ),
+    "a mask that learns": lambda: (
+        None,
+        lambda: F.scaled_dot_product_attention(heads(), heads(), heads(), heads(8, 8)),
+    ),
+    "three dimensions": lambda: (
+        None,
+        lambda: F.scaled_dot_product_attention(*(heads(3, 8, 16) for _ in range(3))),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAY)
+def test_what_stays_torchs(case, taken):
+    mode, call = STAY[case]()
+    with halfstep.autocast("bf16-mixed", "cpu"):
+        if mode is None:
+            call()
+        else:
+            with mode:
+                call()
+    assert taken == []
+
+
+def test_a_target_out_of_range_is_torchs_error():
+    with halfstep.autocast("bf16-mixed", "cpu"), pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_reductions_are_torchs(reduction):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 11), torch.tensor([0, 10, -100, 3, 4, 5])
+    with halfstep.autocast("bf16-mixed", "cpu"):
+        found = F.cross_entropy(logits, targets, reduction=reduction)
+        nothing = F.cross_entropy(logits, torch.full((6,), -100), reduction=reduction)
+    torch.testing.assert_close(found, F.cross_entropy(logits, targets, reduction=reduction))
+    expected = F.cross_entropy(logits, torch.full((6,), -100), reduction=reduction)
+    torch.testing.assert_close(nothing, expected, equal_nan=True)
+
+
+def test_transforms_of_functions_and_forward_mode_go_on():
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    with halfstep.autocast("bf16-mixed", "cpu"):
+        grads = torch.func.vmap(torch.func.grad(lambda v: F.gelu(v).float().sum()))(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            tangent = torch.autograd.forward_ad.unpack_dual(F.gelu(dual)).tangent
+    torch.testing.assert_close(grads, tangent, rtol=2**-7, atol=2**-7)
+
+
+def test_no_grad_and_inference_mode():
+    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, halfstep.autocast("bf16-mixed", "cpu"):
+            out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            assert not out.requires_grad
+            assert math.isfinite(out.float().sum())
