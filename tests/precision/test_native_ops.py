@@ -161,6 +161,7 @@ def test_reductions_are_torchs(reduction):
     torch.testing.assert_close(nothing, expected, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
 def test_transforms_of_functions_and_forward_mode_go_on():
     x = torch.randn(4, 8, dtype=torch.bfloat16)
     with halfstep.autocast("bf16-mixed", "cpu"):
