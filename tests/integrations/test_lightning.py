@@ -399,7 +399,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path):
 def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     _, run = fit(HalfstepPrecision("bf16-master"))
     run.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(PrecisionError, match="of policy 'bf16-master'"):
+    with pytest.raises(PrecisionError, match="from policy 'bf16-master'"):
         trainer(HalfstepPrecision("fp16-mixed"), max_epochs=2).fit(
             Regression(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True
         )

@@ -272,7 +272,7 @@ def test_an_unknown_way_is_named_with_all_that_are_known(name, options, words):
     ("dtype", "way_out"),
     [
         (torch.float16, "fp16-master"),
-        (torch.float64, r"cut fp64.*torch\.optim\.AdamW.*model\.float"),
+        (torch.float64, r"round fp64.*torch\.optim\.AdamW.*model\.float"),
         (torch.complex64, r"real numbers.*view_as_real.*torch\.optim\.AdamW"),
     ],
 )

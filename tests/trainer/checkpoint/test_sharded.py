@@ -260,7 +260,7 @@ HOSTILE = {
     "key": (lambda m, p: p.update(more=1), "has"),
     "no offset": (lambda m, p: p.pop("offset"), "offset"),
     "no pieces": (lambda m, p: m["weights"]["w"].pop("pieces"), "pieces"),
-    "pieces a table": (lambda m, p: m["weights"]["w"].update(pieces={}), "no list"),
+    "pieces a table": (lambda m, p: m["weights"]["w"].update(pieces={}), "not a list"),
     "piece a number": (lambda m, p: m["weights"]["w"].update(pieces=[1]), "int"),
     "entry a list": (lambda m, p: m["weights"].update(w=[]), "'w'.*list"),
     "no weights": (lambda m, p: m.pop("weights"), "weights"),
