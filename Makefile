@@ -14,8 +14,8 @@ BIN = $(VENV)/bin
 WORKERS ?= 2
 STRANGERS_VENV ?= .venv-strangers
 
-UNIT = tests/architecture tests/diagnostics tests/golden tests/optim tests/precision tests/properties tests/reference \
-       tests/trainer/checkpoint tests/trainer/data tests/test_errors.py tests/test_format_bits.py tests/test_formats.py \
+UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden tests/optim tests/precision \
+       tests/properties tests/reference tests/trainer/checkpoint tests/trainer/data tests/test_errors.py tests/test_format_bits.py tests/test_formats.py \
        tests/test_readme.py tests/test_torch_version.py
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.

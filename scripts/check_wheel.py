@@ -22,7 +22,9 @@ from halfstep.trainer.config.config import shipped_configs
 assert "gpt-tiny" in shipped_configs()
 for name in dir(halfstep):
     getattr(halfstep, name)
-assert (pathlib.Path(halfstep.__file__).parent / "optim" / "kernels" / "cpu.cpp").is_file()
+package = pathlib.Path(halfstep.__file__).parent
+for source in ("optim/kernels/cpu.cpp", "kernels/attention.cpp", "kernels/vectors.h"):
+    assert (package / source).is_file(), source
 print("wheel: imports, public names and configurations are there:", halfstep.__version__)
 """
 
