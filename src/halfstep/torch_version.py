@@ -151,6 +151,11 @@ PRIVATE: tuple[Private, ...] = (
     Private("torch._foreach_zero_", EVERYTHING, _zero),
     Private("torch._functorch.config", EVERYTHING, _backward_pass_autocast),
     Private("torch._C", EVERYTHING, _composite),
+    Private(
+        "torch.autograd.forward_ad._current_level",
+        EVERYTHING,
+        lambda: torch.autograd.forward_ad._current_level == -1,
+    ),
     *(
         Private(f"torch.ops.aten.{name}", EVERYTHING, _have(f"torch.ops.aten.{name}.default"))
         for name in _ATEN

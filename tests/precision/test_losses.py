@@ -71,6 +71,7 @@ def test_every_loss_function_of_torch_is_known():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss", CALLS, ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("torch_alone")
 def test_a_loss_of_16_bit_values_is_the_fp32_loss_of_these_values(loss, dtype):
     args = cast(CALLS[loss], dtype)
     options = {"reduction": "batchmean"} if loss is F.kl_div else {}

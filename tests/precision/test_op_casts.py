@@ -491,6 +491,7 @@ def test_a_program_recorded_inside_the_context_computes_as_the_model(policy):
 @pytest.mark.covering
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-split"])
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("torch_alone")  # a compiled model runs by no kernel of ours
 def test_a_compiled_model_computes_the_same(policy, when, monkeypatch):
     # torch compiles nothing around a simulation, so bf16 runs by torch's own kernels here
     monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
