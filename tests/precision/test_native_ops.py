@@ -58,13 +58,12 @@ CALLS = {
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_under_a_policy_runs_by_its_kernel(name, policy, taken):
-    if policy == "bf16-master" and name == "scaled_dot_product_attention":
-        pytest.skip("operands in fp32 mean fp32 there")
+    kept = policy == "bf16-master" and name == "scaled_dot_product_attention"
     model = nn.Linear(2, 2)
     context = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with context.autocast():
         out = CALLS[name]()
-    assert taken == [name]
+    assert taken == ([] if kept else [name])  # operands in fp32 mean fp32 under 16-bit weights
     out.float().sum().backward()
 
 

@@ -52,6 +52,8 @@ def _attention(
     given = (query, key, value)
     if not all(_plain(x) and x.dtype in (_LOW, torch.float32) for x in given):
         return NotImplemented
+    if not (torch.is_autocast_enabled("cpu") or any(x.dtype == _LOW for x in given)):
+        return NotImplemented  # under 16-bit weights, operands all in fp32 mean fp32
     if not (attn_mask is None or (_plain(attn_mask) and not is_causal)):
         return NotImplemented
     if not (torch._C._get_flash_sdp_enabled() and 0 <= dropout_p < 1):
