@@ -106,3 +106,25 @@ class _CrossEntropy(torch.autograd.Function):
             torch.get_num_threads(),
         )  # fmt: skip
         return made, None, None
+
+
+def softmax_errors_(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
+    """Turn logits into ``softmax(logits) - onehot(target)`` in place; return the losses, fp32.
+
+    What :func:`cross_entropy` computes, and its gradient in the memory of its operand. A row whose
+    target is ignored becomes 0, and so is its loss.
+    """
+    targets_N = targets_N.contiguous()
+    loss, base = torch.empty(len(logits_NV)), torch.empty(len(logits_NV), 2)
+    scale = (targets_N != ignore_index).float()
+    narrow, threads = logits_NV.dtype == torch.bfloat16, torch.get_num_threads()
+    logits, stride = address(logits_NV), logits_NV.stride(0)
+    library().halfstep_cross_entropy(
+        logits, narrow, stride, address(targets_N), ignore_index, address(loss), address(base),
+        *logits_NV.shape, threads,
+    )  # fmt: skip
+    library().halfstep_cross_entropy_backward(
+        logits, narrow, stride, address(targets_N), address(base), address(scale), logits, stride,
+        *logits_NV.shape, threads,
+    )  # fmt: skip
+    return loss

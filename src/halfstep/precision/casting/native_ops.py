@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.kernels import attention, rows
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.forward import may_run
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kernel = Callable[..., Any]
@@ -25,20 +25,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a kernel makes of a call; ``NotImplemented`` where none knows it."""
-    if not _may_run():
+    if not may_run():
         return NotImplemented
     return KERNELS[func](*args, **kwargs)
-
-
-def _may_run() -> bool:
-    """Not where something wants to see torch's operators, or derive them in its own way."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or isinstance(loaded(), str)
-    )
 
 
 def _plain(x: Any) -> bool:
