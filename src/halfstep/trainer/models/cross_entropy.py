@@ -3,8 +3,8 @@
 Logits are the largest tensor of a language model: 8192 tokens of GPT-2 make 1.6 GB of them in fp32,
 and autograd keeps them until their gradient is done. Here they exist for one chunk of rows at a
 time: a chunk goes from logits to loss to gradients before the next begins, and backward only
-multiplies finished gradients by the incoming scalar, in place. bf16 logits on a CPU become their own
-gradients in place, by a compiled kernel. ``docs/decisions/0002-loss-head.md`` gives the
+multiplies finished gradients by the incoming scalar, in place. bf16 logits on a CPU become their
+own gradients in place, by a compiled kernel. ``docs/decisions/0002-loss-head.md`` gives the
 reasons, the alternatives and their measured times.
 
 Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
@@ -19,7 +19,7 @@ import torch
 
 from halfstep.errors import DataError
 from halfstep.kernels.forward import may_run
-from halfstep.kernels.rows import softmax_errors_
+from halfstep.kernels.rows import gradient_dtype, softmax_errors_
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
@@ -178,7 +178,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         loss_sum, *gradients = _sum_and_gradients(x_ND, weight_VD, *how)
         ctx.save_for_backward(x_ND, weight_VD)
         ctx.how, ctx.gradients = how, gradients
-        ctx.dtypes = (x_ND.dtype, _gradient_dtype(weight_VD))
+        ctx.dtypes = (x_ND.dtype, gradient_dtype(weight_VD))
         return loss_sum
 
     @staticmethod
@@ -202,12 +202,6 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*made, *(None for _ in ctx.how))
-
-
-def _gradient_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The dtype in which a weight's gradient is kept: wider than its own where it says so."""
-    asked = weight.grad_dtype if weight.is_leaf else None
-    return weight.dtype if asked is None else asked
 
 
 def _sum_and_gradients(
@@ -293,7 +287,10 @@ def _by_kernel(
             grad_x_ND[start : start + rows] = torch.mm(error_RV, weight_VD)
         for low in range(0, vocab if grad_w_VD is not None else 0, len(block)):
             assert grad_w_VD is not None
-            sum_VD, error_VR = grad_w_VD[low : low + len(block)], error_RV.t()[low : low + len(block)]
+            sum_VD, error_VR = (
+                grad_w_VD[low : low + len(block)],
+                error_RV.t()[low : low + len(block)],
+            )
             part_VD = torch.mm(error_VR, x_RD, out=block[: len(sum_VD)])
             sum_VD.add_(part_VD) if start else sum_VD.copy_(part_VD)
     return loss_sum, grad_x_ND, grad_w_VD
