@@ -16,7 +16,7 @@ _COUNT, _INT, _FLOAT = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "halfstep_attention": (Address, _INT),
     "halfstep_attention_backward": (Address, _INT),
-    "halfstep_activation": (_INT, Address, Address, Address, _COUNT, _INT),
+    "halfstep_gelu_tanh": (Address, Address, Address, _COUNT, _INT),
     "halfstep_norm": (
         *(Address, _INT, Address, Address, _FLOAT, Address, _INT, Address, Address),
         *(_COUNT, _COUNT, _INT),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.kernels.forward import may_run
-from halfstep.kernels.rows import gradient_dtype, layer_norm
+from halfstep.kernels.rows import gradient_dtype, norm
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Vocabulary,
@@ -271,8 +271,9 @@ class LayerNorm(nn.LayerNorm):
         """
         to = matmul_dtype(input, input) if self.feeds_matmul else input.dtype
         known = to == torch.bfloat16 and input.dtype in (torch.bfloat16, torch.float32)
-        if known and input.device.type == "cpu" and may_run():
-            return layer_norm(input, self.weight, self.bias, self.eps, to)
+        wide = input.shape[-1] >= 256  # below, the call costs more than the kernel saves
+        if known and wide and input.device.type == "cpu" and may_run():
+            return norm(input, self.weight, self.bias, self.eps, to)
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
         if input.device.type != "cuda":
             dtype = torch.promote_types(dtype, torch.float32)
@@ -416,10 +417,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        norm = partial(LayerNorm, config.n_embd, eps=config.layer_norm_eps, feeds_matmul=True)
-        self.attn_norm = norm()
+        layer_norm = partial(LayerNorm, config.n_embd, eps=config.layer_norm_eps, feeds_matmul=True)
+        self.attn_norm = layer_norm()
         self.attn = CausalSelfAttention(config)
-        self.mlp_norm = norm()
+        self.mlp_norm = layer_norm()
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
         self.activation_checkpointing = config.activation_checkpointing
