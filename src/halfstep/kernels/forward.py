@@ -17,13 +17,16 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "halfstep_attention": (Address, _INT),
     "halfstep_attention_backward": (Address, _INT),
     "halfstep_gelu_tanh": (Address, Address, Address, _COUNT, _INT),
+    "halfstep_gelu_tanh_rows": (
+        *(Address, Address, Address, Address, Address, _COUNT, _COUNT, _INT),
+    ),
     "halfstep_dropout": (*(Address, _INT, Address, _FLOAT, _FLOAT, ctypes.c_uint64, _COUNT, _INT),),
     "halfstep_norm": (
-        *(Address, _INT, Address, Address, _FLOAT, Address, _INT, Address, Address),
-        *(_COUNT, _COUNT, _INT),
+        *(Address, _INT, Address, Address, Address, Address, Address, _FLOAT),
+        *(Address, _INT, Address, Address, _COUNT, _COUNT, _INT),
     ),
     "halfstep_norm_backward": (
-        *(Address, _INT, Address, Address, _INT, Address, Address, Address, Address),
+        *(Address, _INT, Address, Address, _INT, Address, Address, Address, Address, Address),
         *(_COUNT, _COUNT, _INT),
     ),
     "halfstep_cross_entropy": (

@@ -83,12 +83,29 @@ void dropout(const T* x, T* y, float p, float scale, uint64_t seed, int64_t coun
     });
 }
 
+// What a block adds to a stream: `total` becomes x + added + shift, with a shift for each column.
+template <class X>
+struct Addition {
+    const uint16_t* added;  // null: nothing is added
+    const float* shift;
+    X* total;
+};
+
 template <class X, class Y>
-void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, Y* y, float* mean,
-               float* inverse, int64_t rows, int64_t columns, int threads) {
+void norm_rows(const X* x, Addition<X> sum, const float* gain, const float* bias, float epsilon,
+               Y* y, float* mean, float* inverse, int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
     for (int64_t r = 0; r < rows; r++) {
         const X* row = x + r * columns;
+        if (sum.added) {
+            X* total = sum.total + r * columns;
+            for_vectors(columns, [&](int64_t c, int n) {
+                Floats a = part(sum.added + r * columns + c, n) + part(sum.shift + c, n);
+                put(total + c, n, part(row + c, n) + a);
+            });
+            row = total;
+        }
+        if (!y) continue;
         float centre = 0;
         if (mean) {
             Floats sum{};
@@ -111,16 +128,18 @@ void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, 
     }
 }
 
-// The gradients of gain and bias are sums over rows: each of `threads` blocks of rows adds up its
-// own, in `sums` (threads x 2 x columns, zeros before), for the caller to add.
+// The gradients of gain and bias are sums over rows, and so is that of a shift added before: each of
+// `threads` blocks of rows adds up its own, in `sums` (threads x 3 x columns, zeros before), for the
+// caller to add. `passed`, if not null, is the gradient that went past the norm; grad_x includes it.
 template <class X, class Y>
-void norm_rows_backward(const X* x, const float* gain, const Y* grad, const float* mean,
-                        const float* inverse, X* grad_x, float* sums, int64_t rows,
-                        int64_t columns, int threads) {
+void norm_rows_backward(const X* x, const float* gain, const Y* grad, const X* passed,
+                        const float* mean, const float* inverse, X* grad_x, float* sums,
+                        int64_t rows, int64_t columns, int threads) {
     const int64_t block = (rows + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads)
     for (int t = 0; t < threads; t++) {
-        float *gain_sum = sums + 2 * t * columns, *bias_sum = gain_sum + columns;
+        float *gain_sum = sums + 3 * t * columns, *bias_sum = gain_sum + columns;
+        float* shift_sum = bias_sum + columns;
         for (int64_t r = t * block; r < (t + 1) * block && r < rows; r++) {
             const X* row = x + r * columns;
             const Y* g = grad + r * columns;
@@ -138,7 +157,12 @@ void norm_rows_backward(const X* x, const float* gain, const Y* grad, const floa
             for_vectors(columns, [&](int64_t c, int n) {
                 Floats value = (part(row + c, n, centre) - centre) * over, d = part(g + c, n);
                 if (gain) d *= part(gain + c, n);
-                put(grad_x + r * columns + c, n, (d - share - value * turn) * over);
+                d = (d - share - value * turn) * over;
+                if (passed) {
+                    d += part(passed + r * columns + c, n);
+                    put(shift_sum + c, n, part(shift_sum + c, n) + d);
+                }
+                put(grad_x + r * columns + c, n, d);
             });
         }
     }
@@ -225,13 +249,39 @@ void halfstep_dropout(const void* x, int32_t is_bf16, void* y, float p, float sc
         dropout((const float*)x, (float*)y, p, scale, seed, count, threads);
 }
 
+// The same over rows of x + bias, a bias for each column. With `grad`, each of `threads` blocks of
+// rows adds up the columns of its results in `sums` (threads x columns, zeros before).
+void halfstep_gelu_tanh_rows(const uint16_t* x, const float* bias, const uint16_t* grad,
+                             uint16_t* out, float* sums, int64_t rows, int64_t columns,
+                             int32_t threads) {
+    const int64_t block = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads)
+    for (int t = 0; t < threads; t++)
+        for (int64_t r = t * block; r < (t + 1) * block && r < rows; r++)
+            for_vectors(columns, [&](int64_t c, int n) {
+                const int64_t at = r * columns + c;
+                Floats v = part(x + at, n) + part(bias + c, n);
+                if (grad) {
+                    v = part(grad + at, n) * gelu_tanh_slope(v);
+                    float* sum = sums + t * columns + c;
+                    put(sum, n, part(sum, n) + v);
+                } else {
+                    v = gelu_tanh(v);
+                }
+                put(out + at, n, v);
+            });
+}
+
 // y = (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension; without `mean`
-// the root mean square takes the place of the deviation. `gain` and `bias` may be null.
-void halfstep_norm(const void* x, int32_t x_is_bf16, const float* gain, const float* bias,
-                   float epsilon, void* y, int32_t y_is_bf16, float* mean, float* inverse,
-                   int64_t rows, int64_t columns, int32_t threads) {
-#define NORM(X, Y) \
-    norm_rows((const X*)x, gain, bias, epsilon, (Y*)y, mean, inverse, rows, columns, threads)
+// the root mean square takes the place of the deviation. `gain` and `bias` may be null. With `added`
+// the norm is that of x + added + shift, which is written to `total`; `y` may be null then.
+void halfstep_norm(const void* x, int32_t x_is_bf16, const uint16_t* added, const float* shift,
+                   void* total, const float* gain, const float* bias, float epsilon, void* y,
+                   int32_t y_is_bf16, float* mean, float* inverse, int64_t rows, int64_t columns,
+                   int32_t threads) {
+#define NORM(X, Y)                                                                               \
+    norm_rows((const X*)x, Addition<X>{added, shift, (X*)total}, gain, bias, epsilon, (Y*)y, mean, \
+              inverse, rows, columns, threads)
     if (x_is_bf16)
         y_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
     else
@@ -240,12 +290,12 @@ void halfstep_norm(const void* x, int32_t x_is_bf16, const float* gain, const fl
 }
 
 void halfstep_norm_backward(const void* x, int32_t x_is_bf16, const float* gain, const void* grad,
-                            int32_t grad_is_bf16, const float* mean, const float* inverse,
-                            void* grad_x, float* sums, int64_t rows, int64_t columns,
-                            int32_t threads) {
-#define NORM(X, Y)                                                                              \
-    norm_rows_backward((const X*)x, gain, (const Y*)grad, mean, inverse, (X*)grad_x, sums, rows, \
-                       columns, threads)
+                            int32_t grad_is_bf16, const void* passed, const float* mean,
+                            const float* inverse, void* grad_x, float* sums, int64_t rows,
+                            int64_t columns, int32_t threads) {
+#define NORM(X, Y)                                                                            \
+    norm_rows_backward((const X*)x, gain, (const Y*)grad, (const X*)passed, mean, inverse,      \
+                       (X*)grad_x, sums, rows, columns, threads)
     if (x_is_bf16)
         grad_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
     else

@@ -142,7 +142,7 @@ class _Norm(torch.autograd.Function):
             grads = _norm_differentiable(x, gain, bias, ctx.epsilon, mean is not None, grad)
         else:
             grad_x, sums = norm_gradients(x, gain, grad, mean, inverse)
-            parameters = zip((gain, bias), sums, strict=True)
+            parameters = zip((gain, bias), sums[:2], strict=True)
             wide = (None if p is None else total.to(gradient_dtype(p)) for p, total in parameters)
             grads = (grad_x, *wide)
         return (*grads, None, None, None)
@@ -163,7 +163,7 @@ def normalised(
     y, inverse = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
     mean = torch.empty(rows) if centred else None
     library().halfstep_norm(
-        address(x), is_bf16(x.dtype), address(gain), address(bias), epsilon,
+        address(x), is_bf16(x.dtype), None, None, None, address(gain), address(bias), epsilon,
         address(y), is_bf16(dtype), address(mean), address(inverse),
         rows, x.shape[-1], torch.get_num_threads(),
     )  # fmt: skip
@@ -171,18 +171,82 @@ def normalised(
 
 
 def norm_gradients(
-    x: Tensor, gain: Tensor | None, grad: Tensor, mean: Tensor | None, inverse: Tensor
+    x: Tensor,
+    gain: Tensor | None,
+    grad: Tensor,
+    mean: Tensor | None,
+    inverse: Tensor,
+    passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of ``x`` in its dtype, and those of gain and bias as ``(2, C)`` fp32."""
+    """The gradient of a norm's operand in its dtype; those of gain, bias and shift, (3, C) fp32.
+
+    ``passed``, contiguous and of the dtype of ``x``, is the gradient of what went past the norm,
+    and becomes part of that of ``x``, whose sum over rows is the last of the three.
+    """
     x, grad, gain = x.contiguous(), grad.contiguous(), None if gain is None else gain.float()
     made, threads = torch.empty_like(x), torch.get_num_threads()
-    sums = torch.zeros(threads, 2, x.shape[-1])
+    sums = torch.zeros(threads, 3, x.shape[-1])
     library().halfstep_norm_backward(
         address(x), is_bf16(x.dtype), address(gain), address(grad), is_bf16(grad.dtype),
-        address(mean), address(inverse), address(made), address(sums), len(inverse),
-        x.shape[-1], threads,
+        address(passed), address(mean), address(inverse), address(made), address(sums),
+        len(inverse), x.shape[-1], threads,
     )  # fmt: skip
     return made, sums.sum(0)
+
+
+def add_and_normalise(
+    x: Tensor, added: Tensor, shift: Tensor, gain: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """A stream with a block's result and its bias added; then its LayerNorm in bf16, in one pass.
+
+    Args:
+        x: ``(N, C)`` bf16 or fp32.
+        added: ``(N, C)`` bf16.
+        shift: The result's bias, ``(C,)`` fp32.
+        gain: The norm's, likewise.
+        bias: The norm's, likewise.
+        epsilon: Added to the variance.
+
+    Returns:
+        The sum in the dtype of ``x``, and its LayerNorm.
+    """
+    total, y = torch.empty_like(x), torch.empty_like(added)
+    mean, inverse = torch.empty(2, len(x))
+    library().halfstep_norm(
+        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
+        address(gain), address(bias), epsilon, address(y), True, address(mean), address(inverse),
+        *x.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return total, y
+
+
+def add(x: Tensor, added: Tensor, shift: Tensor) -> Tensor:
+    """The first result of :func:`add_and_normalise` alone."""
+    total = torch.empty_like(x)
+    library().halfstep_norm(
+        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
+        None, None, 0.0, None, True, None, None, *x.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return total
+
+
+def gelu_of_rows(x: Tensor, bias: Tensor) -> Tensor:
+    """The tanh GELU of ``x + bias``: ``(N, C)`` bf16 and ``(C,)`` fp32."""
+    out = torch.empty_like(x)
+    library().halfstep_gelu_tanh_rows(
+        address(x), address(bias), None, address(out), None, *x.shape, torch.get_num_threads()
+    )
+    return out
+
+
+def gelu_of_rows_backward_(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    """Turn the gradient of :func:`gelu_of_rows` into that of ``x``; return that of ``bias``."""
+    threads = torch.get_num_threads()
+    sums = torch.zeros(threads, x.shape[-1])
+    library().halfstep_gelu_tanh_rows(
+        address(x), address(bias), address(grad), address(grad), address(sums), *x.shape, threads
+    )
+    return sums.sum(0)
 
 
 def _norm_differentiable(

@@ -25,6 +25,7 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
+from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, weights_of
 from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -434,6 +435,21 @@ class Block(nn.Module):
         return self._compute(x_BTC, cache)
 
     def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        weights = self._fusable(x_BTC) if cache is None else None
+        if weights is not None:
+            return fused_block(x_BTC, weights, self.attn.head_dim, self.attn_norm.eps)
         x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
         y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
+
+    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
+        """The parameters for one pass by the compiled kernels; None where that does not apply."""
+        known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
+        if not known or matmul_dtype(x_BTC, self.attn.qkv.weight) != torch.bfloat16:
+            return None
+        drops = self.training and self.dropout.p > 0
+        if drops or self.attn.head_dim % 16 or self.attn.head_dim > 256 or not may_run():
+            return None
+        attn, mlp = self.attn, self.mlp
+        inner = (self.attn_norm, attn.qkv, attn.proj, self.mlp_norm, mlp.up, mlp.down)
+        return weights_of(inner, outer=(attn, mlp))
