@@ -221,7 +221,7 @@ def add_and_normalise(
 
 
 def add(x: Tensor, added: Tensor, shift: Tensor) -> Tensor:
-    """The first result of :func:`add_and_normalise` alone, for ``(..., C)`` of any leading shape."""
+    """The first result of :func:`add_and_normalise` alone, for ``(..., C)`` of any shape."""
     total = torch.empty_like(x)
     library().halfstep_norm(
         address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
