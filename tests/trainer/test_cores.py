@@ -1,4 +1,4 @@
-"""A busy machine is recognised, an idle one is not, and a run with --threads computes with so many."""
+"""A busy machine is recognised, an idle one is not; a run computes with the threads given."""
 
 import itertools
 import json
