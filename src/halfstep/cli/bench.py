@@ -111,8 +111,8 @@ def text_of(report: BenchReport) -> str:
     assert reference is not None
     data = "synthetic data" if report.synthetic else "your data"
     parts = [
-        f"{report.name}: {reference.opened['summary']} ({data}), on {report.device} with "
-        f"{report.threads} threads; {report.timed} steps each, in {report.seconds:.0f} s\n",
+        f"{report.name}: {reference.opened['summary']} ({data}), {report.where}; "
+        f"{report.timed} steps each, in {report.seconds:.0f} s\n",
         table([head, *rows], set(range(1, len(head) - 1))),
         *(f"\n{row.policy}: {row.why_not}" for row in report.rows if row.why_not),
         f"\n{report.recommendation()}",

@@ -88,6 +88,7 @@ def test_the_fastest_is_recommended_with_its_reason():
         ({"loss": losses(above=0.1)}, "its loss is 0.1000 higher"),
         ({"loss": [*losses()[:-1], math.nan]}, "its loss is not finite"),
         ({"lost": 0.31}, "31% of its updates are lost to rounding"),
+        ({"lost": None}, "too few steps tell how many of its updates are lost"),
         ({"peak": 5e9}, "it takes 5.0 GB, more than there is"),
     ],
 )

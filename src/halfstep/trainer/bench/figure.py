@@ -35,9 +35,7 @@ def draw(report: BenchReport, path: Path) -> str:
     memory.set_xlabel("peak memory (MB)")
     _draw_losses(report, loss, names, colours)
     best = f"; take {report.best.policy}" if report.best else ""
-    figure.suptitle(
-        f"{report.name} on {report.device}, {report.threads} threads, {report.timed} steps{best}"
-    )
+    figure.suptitle(f"{report.name} {report.where}, {report.timed} steps{best}")
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=150, format=path.suffix[1:])
     temporary.replace(path)

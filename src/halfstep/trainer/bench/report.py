@@ -12,6 +12,7 @@ from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from halfstep.diagnostics.lost_updates.report import LOUD
 from halfstep.trainer.bench.turns import LEAST, Row
@@ -130,6 +131,11 @@ class BenchReport:
         """Threads that each row computed with."""
         return int(self.reference.opened["threads"]) if self.reference else 0
 
+    @property
+    def where(self) -> str:
+        """Name the device and the number of threads."""
+        return f"on {self.device} with {self.threads} thread{'s' * (self.threads != 1)}"
+
     def against(self, row: Row) -> str:
         """Say what speaks against a row, compared with the reference; empty for nothing."""
         reference = self.reference
@@ -141,6 +147,8 @@ class BenchReport:
             return f"its loss is {loss - best:.4f} higher"
         if self.lost(row) > max(LOUD, self.lost(reference)):
             return f"{self.lost(row):.0%} of its updates are lost to rounding"
+        if math.isnan(self.lost(row)) and row.policy.master_dtype != torch.float32:
+            return "too few steps tell how many of its updates are lost"
         peak = row.steps[-1].peak_memory_bytes
         if peak > self.memory_bytes:
             return f"it takes {peak / 1e9:.1f} GB, more than there is"
@@ -168,11 +176,14 @@ class BenchReport:
             text = [
                 f"Take {best.policy}: {rate / base:.2f} times the {self.unit} per second of "
                 f"{reference.policy}, at a loss within noise of its "
-                f"({self.loss(best):.4f} and {self.loss(reference):.4f}, noise {self.noise:.4f}), "
+                f"({self.loss(best):.4f} and {self.loss(reference):.4f}{self._plus_minus()}), "
                 f"in {memory} of {self.memory_bytes / 1e9:.0f} GB."
             ]
         text += self._faster(best) + self._leaner(best) + self.doubts()
         return " ".join(text)
+
+    def _plus_minus(self) -> str:
+        return f", noise {self.noise:.4f}" if math.isfinite(self.noise) else ""
 
     def _faster(self, best: Row) -> list[str]:
         faster = [r for r in self.measured if self.rate(r).median > self.rate(best).median]
