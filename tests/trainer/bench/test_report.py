@@ -68,9 +68,11 @@ def test_losses_are_compared_over_equal_steps():
 
 
 def test_the_noise_is_that_of_the_batches_and_not_of_the_slope():
-    # two standard errors of a mean over 6 steps: 2 * 0.01 / sqrt(6) = 0.0082
+    # two standard errors of a difference of means over 6 steps: 2 * 0.01 * sqrt(2 / 6) = 0.0115
     found = [report(row("fp32", loss=losses(seed))).noise for seed in range(40)]
-    assert np.sqrt(np.mean(np.square(found))) == pytest.approx(2 * 0.01 / math.sqrt(6), rel=0.15)
+    assert np.sqrt(np.mean(np.square(found))) == pytest.approx(
+        2 * 0.01 * math.sqrt(2 / 6), rel=0.15
+    )
     assert report(row("fp32", loss=losses(noise=0.0))).noise == pytest.approx(0, abs=1e-9)
 
 
@@ -122,7 +124,7 @@ def test_doubts_are_told():
     flat = [7.0 + x for x in np.random.default_rng(0).normal(0, 0.01, STEPS)]
     assert "cannot tell policies apart" in report(row("fp32", loss=flat)).recommendation()
     few = report(row("fp32", loss=losses()[:6]))
-    assert "Only 3 steps were counted: raise --seconds." in few.recommendation()
+    assert "Steps counted: only 3; raise --seconds." in few.recommendation()
     alone = report(row("fp32"), together=False)
     assert "not all took turns" in alone.recommendation()
     busy = report(row("fp32", waiting=0.4))
@@ -139,6 +141,14 @@ def test_with_a_broken_reference_nothing_is_recommended():
     assert (
         found.recommendation()
         == "No recommendation: fp32 is the measure, and its loss is not finite."
+    )
+
+
+def test_too_few_steps_give_no_recommendation():
+    found = report(row("fp32", loss=losses()[:4]), row("bf16-mixed", 0.5, loss=losses()[:4]))
+    assert found.recommendation() == (
+        "No recommendation: 4 steps are too few to compare losses. Steps counted: only 1; "
+        "raise --seconds."
     )
 
 

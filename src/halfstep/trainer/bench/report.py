@@ -101,17 +101,18 @@ class BenchReport:
 
     @property
     def noise(self) -> float:
-        """How far other batches would have moved the reference's loss: two standard errors.
+        """How far two runs of the reference on other batches would differ: two standard errors.
 
-        The variance of a batch's loss, about whatever slope, is a sixth of the mean square of the
-        losses' second differences. **Source:** Gasser, Sroka and Jennen-Steinmetz, "Residual
-        variance and residual pattern in nonlinear regression", Biometrika 1986.
+        The difference of two means of n losses has 2 / n times the variance of one, which is, about
+        whatever slope, a sixth of the mean square of the losses' second differences. **Source:**
+        Gasser, Sroka and Jennen-Steinmetz, "Residual variance and residual pattern in nonlinear
+        regression", Biometrika 1986.
         """
         if self.reference is None or self.steps < 5:
             return math.nan
         losses = [step.loss for step in self.reference.steps[self.steps // 2 : self.steps]]
         variance = float(np.square(np.diff(losses, 2)).mean()) / 6
-        return 2 * math.sqrt(variance / (self._tail.stop - self._tail.start))
+        return 2 * math.sqrt(2 * variance / (self._tail.stop - self._tail.start))
 
     @property
     def learned(self) -> float:
@@ -168,6 +169,9 @@ class BenchReport:
         if best is None or self.against(reference):
             why = self.against(reference)
             return f"No recommendation: {reference.policy} is the measure, and {why}."
+        if math.isnan(self.noise):
+            few = f"No recommendation: {self.steps} steps are too few to compare losses."
+            return " ".join([few, *self.doubts()])
         rate, base = self.rate(best).median, self.rate(reference).median
         memory = f"{best.steps[-1].peak_memory_bytes / 1e6:,.0f} MB"
         if best is reference:
@@ -176,14 +180,11 @@ class BenchReport:
             text = [
                 f"Take {best.policy}: {rate / base:.2f} times the {self.unit} per second of "
                 f"{reference.policy}, at a loss within noise of its "
-                f"({self.loss(best):.4f} and {self.loss(reference):.4f}{self._plus_minus()}), "
+                f"({self.loss(best):.4f} and {self.loss(reference):.4f}, noise {self.noise:.4f}), "
                 f"in {memory} of {self.memory_bytes / 1e9:.0f} GB."
             ]
         text += self._faster(best) + self._leaner(best) + self.doubts()
         return " ".join(text)
-
-    def _plus_minus(self) -> str:
-        return f", noise {self.noise:.4f}" if math.isfinite(self.noise) else ""
 
     def _faster(self, best: Row) -> list[str]:
         faster = [r for r in self.measured if self.rate(r).median > self.rate(best).median]
@@ -213,7 +214,7 @@ class BenchReport:
                 f"{self.rows[0].policy} was not measured, so that nothing is compared with it."
             )
         if self.timed < LEAST:
-            found.append(f"Only {self.timed} steps were counted: raise --seconds.")
+            found.append(f"Steps counted: only {self.timed}; raise --seconds.")
         if self.learned <= 3 * self.noise:
             found.append(
                 f"The loss fell by {self.learned:.4f} only, with a noise of {self.noise:.4f}: it "
