@@ -40,7 +40,7 @@ and V = 50257 (98 MiB) alike.
 IN_PLACE_BYTES = 32 * 2**20
 """Maximal size of a chunk of bf16 logits that become their gradients in place.
 
-**Source:** table 4 of docs/decisions/0002.
+**Source:** table 3 of docs/decisions/0002.
 """
 
 VOCABULARY_BLOCK = 4096
