@@ -24,7 +24,7 @@ from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
-from halfstep.trainer.run.metrics import MetricsFile, Record, peak_memory_bytes
+from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
@@ -304,21 +304,22 @@ def _record(
         tokens_per_second=tokens / seconds,
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
-        peak_memory_bytes=peak_memory_bytes(session.device),
+        peak_memory_bytes=pace.memory.bytes(),
     )
 
 
-# Speed of a run, for the rates in the metrics and for the estimate of the time left.
+# Speed and memory of a run, for the metrics and for the estimate of the time left.
 
 
 class Pace:
-    """Remembers how long recent steps and evaluations took, and estimates the time left."""
+    """What the metrics say of the machine: how fast the steps are, the time left, the memory."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         policy, world = session.precision.policy, session.world
         one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
         self.gemm = one * world.size
+        self.memory = PeakMemory(session.device)
         self._steps: list[float] = []
         self._evaluations: list[float] = []
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.token_file import TokenFile, Tokens
+from halfstep.trainer.data.corpus.token_file import TokenFile
 
 IGNORED = -100
 """Target that the loss leaves out. **Source:** ``ignore_index`` of torch's ``cross_entropy``."""
@@ -37,7 +37,7 @@ def batch(
     """
     places = _check_length(tokens, block_size)
     starts = [start_of_sequence(seed, step, number, places) for number in sequences]
-    return _windows(tokens.tokens, starts, block_size)
+    return _windows(tokens, starts, block_size)
 
 
 def start_of_sequence(seed: int, step: int, number: int, places: int) -> int:
@@ -81,7 +81,7 @@ def validation_batches(
     used = windows if max_batches is None else min(windows, max_batches * batch_size)
     starts = [number * windows // used * block_size for number in range(used)]
     return (
-        _windows(tokens.tokens, starts[first : first + batch_size], block_size)
+        _windows(tokens, starts[first : first + batch_size], block_size)
         for first in range(0, used, batch_size)
     )
 
@@ -97,11 +97,10 @@ def _check_length(tokens: TokenFile, block_size: int) -> int:
     return tokens.count - block_size
 
 
-def _windows(tokens: Tokens, starts: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
+def _windows(tokens: TokenFile, starts: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
     inputs: npt.NDArray[np.int64] = np.zeros((len(starts), block_size), dtype=np.int64)
     targets = np.full_like(inputs, IGNORED)
-    for row, start in enumerate(starts):
-        window = tokens[start : start + block_size + 1]
+    for row, window in enumerate(tokens.windows(starts, block_size + 1)):
         # Before the end of the file both lengths are block_size.
         inputs[row, : len(window) - 1] = window[:-1]
         targets[row, : len(window) - 1] = window[1:]
