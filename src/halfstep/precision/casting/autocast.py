@@ -211,7 +211,8 @@ class Autocast:
 
     def _enter_casts(self, stack: contextlib.ExitStack, held: Pins | None) -> None:
         policy, device = self.policy, self.device
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
         if self._simulated:
             stack.enter_context(SimulatedProducts(policy.compute_dtype))
         if policy.param_dtype != torch.float32:
