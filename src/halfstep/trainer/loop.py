@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -58,7 +59,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """Train to the end of the run, or until a signal or the time limit; yield after every step.
 
     Rank 0 writes metrics before each yield; all ranks save a checkpoint every ``save_every`` steps
-    and at the end, and must iterate together.
+    and at the end, and must iterate together. Outside the main thread, where Python allows no
+    signal handlers, no signal ends the run early.
 
     Args:
         session: A new one, or one restored from a checkpoint.
@@ -363,6 +365,8 @@ class Interrupt:
     Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
     has ended by then. A later one restores the old handlers and acts at once; without one, the old
     handlers come back when the block ends.
+
+    In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -371,7 +375,8 @@ class Interrupt:
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGINT) if main else ():
             self._old[number] = signal.signal(number, self._handle)
         return self
 

@@ -47,14 +47,14 @@ class TokenFile:
     sha256: str
     """SHA-256 of the stored bytes of these tokens, 64 hexadecimal digits."""
 
-    def windows(self, starts: Sequence[int], length: int) -> list[Tokens]:
-        """Reads the ``length`` tokens from each start on; fewer where the tokens end before.
+    def windows(self, starts: Sequence[int], length: int) -> Tokens:
+        """Reads the ``length`` tokens from each start on; zeros where the tokens end before.
 
         They are read and not mapped: a map that lives on keeps every page it ever touched in the
         memory of the process, and making one takes longer than reading some windows.
 
         Returns:
-            Read-only arrays of shape (at most length,).
+            A read-only array of shape (len(starts), length).
 
         Raises:
             DataError: The file is gone or has become too short.
@@ -70,12 +70,11 @@ class TokenFile:
                         f"{self.path}: {size} bytes are left of at least {end * wide}; restore the "
                         f"file or prepare it again"
                     )
-                found = []
+                rows = []
                 for start in starts:
                     first = self.offset + start
                     raw = os.pread(file, (min(first + length, end) - first) * wide, first * wide)
-                    found.append(np.frombuffer(raw, stored))
-                return found
+                    rows.append(raw.ljust(length * wide, b"\0"))
             finally:
                 os.close(file)
         except OSError as error:
@@ -83,6 +82,7 @@ class TokenFile:
                 f"{self.path}: token file cannot be read: {error.strerror or error}; "
                 f"restore it or prepare it again"
             ) from None
+        return np.frombuffer(b"".join(rows), stored).reshape(len(starts), length)
 
 
 @dataclass(frozen=True, slots=True)
