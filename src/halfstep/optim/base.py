@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +35,21 @@ from halfstep.precision.masters.rounding import ROUNDING, Update
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
+
+
+_NO_GRADIENT = torch.empty(0)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A parameter's task, kept from step to step for as long as nothing that it is of changes."""
+
+    parameter: Tensor
+    facts: tuple[Any, ...]  # see _facts
+    task: StepTask  # without its gradient between two steps
+    update: Update
+    moments: Moments
+    number: npt.NDArray[np.float64]  # the step number in the parameter's state, the same memory
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -72,6 +90,7 @@ class LowPrecisionOptimizer(Optimizer):
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
         self._kernels: dict[str, Kernel] = {}
+        self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,7 +106,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels = {}
+        self._kernels, self._kept = {}, {}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -132,8 +151,9 @@ class LowPrecisionOptimizer(Optimizer):
         check_updates(self.param_groups, type(self).__name__)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter in gradients:
-                    check_gradient(parameter, gradients[parameter])
+                gradient = gradients.get(parameter)
+                if gradient is not None:
+                    check_gradient(parameter, gradient)
 
     @torch.no_grad()
     def step(
@@ -169,6 +189,8 @@ class LowPrecisionOptimizer(Optimizer):
                 _write_back(parameter, task.weight)
             if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
                 self._fall_back(plan, members)
+            for _, task in members:
+                task.gradient = _NO_GRADIENT
         return loss
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -195,10 +217,9 @@ class LowPrecisionOptimizer(Optimizer):
             gradient = gradients.get(parameter)
             if gradient is None:
                 continue
-            state = self._state(group, parameter)
-            state["step"] += 1
-            step = int(state["step"])
-            update, moments = _update(group, parameter), kept_moments(group, state)
+            kept = self._task_of(stream, group, parameter, gradient)
+            step, update, moments = int(kept.number) + 1, kept.update, kept.moments
+            kept.number[...] = step
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
                 plan = Plan(
@@ -211,8 +232,32 @@ class LowPrecisionOptimizer(Optimizer):
                     step,
                 )
                 found[key] = (plan, [])
-            found[key][1].append((parameter, self._task(parameter, gradient, state, stream)))
+            found[key][1].append((parameter, kept.task))
         return list(found.values())
+
+    def _task_of(
+        self, stream: int, group: dict[str, Any], parameter: nn.Parameter, gradient: Tensor
+    ) -> _Kept:
+        """A parameter's task with this gradient: the kept one, unless something has changed."""
+        kept, state = self._kept.get(stream), self.state[parameter]
+        if kept is not None and kept.parameter is parameter:
+            if kept.facts == _facts(group, parameter, gradient, state):
+                kept.task.gradient = gradient
+                return kept
+            del self._kept[stream]
+        state = self._state(group, parameter)
+        task = self._task(parameter, gradient, state, stream)
+        update, moments = _update(group, parameter), kept_moments(group, state)
+        facts = _facts(group, parameter, gradient, state)
+        number = state["step"].numpy()
+        kept = _Kept(parameter, facts, task, update, moments, number)
+        # a copy, as of a parameter that is part of a larger tensor, serves one step only
+        tensors = (task.weight, task.gradient, *task.moments, *task.tops, task.remainder)
+        own = (parameter, gradient, *state.values())
+        places = {tensor.data_ptr() for tensor in own}
+        if all(t is None or not t.numel() or t.data_ptr() in places for t in tensors):
+            self._kept[stream] = kept
+        return kept
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -417,6 +462,19 @@ class LowPrecisionOptimizer(Optimizer):
             seed=group["seed"],
             stream=stream,
         )
+
+
+def _facts(
+    group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """All that a parameter's task depends on, but for the gradient's address.
+
+    The addresses are of memory that the kept task holds, so that nothing else can have them.
+    """
+    strides = parameter.stride()
+    addresses = [value.data_ptr() for value in state.values()]
+    layout = parameter.data_ptr(), parameter.dtype, parameter.shape, strides
+    return *layout, gradient.stride() == strides, group["update"], group["moments"], addresses
 
 
 def _write_back(parameter: Tensor, data: Tensor) -> None:
