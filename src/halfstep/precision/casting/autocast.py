@@ -196,7 +196,9 @@ class Autocast:
         activation checkpointing recomputes the same casts as in the forward.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.pins() or contextlib.nullcontext())
+            pins = self.pins()
+            if pins is not None:
+                stack.enter_context(pins)
             self._enter_casts(stack, None)
             if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
                 # autograd would otherwise use its own thread, in which no mode is entered

@@ -136,6 +136,7 @@ class MasterWeights:
         self._model = model
         self._optimizers = optimizers
         self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
+        self._dtypes: list[torch.dtype] = []  # of the parameters, in this order
         self._last: _Held | None = None  # what was last found to be held
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
@@ -168,8 +169,7 @@ class MasterWeights:
                 parameter was converted since it was taken in.
         """
         self._install(False)  # in case loading a state has raised half-way
-        for weight in self._weights.values():
-            weight.require_unconverted()
+        self._require_unconverted()
         if not any(p.requires_grad for p in self._held().waiting):
             return
         for optimizer in self._own:
@@ -185,6 +185,13 @@ class MasterWeights:
                 "optimizer"
             )
 
+    def _require_unconverted(self) -> None:
+        """Refuse parameters that were converted or moved since they were taken in."""
+        if [p.dtype for p in self._weights] == self._dtypes and not self._to_target:
+            return  # all are the tensors that the optimizers step, wherever these are
+        for weight in self._weights.values():
+            weight.require_unconverted()
+
     @torch.no_grad()
     def _adopt_all(self, placed: PlacedModel) -> None:
         held, dtypes = self._held().by_parameter, placed.dtypes()
@@ -196,6 +203,7 @@ class MasterWeights:
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
+        self._dtypes = [weight.dtype for weight in self._weights.values()]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -303,9 +311,9 @@ class MasterWeights:
         else:
             parameters = [self._to_parameter.get(target, target) for target in targets]
             weights = [self._weights[p] for p in parameters if p in self._weights]
+        self._require_unconverted()
         found = {}
         for weight in weights:
-            weight.require_unconverted()
             gradient = weight.gradient
             if gradient is not None:
                 found[weight.target] = gradient
