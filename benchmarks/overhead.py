@@ -7,8 +7,9 @@ on which a step is short enough for everything around it to show. After each of 
 process takes one of a bare torch loop: the same network and loss, ``torch.autocast`` where the
 policy is mixed and bf16 weights where it is split, ``clip_grad_norm_``, fused AdamW, and batches
 that lie ready in memory. A ratio is that of two steps beside each other, the trainer's over the
-bare one; its median and quartiles are printed. The trainer's step holds all that the command does:
-data, metrics and their file, the lost-update meter, and ranks' agreement.
+bare one; its median and quartiles are printed. A second ratio is that of spans of 50 steps, of
+which each holds one measurement of lost updates. The trainer's step holds all that the command
+does: data, metrics and their file, the lost-update meter, and ranks' agreement.
 
 The start is the wall time of ``halfstep train`` from the process's start to its first finished
 step, with data and kernels prepared by a run before.
@@ -118,10 +119,14 @@ def measure(folder: Path, policy: str, rounds: int) -> dict[str, Any]:
     pairs = [*zip(ours, theirs, strict=True)][WARM_UP:-1]  # the last one evaluates and saves
     ratios = [a / b for a, b in pairs]
     low, _, high = quantiles(ratios, n=4)
+    # the lost-update meter measures every 50th step: sums over 50 steps hold one measurement each
+    spans = [pairs[i : i + 50] for i in range(0, len(pairs) - 49, 50)]
+    with_meter = [sum(a for a, _ in span) / sum(b for _, b in span) for span in spans]
     return {
         "ratio": median(ratios), "quartiles": [low, high], "rounds": len(pairs),
-        "ratio_of_medians": median(ours[WARM_UP:-1]) / median(theirs[WARM_UP:-1]),
-        "trainer_ms": 1e3 * median(a for a, _ in pairs), "bare_ms": 1e3 * median(b for _, b in pairs),
+        "ratio_with_meter": median(with_meter),
+        "trainer_ms": 1e3 * median(a for a, _ in pairs),
+        "bare_ms": 1e3 * median(b for _, b in pairs),
     }  # fmt: skip
 
 
@@ -156,7 +161,8 @@ def main() -> None:
             steps[policy] = found = measure(folder, policy, arguments.rounds)
             low, high = found["quartiles"]
             print(
-                f"{policy:<12} trainer / bare {found['ratio']:.3f} ({low:.3f} to {high:.3f}), "
+                f"{policy:<12} trainer / bare {found['ratio']:.3f} ({low:.3f} to {high:.3f}), with "
+                f"the meter {found['ratio_with_meter']:.3f}, "
                 f"{found['trainer_ms']:.2f} ms / {found['bare_ms']:.2f} ms"
             )
         starts = [start_seconds(folder, n) for n in range(arguments.starts + 1)][1:]

@@ -76,7 +76,7 @@ def seed_dropout(seed: int) -> None:
     that is not in use it formats a traceback, for an error that may come when the device is.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
