@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
-
 inline Floats exp_(Floats x) { return exp2_(x * LOG2E); }  // for x <= 0
 
 inline Floats within(Floats x, float low, float high) {
@@ -30,48 +28,16 @@ inline Floats sigmoid2(Floats x) { return reciprocal(1.0f + exp2_near(-x)); }
 
 inline Floats sigmoid(Floats x) { return sigmoid2(within(x * LOG2E, -126.0f, 126.0f)); }
 
-// The normal distribution function as the sigmoid of its own log-odds, which are x times a
-// polynomial of x^2: within 2e-6 of itself down to 1e-5, within 2e-4 down to -6.
-// Source: weighted least squares on Chebyshev nodes, against mpmath's ncdf with 40 digits; the
-// coefficients are those of the log-odds to base 2.
-inline Floats normal_cdf(Floats x) {
-    Floats q = x * x, p = all(1.614734941739657e-12f);
-    p = p * q - 2.5380532079086797e-10f;
-    p = p * q + 1.696282534302762e-08f;
-    p = p * q - 6.311375920593898e-07f;
-    p = p * q + 1.4100372571131096e-05f;
-    p = p * q - 0.00017440760299221347f;
-    p = p * q - 5.268228243035102e-05f;
-    p = p * q + 0.10478491932758396f;
-    p = p * q + 2.3022273123883266f;
-    return sigmoid2(x * p);
-}
-
 constexpr float TANH_SCALE = 0.79788456080286535588f, TANH_CUBE = 0.044715f;
-constexpr float FAR = 6;  // beyond it the normal distribution function is 0 or 1 within 1e-9
 
-template <int KIND>
-inline Floats activated(Floats x) {
-    if (KIND == GELU) {
-        Floats near = x * normal_cdf(within(x, -FAR, FAR));
-        return (Floats)((Ints)near & ~(x < -FAR));
-    }
+inline Floats gelu_tanh(Floats x) {
     x = x < -90.0f ? all(-90.0f) : x;  // where a sigmoid has long been 0
-    if (KIND == SILU) return x * sigmoid(x);
     // (1 + tanh u) / 2 is the sigmoid of 2 u
     return x * sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
 }
 
-template <int KIND>
-inline Floats slope(Floats x) {
+inline Floats gelu_tanh_slope(Floats x) {
     x = within(x, -80.0f, 80.0f);  // where it has long been 0 or 1
-    if (KIND == SILU) {
-        Floats s = sigmoid(x);
-        return s * (1.0f + x * (1.0f - s));
-    }
-    if (KIND == GELU)
-        return normal_cdf(within(x, -FAR, FAR)) +
-               x * 0.39894228040143267794f * exp2_(-0.5f * LOG2E * x * x);
     Floats s = sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
     return s + 2.0f * x * s * (1.0f - s) * TANH_SCALE * (1.0f + 3.0f * TANH_CUBE * x * x);
 }
@@ -83,22 +49,6 @@ void for_chunks(int64_t count, int threads, F work) {
 #pragma omp parallel for num_threads(threads) if (count > 4 * CHUNK)
     for (int64_t start = 0; start < count; start += CHUNK)
         work(start, start + CHUNK < count ? start + CHUNK : count);
-}
-
-template <int KIND>
-void activate(const uint16_t* x, const uint16_t* grad, uint16_t* out, int64_t count, int threads) {
-    for_chunks(count, threads, [=](int64_t start, int64_t end) {
-        int64_t i = start;
-        for (; i + LANES <= end; i += LANES) {
-            Floats v = read(x + i);
-            write(out + i, grad ? read(grad + i) * slope<KIND>(v) : activated<KIND>(v));
-        }
-        if (int rest = (int)(end - i)) {
-            Floats v = read_some(x + i, rest, 0);
-            Floats y = grad ? read_some(grad + i, rest, 0) * slope<KIND>(v) : activated<KIND>(v);
-            write_some(out + i, rest, y);
-        }
-    });
 }
 
 // Calls work(at, count) for each vector of a row; `count` is below 16 in the last one alone.
@@ -238,12 +188,21 @@ void errors(const T* logits, int64_t stride, const int64_t* targets, const float
 
 extern "C" {
 
-// out = f(x), or grad * f'(x) where `grad` is given; `out` may be `x` or `grad`.
-void halfstep_activation(int32_t kind, const uint16_t* x, const uint16_t* grad, uint16_t* out,
-                         int64_t count, int32_t threads) {
-    if (kind == GELU) activate<GELU>(x, grad, out, count, threads);
-    if (kind == GELU_TANH) activate<GELU_TANH>(x, grad, out, count, threads);
-    if (kind == SILU) activate<SILU>(x, grad, out, count, threads);
+// out = gelu(x), or grad * gelu'(x) where `grad` is given; `out` may be `x` or `grad`.
+void halfstep_gelu_tanh(const uint16_t* x, const uint16_t* grad, uint16_t* out, int64_t count,
+                        int32_t threads) {
+    for_chunks(count, threads, [=](int64_t start, int64_t end) {
+        int64_t i = start;
+        for (; i + LANES <= end; i += LANES) {
+            Floats v = read(x + i);
+            write(out + i, grad ? read(grad + i) * gelu_tanh_slope(v) : gelu_tanh(v));
+        }
+        if (int rest = (int)(end - i)) {
+            Floats v = read_some(x + i, rest, 0);
+            Floats y = grad ? read_some(grad + i, rest, 0) * gelu_tanh_slope(v) : gelu_tanh(v);
+            write_some(out + i, rest, y);
+        }
+    });
 }
 
 // y = (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension; without `mean`
