@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.kernels.rows import cross_entropy, gelu_tanh, norm, softmax_errors_
+from halfstep.kernels.rows import cross_entropy, dropout, gelu_tanh, norm, softmax_errors_
 
 
 def gelu_by_definition(x):
@@ -195,7 +195,7 @@ def test_a_norm_without_gain_and_its_second_derivative(centred):
     for order in range(3):
         # some tens of fp32 roundings of terms that cancel, each up to the largest result
         bound = 2**-18 * max(1.0, float(true.detach().abs().max()))
-        assert float((found.double() - true).abs().max()) < bound, order
+        assert float((found.double() - true).detach().abs().max()) < bound, order
         (found,) = torch.autograd.grad((found**3).sum(), x, create_graph=True)
         (true,) = torch.autograd.grad((true**3).sum(), exact, create_graph=True)
 
@@ -203,3 +203,34 @@ def test_a_norm_without_gain_and_its_second_derivative(centred):
 def test_numbers_of_another_dtype_are_refused():
     with pytest.raises(TypeError, match=r"bf16 and fp32 numbers, got torch\.float16"):
         norm(torch.ones(2, 4).half(), None, None, 1e-5, torch.float32)
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_share_scaled_and_backward_keeps_the_same(p, dtype):
+    torch.manual_seed(0)
+    x = torch.ones(2**18 + 5, dtype=dtype, requires_grad=True)
+    y = dropout(x, p)
+    kept = y != 0
+    assert set(y.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - p)).to(dtype))}
+    # six deviations of a binomial share
+    assert abs(float(kept.float().mean()) - (1 - p)) < 6 * math.sqrt(p * (1 - p) / 2**18)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    assert torch.equal(grad, y)
+    for lag in (1, 16, 4096):  # neighbours in a vector, between vectors, between chunks
+        both = float((kept[lag:] & kept[:-lag]).float().mean())
+        assert abs(both - (1 - p) ** 2) < 0.01
+
+
+def test_dropout_follows_torchs_seed_and_layout():
+    x = torch.randn(64, 300)
+    torch.manual_seed(1)
+    first, second = dropout(x, 0.5), dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x, 0.5), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x.t().contiguous().t(), 0.5), first)

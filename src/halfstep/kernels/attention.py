@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import Address, address, library
+from halfstep.kernels.forward import Address, address, drawn_seed, library
 
 _Stride = ctypes.c_int64 * 3
 
@@ -76,7 +76,7 @@ def attention(
     if mask is not None:
         mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
     scale = 1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    seed = int(torch.randint(2**62, ())) if dropout else 0
+    seed = drawn_seed() if dropout else 0
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_BHTD, k_BKSD, v_BKSD, mask, dropout, causal, scale, seed
     )

@@ -72,6 +72,17 @@ inline void put(T* to, int count, Floats x) {
         write_some(to, count, x);
 }
 
+template <class T>
+void dropout(const T* x, T* y, float p, float scale, uint64_t seed, int64_t count, int threads) {
+    for_chunks(count, threads, [=](int64_t start, int64_t end) {
+        for_vectors(end - start, [&](int64_t c, int n) {
+            const int64_t at = start + c;
+            Words bits = random_bits(seed, (uint32_t)(at >> 32), (Words)COUNT + (uint32_t)at, 0);
+            put(y + at, n, part(x + at, n) * kept(bits, p, scale));
+        });
+    });
+}
+
 template <class X, class Y>
 void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, Y* y, float* mean,
                float* inverse, int64_t rows, int64_t columns, int threads) {
@@ -203,6 +214,15 @@ void halfstep_gelu_tanh(const uint16_t* x, const uint16_t* grad, uint16_t* out, 
             write_some(out + i, rest, y);
         }
     });
+}
+
+// y = x * scale, or 0 with probability p, drawn from the seed and an element's index; y may be x.
+void halfstep_dropout(const void* x, int32_t is_bf16, void* y, float p, float scale, uint64_t seed,
+                      int64_t count, int32_t threads) {
+    if (is_bf16)
+        dropout((const uint16_t*)x, (uint16_t*)y, p, scale, seed, count, threads);
+    else
+        dropout((const float*)x, (float*)y, p, scale, seed, count, threads);
 }
 
 // y = (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension; without `mean`

@@ -1,4 +1,4 @@
-"""GELU, norms and the softmax cross-entropy over bf16 or fp32 rows on a CPU, by ``rows.cpp``.
+"""GELU, dropout, norms and the cross-entropy over bf16 or fp32 rows on a CPU, by ``rows.cpp``.
 
 Each computes in fp32 whatever it reads and writes, so no widened copy is made, in the backward
 neither.
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import address, library
+from halfstep.kernels.forward import address, drawn_seed, library
 
 
 def is_bf16(dtype: torch.dtype) -> bool:
@@ -63,6 +63,39 @@ def gelu_tanh_or_slope(x: Tensor, grad: Tensor | None = None) -> Tensor:
         address(x), address(grad), address(out), x.numel(), torch.get_num_threads()
     )
     return out
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """``F.dropout`` of bf16 or fp32 numbers, ``0 < p < 1``; backward draws again, no mask is kept.
+
+    Seeded by torch's global generator, but not with the masks that torch draws from that seed.
+    """
+    y: Tensor = _Dropout.apply(x, p, drawn_seed())  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.draw = (p, seed)
+        return _dropped(x, p, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # the mark of create_graph=True
+            made: Tensor = _Dropout.apply(grad, *ctx.draw)  # type: ignore[no-untyped-call]
+            return made, None, None
+        return _dropped(grad, *ctx.draw), None, None
+
+
+def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    library().halfstep_dropout(
+        address(x), is_bf16(x.dtype), address(y), p, 1 / (1 - p), seed, x.numel(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
 
 
 def norm(

@@ -27,6 +27,8 @@ MANY = 2**18
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
 _PLAIN = (Tensor, nn.Parameter)
+SEVERAL = 2**14
+"""The same for dropout."""
 
 
 def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,6 +65,14 @@ def _gelu(input: Any, *, approximate: str = "none") -> Any:
     if not (_plain(input) and input.dtype == _LOW and approximate == "tanh"):
         return NotImplemented
     return rows.gelu_tanh(input)
+
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not (training and 0 < p < 1) or inplace or not _plain(input):
+        return NotImplemented
+    if input.dtype not in (_LOW, torch.float32) or input.numel() < SEVERAL:
+        return NotImplemented
+    return rows.dropout(input, p)
 
 
 def _layer_norm(
@@ -125,6 +135,7 @@ def _cross_entropy(
 KERNELS: Mapping[Callable[..., Any], Kernel] = {
     F.scaled_dot_product_attention: _attention,
     F.gelu: _gelu,
+    F.dropout: _dropout,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.cross_entropy: _cross_entropy,
