@@ -12,7 +12,7 @@ which each holds one measurement of lost updates. The trainer's step holds all t
 does: data, metrics and their file, the lost-update meter, and ranks' agreement.
 
 The start is the wall time of ``halfstep train`` from the process's start to its first finished
-step, with data and kernels prepared by a run before.
+step, with data, kernels and byte code prepared by a run before.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def start_seconds(folder: Path, number: int) -> float:
     metrics = folder / run / "metrics.jsonl"
     begin = time.perf_counter()
     command = [sys.executable, "-m", "halfstep", *words(folder, run, "bf16-mixed", 100_000)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as child:
         while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.005)
         seconds = time.perf_counter() - begin
