@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
@@ -13,6 +14,16 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.dispatch import Kernel, kernel_for
 from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.on_device.step import DeviceStep, device_step
+from halfstep.optim.options import (
+    check_gradient,
+    check_group,
+    check_updates,
+    kept_moments,
+    moments_of,
+    plain_options,
+    update_of,
+)
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
 from halfstep.optim.storage.moments import Moments
@@ -25,10 +36,12 @@ from halfstep.optim.storage.state import (
     flat,
     new_step,
     stored_moment,
+    write_back,
     zero_moment,
 )
 from halfstep.optim.storage.weights import read_master, write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -141,19 +154,23 @@ class LowPrecisionOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
-        multiplier: float = 1.0,
+        multiplier: float | DeviceStep = 1.0,
     ) -> Any:
         """Take one step.
 
         Args:
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
-            multiplier: A factor of every gradient, applied on the fly (unscaling, clipping).
+            multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
+                the :meth:`device_step` that has examined these gradients and knows the factor.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
-        loss = None
+        if isinstance(multiplier, DeviceStep):
+            multiplier.update()
+            return None
+        loss, factor = None, multiplier
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -161,15 +178,24 @@ class LowPrecisionOptimizer(Optimizer):
         if found is not None and found.item():
             return loss
         if scale is not None:
-            multiplier = multiplier / scale.item()
-        for plan, members in self._plans(gradients, multiplier):
+            factor = factor / scale.item()
+        for plan, members in self._plans(gradients, factor):
             kernel = self._kernel(members[0][0].device)
             kernel.run([task for _, task in members], plan)
             for parameter, task in members:
-                _write_back(parameter, task.weight)
+                write_back(parameter, task.weight)
             if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
                 self._fall_back(plan, members)
         return loss
+
+    def device_step(self, config: LossScaleConfig) -> DeviceStep | None:
+        """Steps whose decisions stay on the device; None where there is no kernel for them.
+
+        A subclass with a ``step`` of its own has none, since it may read the multiplier.
+        """
+        if inspect.unwrap(type(self).step) is not inspect.unwrap(LowPrecisionOptimizer.step):
+            return None
+        return device_step(self, config)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
@@ -198,7 +224,7 @@ class LowPrecisionOptimizer(Optimizer):
             state = self._state(group, parameter)
             state["step"] += 1
             step = int(state["step"])
-            update, moments = _update(group, parameter), kept_moments(group, state)
+            update, moments = update_of(group, parameter), kept_moments(group, state)
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
                 plan = Plan(
@@ -256,7 +282,7 @@ class LowPrecisionOptimizer(Optimizer):
 
         8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
         elements below that is detected automatically, reported by one warning, and kept in bf16 for
-        good, also through checkpoints. ``DeviceScaler``, which never waits, does not check.
+        good, also through checkpoints.
         """
         return tuple(
             self._name(parameter)
@@ -281,8 +307,8 @@ class LowPrecisionOptimizer(Optimizer):
             state["step"] = new_step(0)
         for name in self.algorithm.moments:
             if stored_moment(state, name)[0] is None:
-                state |= zero_moment(name, parameter, _moments(group))
-        dtype = ROUNDING[_update(group, parameter)].remainder_dtype
+                state |= zero_moment(name, parameter, moments_of(group))
+        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
         return state
@@ -310,7 +336,7 @@ class LowPrecisionOptimizer(Optimizer):
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        value = read_master(flat(data, data), held, _update(group, parameter))
+        value = read_master(flat(data, data), held, update_of(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
     @torch.no_grad()
@@ -321,7 +347,7 @@ class LowPrecisionOptimizer(Optimizer):
         Temporaries take a few MB, whatever the parameter's size.
         """
         group, stream = self._find(parameter)
-        update = _update(group, parameter)
+        update = update_of(group, parameter)
         data = dense(parameter)
         dtype = ROUNDING[update].remainder_dtype
         held = None
@@ -337,7 +363,7 @@ class LowPrecisionOptimizer(Optimizer):
             seed=group["seed"],
             stream=2 * stream,
         )
-        _write_back(parameter, data)
+        write_back(parameter, data)
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
@@ -412,149 +438,8 @@ class LowPrecisionOptimizer(Optimizer):
             self.algorithm.moments,
             dense(parameter),
             entry,
-            update=_update(group, parameter),
-            moments=_moments(group),
+            update=update_of(group, parameter),
+            moments=moments_of(group),
             seed=group["seed"],
             stream=stream,
-        )
-
-
-def _write_back(parameter: Tensor, data: Tensor) -> None:
-    """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
-    if data.data_ptr() != parameter.data_ptr():
-        layout = dense(parameter)
-        parameter.copy_(data.as_strided(layout.shape, layout.stride()))
-
-
-def _update(group: dict[str, Any], parameter: Tensor) -> Update:
-    """The rounding mode of a group's parameter; fp32 weights need none, so "nearest"."""
-    chosen: Update = group["update"] or "nearest"
-    return chosen if parameter.dtype == torch.bfloat16 else "nearest"
-
-
-def _moments(group: Mapping[str, Any]) -> Moments:
-    chosen: Moments = group["moments"] or "fp32"
-    return chosen
-
-
-def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """The format of a parameter's moments: its group's, unless they have fallen back to bf16."""
-    chosen = _moments(group)
-    return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
-
-
-def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with tensors, such as a learning rate, converted to numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }
-
-
-# Checks that an optimizer makes before anything is changed.
-
-
-_WEIGHTS = (torch.float32, torch.bfloat16)
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_group(group: dict[str, Any], owner: str) -> None:
-    """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
-    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
-        if group[key] is not None and group[key] not in allowed:
-            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
-    _check_options(group, owner)
-    for parameter in group["params"]:
-        shape = tuple(parameter.shape)
-        if parameter.dtype not in _WEIGHTS:
-            raise PrecisionError(
-                f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
-                f"weights. {_way_out(parameter.dtype, owner)}"
-            )
-        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
-            raise PrecisionError(
-                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
-                "share memory; give each element its own (parameter.data = parameter.data.clone())"
-            )
-
-
-def _way_out(dtype: torch.dtype, owner: str) -> str:
-    """Advice for a parameter of an unsupported dtype."""
-    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
-    if dtype.is_complex:
-        return (
-            "Its update rules are for real numbers: make the parameter "
-            f"torch.view_as_real(value), or keep it complex with {theirs}"
-        )
-    if dtype == torch.float64:
-        return (
-            "Its steps are computed in fp32 and would round fp64 weights: keep them with "
-            f"{theirs}, or call model.float() first"
-        )
-    return (
-        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
-        "casts the model and gives it fp32 masters"
-    )
-
-
-def _check_options(group: dict[str, Any], owner: str) -> None:
-    """Refuse options of ``torch.optim`` that no kernel honours, partly with torch's messages."""
-    if group.get("fused") and group.get("differentiable"):
-        raise RuntimeError("`fused` does not support `differentiable`")
-    if group.get("fused") and group.get("foreach"):
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        raise PrecisionError(
-            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
-            "number or a CPU tensor"
-        )
-    if group.get("amsgrad"):
-        raise PrecisionError(
-            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
-            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
-        )
-    if group.get("capturable"):
-        raise PrecisionError(
-            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
-            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
-        )
-    if group.get("differentiable"):
-        raise PrecisionError(
-            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
-            "one of torch.optim for a step to differentiate through"
-        )
-
-
-def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
-    """Refuse trainable bf16 weights in groups that give no rounding mode."""
-    silent = [
-        parameter
-        for group in groups
-        if group["update"] is None
-        for parameter in group["params"]
-        if parameter.dtype == torch.bfloat16 and parameter.requires_grad
-    ]
-    if silent:
-        modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
-        raise PrecisionError(
-            f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
-            f"updates: make {owner} with update={modes}, in brackets the bytes per parameter; "
-            "'split' is exact, 'nearest' loses them"
-        )
-
-
-def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel accepts: sparse, or of another shape or dtype."""
-    shape = tuple(parameter.shape)
-    if gradient.is_sparse:
-        raise PrecisionError(
-            f"the gradient of a parameter of shape {shape} is sparse; use torch.optim.SparseAdam "
-            "for it, or sparse=False"
-        )
-    if gradient.shape != parameter.shape or gradient.dtype not in _GRADIENTS:
-        raise PrecisionError(
-            f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
-            f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
         )

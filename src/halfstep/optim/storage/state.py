@@ -221,3 +221,10 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
         )
         tensor = moved.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def write_back(parameter: Tensor, data: Tensor) -> None:
+    """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
+    if data.data_ptr() != parameter.data_ptr():
+        layout = dense(parameter)
+        parameter.copy_(data.as_strided(layout.shape, layout.stride()))
