@@ -463,13 +463,13 @@ def captured_steps():
             generator = torch.Generator().manual_seed(number)
             x = torch.randn(6, 50, generator=generator)
             if number in (5, 8):
-                x[0, 0] = math.inf
+                x[0, 0] = math.inf if number == 5 else math.nan
             if number == 7:
                 for run in (ours, theirs):
                     run.optimizer.param_groups[0]["lr"] *= 0.5
             told.append((outcome(step, x), outcome(plain, x)))
             assert told[-1][0] == told[-1][1], told
-        assert [one for one, _ in told] == [True] * 5 + ["forward"] + [True] * 2 + ["forward", True]
+        assert [one for one, _ in told] == [*[True] * 5, False, True, True, "forward", True]
         alike(ours, theirs)
         assert step._graph is not None
         wrong = "allowed: those that it was captured with"
