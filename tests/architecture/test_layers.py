@@ -28,7 +28,7 @@ ALLOWED = {
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "trainer": LIBRARY,
-    "trainer.models": {"errors", "files"},
+    "trainer.models": {"errors", "files", "kernels"},
     "trainer.data": {"errors", "files"},
     "trainer.checkpoint": {"errors", "files", "optim"},
     "cli": {*LIBRARY, "integrations", "trainer"},

@@ -3,7 +3,8 @@
 Logits are the largest tensor of a language model: 8192 tokens of GPT-2 make 1.6 GB of them in fp32,
 and autograd keeps them until their gradient is done. Here they exist for one chunk of rows at a
 time: a chunk goes from logits to loss to gradients before the next begins, and backward only
-multiplies finished gradients by the incoming scalar. ``docs/decisions/0002-loss-head.md`` gives the
+multiplies finished gradients by the incoming scalar, in place. bf16 logits on a CPU become their
+own gradients in place, by a compiled kernel. ``docs/decisions/0002-loss-head.md`` gives the
 reasons, the alternatives and their measured times.
 
 Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
@@ -17,6 +18,8 @@ from typing import Any, cast
 import torch
 
 from halfstep.errors import DataError
+from halfstep.kernels.forward import may_run
+from halfstep.kernels.rows import gradient_dtype, softmax_errors_
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
@@ -33,6 +36,15 @@ MAX_ROWS_ON_CPU = 512
 **Source:** table 2 of docs/decisions/0002: 512 is near the fastest for V = 8192 (16 MiB of logits)
 and V = 50257 (98 MiB) alike.
 """
+
+IN_PLACE_BYTES = 24 * 2**20
+"""Maximal size of a chunk of bf16 logits that become their gradients in place.
+
+**Source:** table 4 of docs/decisions/0002.
+"""
+
+VOCABULARY_BLOCK = 4096
+"""Rows of the weight whose gradient is multiplied at a time there, before it is added in fp32."""
 
 
 # The interface by which head and loss reach the vocabulary's rows, whether local or split by ranks.
@@ -144,9 +156,9 @@ def linear_cross_entropy_sum(
                 grad_is_on and local_VD.requires_grad,
                 vocabulary,
             )
-    except RuntimeError as error:
-        if device_type == "cpu":
-            _raise_if_target_out_of_range(targets_N, vocab, error)
+    except RuntimeError:
+        if device_type == "cpu":  # torch's "index out of bounds" does not show the target
+            _require_targets_in_range(targets_N, vocab)
         raise
     return cast(torch.Tensor, loss_sum), (targets_N != IGNORE_INDEX).sum()
 
@@ -161,83 +173,131 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     """Computes the loss sum, and its gradients already in forward, while the logits exist."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        targets_N: torch.Tensor,
-        rows: int,
-        dtype: torch.dtype,
-        need_x: bool,
-        need_weight: bool,
-        vocabulary: Vocabulary,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_ND: torch.Tensor, weight_VD: torch.Tensor, *how: Any) -> torch.Tensor:
         """Compute the loss and both gradients chunk by chunk; autocast must be off."""
-        accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
-        # Cast once, not once per chunk; a no-op for tensors that have the dtype already.
-        xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
-        counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
-        # Compute ignored rows as if their target were 0, and mask their results.
-        safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
-
-        loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
-        grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
-        grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
-        fp16 = dtype == torch.float16
-        scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
-
-        for start in range(0, xs_ND.shape[0], rows):
-            here = slice(start, start + rows)
-            x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
-            logits_RV = torch.mm(x_RD, weight.t())
-            # From here to the cast below, one chunk of logits is in fp32.
-            log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
-            del logits_RV
-            loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
-            if not (need_x or need_weight):
-                continue
-            error_RV = log_p_RV.exp_()
-            # p_t - 1 without cancellation for p_t near 1.
-            vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
-            scales.choose(log_pt_R1)
-            error_RV = scales.error(error_RV).to(dtype)
-            if grad_x_ND is not None:
-                grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
-                grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
-            if grad_w_VD is not None:
-                x_RD = scales.input(x_RD).masked_fill(~counted_R1, 0)
-                if dtype == accumulate:
-                    grad_w_VD.addmm_(error_RV.t(), x_RD)
-                else:
-                    grad_w_VD += scales.unscale_weight(torch.mm(error_RV.t(), x_RD))
-
-        ctx.save_for_backward(grad_x_ND, grad_w_VD)
-        ctx.dtypes = (x_ND.dtype, weight_VD.dtype)
+        loss_sum, *gradients = _sum_and_gradients(x_ND, weight_VD, *how)
+        ctx.save_for_backward(x_ND, weight_VD)
+        ctx.how, ctx.gradients = how, gradients
+        ctx.dtypes = (x_ND.dtype, gradient_dtype(weight_VD))
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
 
-        The saved gradients are not modified, so that a second backward can use them.
+        The first backward gives the gradients away, so that no copy of them is made; a second one
+        (``retain_graph=True``) computes them anew.
         """
         if torch.is_grad_enabled():  # only so under create_graph=True
             raise NotImplementedError(
                 "linear_cross_entropy_sum has no second derivative (its gradients are computed in "
                 "forward); for create_graph=True use cross_entropy of the model's logits"
             )
-        grads = (
-            None if grad is None else (grad * grad_loss).to(dtype)
-            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (*grads, None, None, None, None, None, None)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            with autocast_off(grad_loss.device.type):
+                _, *gradients = _sum_and_gradients(*ctx.saved_tensors, *ctx.how)
+        made = [
+            None if grad is None else grad.mul_(grad_loss).to(dtype)
+            for grad, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*made, *(None for _ in ctx.how))
 
 
-def _raise_if_target_out_of_range(targets_N: torch.Tensor, vocab: int, cause: Exception) -> None:
-    """Turn torch's "index out of bounds" into an error that shows the target, if that is the cause.
+def _sum_and_gradients(
+    x_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    need_x: bool,
+    need_weight: bool,
+    vocabulary: Vocabulary,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss sum and its gradients of hidden states and weight, where needed, at least fp32."""
+    # Cast once, not once per chunk; a no-op for tensors that have the dtype already.
+    xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
+    on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
+    if on_cpu and dtype == torch.bfloat16 and may_run():
+        rows = max(MIN_ROWS, min(rows, IN_PLACE_BYTES // (2 * len(weight))))
+        return _by_kernel(xs_ND, weight, targets_N, rows, need_x, need_weight)
+    accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
+    counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
+    # Compute ignored rows as if their target were 0, and mask their results.
+    safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
 
-    This runs only after a failure, so that the hot path never looks at the targets.
+    loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
+    grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
+    grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
+    fp16 = dtype == torch.float16
+    scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
+
+    for start in range(0, xs_ND.shape[0], rows):
+        here = slice(start, start + rows)
+        x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
+        logits_RV = torch.mm(x_RD, weight.t())
+        # From here to the cast below, one chunk of logits is in fp32.
+        log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
+        del logits_RV
+        loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
+        if not (need_x or need_weight):
+            continue
+        error_RV = log_p_RV.exp_()
+        # p_t - 1 without cancellation for p_t near 1.
+        vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
+        scales.choose(log_pt_R1)
+        error_RV = scales.error(error_RV).to(dtype)
+        if grad_x_ND is not None:
+            grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
+            grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
+        if grad_w_VD is not None:
+            x_RD = scales.input(x_RD).masked_fill(~counted_R1, 0)
+            if dtype == accumulate:
+                grad_w_VD.addmm_(error_RV.t(), x_RD)
+            else:
+                grad_w_VD += scales.unscale_weight(torch.mm(error_RV.t(), x_RD))
+    return loss_sum, grad_x_ND, grad_w_VD
+
+
+def _by_kernel(
+    x_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    rows: int,
+    need_x: bool,
+    need_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What :func:`_sum_and_gradients` computes, of bf16 operands on a CPU.
+
+    One buffer holds a chunk's logits, then its errors. The weight's gradient is multiplied a block
+    of the vocabulary at a time, so that beside the sum itself only a block of it exists.
     """
+    vocab, rows = len(weight_VD), min(rows, len(x_ND))
+    _require_targets_in_range(targets_N, vocab)
+    logits = x_ND.new_empty(rows, vocab)
+    loss_sum = torch.zeros(())
+    grad_x_ND = torch.empty(x_ND.shape) if need_x else None
+    grad_w_VD = torch.empty(weight_VD.shape) if need_weight else None
+    block = x_ND.new_empty(min(vocab, VOCABULARY_BLOCK), x_ND.shape[1])
+    for start in range(0, len(x_ND), rows):
+        x_RD = x_ND[start : start + rows]
+        error_RV = torch.mm(x_RD, weight_VD.t(), out=logits[: len(x_RD)])
+        loss_sum += softmax_errors_(error_RV, targets_N[start : start + rows], IGNORE_INDEX).sum()
+        if grad_x_ND is not None:
+            grad_x_ND[start : start + rows] = torch.mm(error_RV, weight_VD)
+        for low in range(0, vocab if grad_w_VD is not None else 0, len(block)):
+            assert grad_w_VD is not None
+            sum_VD, error_VR = (
+                grad_w_VD[low : low + len(block)],
+                error_RV.t()[low : low + len(block)],
+            )
+            part_VD = torch.mm(error_VR, x_RD, out=block[: len(sum_VD)])
+            sum_VD.add_(part_VD) if start else sum_VD.copy_(part_VD)
+    return loss_sum, grad_x_ND, grad_w_VD
+
+
+def _require_targets_in_range(targets_N: torch.Tensor, vocab: int) -> None:
+    """Raise DataError for a target out of range, and show it; the host waits for the targets."""
     bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != IGNORE_INDEX)
     if not bool(bad_N.any()):
         return
@@ -246,7 +306,7 @@ def _raise_if_target_out_of_range(targets_N: torch.Tensor, vocab: int, cause: Ex
         f"target {int(targets_N[row])} at row {row} is out of range: allowed are 0 to {vocab - 1}, "
         f"or {IGNORE_INDEX} for a token that does not count. Check that the tokenizer's vocabulary "
         "is the model's vocab_size."
-    ) from cause
+    )
 
 
 # Scaling that keeps the loss head's gradient matmuls inside the narrow range of fp16.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
+from halfstep.kernels.forward import may_run
+from halfstep.kernels.rows import gradient_dtype, norm
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Vocabulary,
@@ -21,6 +25,7 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
+from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, weights_of
 from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -244,20 +249,32 @@ class LayerNorm(nn.LayerNorm):
 
     CUDA's kernel keeps mean, 1/std and the sums of gain and bias gradients in fp32 for 16-bit
     inputs, so no widened copy is made. CPU's kernel does not: its sums of 16-bit gradients stop
-    growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened. Autocast is off
-    because CUDA's would return fp32 for a 16-bit input and CPU's would not. If the parameters are
-    wider than the input (a policy that keeps norms in fp32), both are widened: CUDA's kernel
-    requires one dtype.
+    growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened, or our own
+    kernel runs. Autocast is off because CUDA's would return fp32 for a 16-bit input and CPU's would
+    not. If the parameters are wider than the input (a policy that keeps norms in fp32), both are
+    widened: CUDA's kernel requires one dtype.
+
+    Before a matmul, ``feeds_matmul`` gives the dtype in which that one runs under autocast: what it
+    would round to in any case, without a copy.
 
     **Source:** CPU measured with torch 2.13, ``test_layers.py`` pins it; CUDA from
     ``aten/src/ATen/native/cuda/layer_norm_kernel.cu`` (``T_ACC``), certified by a ``gpu`` test.
     """
 
+    def __init__(self, width: int, *, eps: float = 1e-5, feeds_matmul: bool = False) -> None:
+        super().__init__(width, eps=eps)
+        self.feeds_matmul = feeds_matmul
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dim of ``input``, ``(..., C)``; the result has its shape and dtype.
+        """Normalise the last dim of ``input``, ``(..., C)``; the result has its shape.
 
         **Source:** Ba et al. 2016, "Layer Normalization", eq. 4.
         """
+        to = matmul_dtype(input, input) if self.feeds_matmul else input.dtype
+        known = to == torch.bfloat16 and input.dtype in (torch.bfloat16, torch.float32)
+        wide = input.shape[-1] >= 256  # below, the call costs more than the kernel saves
+        if known and wide and input.device.type == "cpu" and may_run():
+            return norm(input, self.weight, self.bias, self.eps, to)
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
         if input.device.type != "cuda":
             dtype = torch.promote_types(dtype, torch.float32)
@@ -269,14 +286,14 @@ class LayerNorm(nn.LayerNorm):
                 self.bias.to(dtype),
                 self.eps,
             )
-        return output.to(input.dtype)
+        return output.to(to)
 
 
 class Embedding(nn.Embedding):
     """An embedding whose gradient is summed over equal tokens in fp32, then rounded once.
 
     torch sums it in the table's dtype: on CPU in bf16, the gradient of a token that occurs 10000
-    times stops growing at 256 times one occurrence. A widened table makes autograd sum in fp32.
+    times stops growing at 256 times one occurrence. No widened copy of the table is made for it.
 
     **Source:** measured with torch 2.13; ``tests/trainer/models/test_layers.py`` pins it.
     """
@@ -287,8 +304,30 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up rows, ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exactly."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return F.embedding(input, self.weight.to(wide)).to(self.weight.dtype)
+        if torch.compiler.is_compiling():  # compiled, the widened copy is never written
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            return F.embedding(input, self.weight.to(wide)).to(self.weight.dtype)
+        rows: torch.Tensor = _Lookup.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table; the table's gradient is a sum in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtype = len(table_VC), gradient_dtype(table_VC)
+        return F.embedding(tokens, table_VC)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (tokens,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total_VC = torch.ops.aten.embedding_dense_backward(
+            grad.to(wide), tokens, ctx.rows, -1, False
+        )
+        return None, total_VC.to(ctx.dtype)
 
 
 class KeyValueCache:
@@ -379,9 +418,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attn_norm = LayerNorm(config.n_embd, eps=config.layer_norm_eps)
+        layer_norm = partial(LayerNorm, config.n_embd, eps=config.layer_norm_eps, feeds_matmul=True)
+        self.attn_norm = layer_norm()
         self.attn = CausalSelfAttention(config)
-        self.mlp_norm = LayerNorm(config.n_embd, eps=config.layer_norm_eps)
+        self.mlp_norm = layer_norm()
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
         self.activation_checkpointing = config.activation_checkpointing
@@ -395,6 +435,21 @@ class Block(nn.Module):
         return self._compute(x_BTC, cache)
 
     def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        weights = self._fusable(x_BTC) if cache is None else None
+        if weights is not None:
+            return fused_block(x_BTC, weights, self.attn.head_dim, self.attn_norm.eps)
         x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
         y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
+
+    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
+        """The parameters for one pass by the compiled kernels; None where that does not apply."""
+        known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
+        if not known or matmul_dtype(x_BTC, self.attn.qkv.weight) != torch.bfloat16:
+            return None
+        drops = self.training and self.dropout.p > 0
+        if drops or self.attn.head_dim % 16 or self.attn.head_dim > 256 or not may_run():
+            return None
+        attn, mlp = self.attn, self.mlp
+        inner = (self.attn_norm, attn.qkv, attn.proj, self.mlp_norm, mlp.up, mlp.down)
+        return weights_of(inner, outer=(attn, mlp))
