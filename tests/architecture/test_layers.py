@@ -54,6 +54,7 @@ OPTIONAL = {
     ("trainer/models/pretrained/hub.py", "peft"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.utils"),
+    ("trainer/bench/figure.py", "matplotlib.figure"),
     ("trainer/tasks/scores.py", "matplotlib.figure"),
     ("trainer/tasks/scores.py", "matplotlib"),
     (

@@ -221,11 +221,12 @@ def add_and_normalise(
 
 
 def add(x: Tensor, added: Tensor, shift: Tensor) -> Tensor:
-    """The first result of :func:`add_and_normalise` alone."""
+    """The first result of :func:`add_and_normalise` alone, for ``(..., C)`` of any shape."""
     total = torch.empty_like(x)
     library().halfstep_norm(
         address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
-        None, None, 0.0, None, True, None, None, *x.shape, torch.get_num_threads(),
+        None, None, 0.0, None, True, None, None, x.numel() // len(shift), len(shift),
+        torch.get_num_threads(),
     )  # fmt: skip
     return total
 

@@ -92,10 +92,13 @@ class _Block(torch.autograd.Function):
         added = torch.mm(_flat(mixed), w.proj.t())
         middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
         u = torch.mm(h, w.up.t())
-        y = add(middle, torch.mm(gelu_of_rows(u, w.up_bias), w.down.t()), w.down_bias)
+        # shaped before, as FSDP2 wants a result that is no view
+        y = add(
+            middle.view(x_BTC.shape), torch.mm(gelu_of_rows(u, w.up_bias), w.down.t()), w.down_bias
+        )
         ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
         ctx.shape, ctx.head_dim, ctx.epsilon = x_BTC.shape, head_dim, epsilon
-        return y.view(x_BTC.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:
