@@ -2,10 +2,10 @@
 
     python benchmarks/optimizer_cuda.py [--configs gpt2 gpt2-xl] [--rounds 15] [--no-training]
 
-Ours is halfstep's DeviceScaler with AdamW over bf16 weights and their exact fp32 masters; torch's
-is GradScaler, clip_grad_norm_ and fused AdamW over fp32. Variants are interleaved; a sample is the
-mean of ten steps in a row, between CUDA events. The share is that of the bandwidth of a large copy,
-measured in the same run: bytes that a step must read and write, over its time.
+Ours is the step that Precision takes on CUDA, with AdamW over bf16 weights and their exact fp32
+masters; torch's is GradScaler, clip_grad_norm_ and fused AdamW over fp32. Variants are interleaved;
+a sample is the mean of ten steps in a row, between CUDA events. The share is that of the bandwidth
+of a large copy, measured in the same run: bytes that a step must read and write, over its time.
 
 The second part trains GPT-2 124M under fp16 autocast with and without dynamic loss scaling.
 """
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from common import save, summary
 from halfstep.optim.kernels.dispatch import kernel_for
-from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
+from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.models.gpt.gpt import GPT
 
@@ -33,7 +34,7 @@ REPEATS = 10
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 1 / 128}
 SCALE = LossScaleConfig(kind="dynamic", init_scale=1.0, growth_interval=10**9)
 CLIP = 1e9  # costs the same as one that bites, and leaves the gradients as they are
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def shapes(config: str) -> list[torch.Size]:
@@ -56,10 +57,21 @@ def ours(sizes: list[torch.Size], update: str, moments: str) -> tuple[Step, floa
     """One step, and the bytes per element that it must move."""
     held = parameters(sizes, torch.bfloat16)
     optimizer = AdamW(held, lr=1e-4, update=update, moments=moments)  # type: ignore[arg-type]
-    scaler = DeviceScaler(SCALE, optimizer)
+    steps = optimizer.device_step(SCALE)
+    assert steps is not None, "a GPU with Triton"
+    gradients = {p: p.grad for p in held if p.grad is not None}
+    loss = torch.zeros((), device="cuda")
+
+    def step() -> None:
+        steps.takes(gradients)
+        steps.examine(loss, gradients, CLIP)
+        optimizer.step(gradients=gradients, multiplier=steps)
+        if not steps.is_capturing():
+            steps.decision()
+
     beside = {"split": 2, "split24": 1}[update]
     # gradients are read twice; weights, remainders and two moments are read and written
-    return lambda: scaler.step(CLIP), 2 * 2 + 2 * (2 + beside + 2 * MOMENT_BYTES[moments])
+    return step, 2 * 2 + 2 * (2 + beside + 2 * MOMENT_BYTES[moments])
 
 
 def graphed(step: Step) -> Step:
@@ -199,22 +211,30 @@ def training(rounds: int) -> dict[str, dict[str, float]]:
 
             return step
         optimizer = AdamW(held, lr=1e-5, moments="fp32")
-        scale = LossScaleConfig(kind="dynamic") if kind == "ours, dynamic" else LossScaleConfig()
-        scaler = DeviceScaler(scale, optimizer)
-
-        def scaled() -> None:
-            scaler.scale(forward(model)).backward()
-            scaler.step(max_norm=1.0)
-            optimizer.zero_grad(set_to_none=True)
 
         def bare() -> None:
             forward(model).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        return bare if kind == "no scaling, no check" else scaled
+        if kind == "no scaling, no check":
+            return bare
+        scale = "none" if kind == "ours, none" else "dynamic"
+        precision = Precision(f"fp16-mixed,scale={scale}", model, optimizer)
 
-    kinds = ("no scaling, no check", "ours, none", "ours, dynamic", "torch GradScaler")
+        def checked(*batch: Tensor) -> StepResult:
+            with precision.autocast():
+                total, count = model.loss_sum(batch)
+                loss = total / count
+            return precision.step(loss, max_norm=1.0)
+
+        take = precision.captured(checked) if kind == "ours, dynamic, captured" else checked
+        return lambda: take(*batch)
+
+    kinds = (
+        *("no scaling, no check", "ours, none", "ours, dynamic", "ours, dynamic, captured"),
+        "torch GradScaler",
+    )
     times = interleaved({kind: build(kind) for kind in kinds}, rounds)
     base = summary(times[kinds[0]])["median_seconds"]
     print(f"\nGPT-2 124M, fp16 autocast, 8 x {config.block_size} tokens")

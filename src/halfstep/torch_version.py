@@ -70,6 +70,12 @@ def _multiply() -> bool:
     return bool((tensors[0] == 2).all())
 
 
+def _add() -> bool:
+    tensors = [torch.ones(())]
+    torch._foreach_add_(tensors, 1)
+    return bool(tensors[0] == 2)
+
+
 def _copy() -> bool:
     tensors = [torch.zeros(2, dtype=torch.bfloat16)]
     torch._foreach_copy_(tensors, [torch.ones(2)])
@@ -148,6 +154,7 @@ PRIVATE: tuple[Private, ...] = (
     Private("torch._foreach_mul_", EVERYTHING, _multiply),
     Private("torch._foreach_mul", EVERYTHING, lambda: torch._foreach_mul([torch.ones(1)], 2.0)),
     Private("torch._foreach_copy_", EVERYTHING, _copy),
+    Private("torch._foreach_add_", EVERYTHING, _add),
     Private("torch._foreach_zero_", EVERYTHING, _zero),
     Private("torch._functorch.config", EVERYTHING, _backward_pass_autocast),
     Private("torch._C", EVERYTHING, _composite),
@@ -175,6 +182,8 @@ PRIVATE: tuple[Private, ...] = (
         EVERYTHING,
         lambda: not nn.Module()._forward_pre_hooks_with_kwargs,
     ),
+    Private("Module._backward_hooks", EVERYTHING, lambda: not nn.Module()._backward_hooks),
+    Private("Module._backward_pre_hooks", EVERYTHING, lambda: not nn.Module()._backward_pre_hooks),
     Private("Tensor._backward_hooks", EVERYTHING, _hooks_of_a_tensor),
     Private("Tensor._version", EVERYTHING, lambda: torch.ones(1).add_(1)._version == 1),
     Private(

@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 
+from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.optim.kernels.reference import Plan, run_torch
-from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
 from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.step import Precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,151 +135,198 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(300, 40, generator=generator)
-        self.weight = torch.nn.Parameter(weight.bfloat16())
+        self.weight = torch.nn.Parameter(torch.randn(300, 40, generator=generator))
         self.scale = torch.nn.Parameter(torch.ones(40))
-        self.shift = torch.nn.Parameter(torch.zeros(300, 1).half().float())
+        self.shift = torch.nn.Parameter(torch.zeros(300, 1))
 
     def forward(self, x):
         return ((self.weight * x).float() * self.scale + self.shift).square().mean()
 
 
-def make(**config):
+POLICIES = ("bf16-split24,moments=bf16", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master")
+DYNAMIC = "scale=dynamic,init_scale=1024,growth_interval=4"
+
+
+def make(policy=f"bf16-split24,moments=bf16,{DYNAMIC}"):
     model = Model().to(DEVICE)
     groups = [
-        {"params": [model.weight], "update": "split24", "moments": "8bit", "weight_decay": 0.1},
-        {"params": [model.scale, model.shift], "moments": "fp32", "lr": 0.003},
+        {"params": [model.weight], "weight_decay": 0.1},
+        {"params": [model.scale, model.shift], "lr": 0.003},
     ]
     optimizer = AdamW(groups, lr=0.01, seed=5)
-    scale = LossScaleConfig(kind="dynamic", init_scale=2.0**10, **config)
-    return model, optimizer, DeviceScaler(scale, optimizer, names=names_of(model))
+    return model, optimizer, Precision(policy, model, optimizer)
 
 
-def names_of(model):
-    return {p: name for name, p in model.named_parameters()}
-
-
-def train(model, optimizer, scaler, x):
-    optimizer.zero_grad(set_to_none=True)
-    loss = model(x)
-    scaler.scale(loss).backward()
-    scaler.step(max_norm=1.0)
+def train(model, precision, x, poison=None):
+    with precision.autocast():
+        loss = model(x)
+    precision.backward(loss)
+    if poison is not None:
+        model.weight.grad[3].fill_(poison)  # the largest: smaller ones say that none was cleared
+    return precision.step(max_norm=1.0)
 
 
 def everything(model, optimizer):
     """Copies of all that a step may change, but step numbers."""
     found = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        found += [v.clone() for k, v in optimizer.state[p].items() if k != "step"]
+    for state in optimizer.state_dict()["state"].values():
+        found += [v.clone() for k, v in state.items() if k != "step"]
     return found
 
 
 def batches(count):
     generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randn(300, 40, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(count)
-    ]
+    return [torch.randn(300, 40, generator=generator).to(DEVICE) for _ in range(count)]
 
 
-def test_a_step_never_waits_for_the_device():
-    model, optimizer, scaler = make()
-    data = batches(4)
-    train(model, optimizer, scaler, data[0])  # compiles and makes tables
-    before = everything(model, optimizer)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_backward_and_step_never_wait_for_the_device(policy):
+    model, optimizer, precision = make(policy)
+    data = batches(5)
+    assert train(model, precision, data[0]).applied  # compiles and makes tables
     with no_synchronisation():
-        for x in data[1:]:
-            train(model, optimizer, scaler, x)
+        results = [train(model, precision, x) for x in data[1:4]]
         optimizer.param_groups[0]["lr"] = 0.02  # a schedule
-        train(model, optimizer, scaler, data[0])
-        model.scale.grad[3] = math.inf
-        scaler.step(max_norm=1.0)  # skipped
-        model.scale.grad[3] = 0.0
-        pending = scaler.async_result()
-    result = pending.get()
-    assert result == scaler.result()
+        results.append(train(model, precision, data[4]))
+    assert all(result.applied for result in results)
+    assert precision.applied_total == 5
+    steps = [float(s["step"]) for s in optimizer.state_dict()["state"].values()]
+    assert steps == [5.0, 5.0, 5.0]
+
+
+def test_an_overflow_is_skipped_without_waiting_and_told_later():
+    model, optimizer, precision = make()
+    data = batches(4)
+    train(model, precision, data[0])
+    before = everything(model, optimizer)
+    poison = torch.tensor(math.inf, device=DEVICE)
+    with no_synchronisation():
+        result = train(model, precision, data[1], poison)
+        following = train(model, precision, data[2])
     assert not result.applied
     assert result.reason == "overflow"
-    assert result.nonfinite_parameters == ("scale",)
-    assert (result.loss_scale, result.next_loss_scale) == (2.0**10, 2.0**9)
-    assert [float(optimizer.state[p]["step"]) for p in model.parameters()] == [5, 5, 5]
-    assert not same(before[0], model.weight.detach())
+    assert result.nonfinite_parameters == ("weight",)
+    assert (result.loss_scale, result.next_loss_scale) == (1024.0, 512.0)
+    assert following.applied
+    assert following.loss_scale == 512.0
+    assert precision.skipped_total == 1
+    assert not all(same(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+def test_an_error_comes_with_the_next_step_and_nothing_was_changed():
+    model, optimizer, precision = make("bf16-split")
+    data = batches(3)
+    train(model, precision, data[0])
+    before = everything(model, optimizer)
+    train(model, precision, data[1], math.nan)
+    with pytest.raises(NonFiniteError, match="NaN in the gradients of weight"):
+        train(model, precision, data[2])
+    assert all(same(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "bf16-split,moments=8bit"])
+def test_the_device_agrees_with_the_host(policy):
+    ours, theirs = make(policy), make(policy)
+    theirs[1].register_step_pre_hook(lambda *_: None)  # a user's hook: the host decides
+    for x in batches(9):
+        results = []
+        for model, _, precision in (ours, theirs):
+            with precision.autocast():
+                loss = model(x)
+            results.append(precision.step(loss))
+        assert results[0].applied == results[1].applied
+        assert results[0].next_loss_scale == results[1].next_loss_scale
+        # fp64 sums of some 12,000 squares, and fp32 ones
+        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
+    for a, b in zip(everything(*ours[:2]), everything(*theirs[:2]), strict=True):
+        assert same(a, b)
 
 
 def test_the_norm_is_that_of_fp64():
     for dtype, value in ((torch.float32, 1e30), (torch.bfloat16, 3e38), (torch.float32, 1e-30)):
         p = torch.nn.Parameter(torch.ones(1_000_003, device=DEVICE, dtype=dtype))
         optimizer = AdamW([p], lr=0.1, update="split", moments="8bit")
-        scaler = DeviceScaler(LossScaleConfig(), optimizer)
-        p.grad = torch.full_like(p, value) * torch.rand_like(p)
-        scaler.step(max_norm=1.0)
-        result = scaler.result()
-        assert result.applied
+        steps = optimizer.device_step(LossScaleConfig())
+        gradients = {p: torch.full_like(p, value) * torch.rand_like(p)}
+        assert steps.takes(gradients)
+        steps.examine(torch.zeros((), device=DEVICE), gradients, 1.0)
+        optimizer.step(gradients=gradients, multiplier=steps)
+        decision = steps.decision().read()
+        assert not decision.nonfinite
         # fp64 sums of a million terms in another order
-        assert result.grad_norm == pytest.approx(float(p.grad.double().norm()), rel=1e-10)
+        assert decision.norm == pytest.approx(float(gradients[p].double().norm()), rel=1e-10)
         assert p.isfinite().all()
 
 
-def test_a_whole_step_in_a_graph_skips_an_overflow_and_goes_on():
-    data = batches(8)
-    ours, theirs = make(growth_interval=4), make(growth_interval=4)
-    x = data[0].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            train(*ours, x)
-    torch.cuda.current_stream().wait_stream(side)
-    for _ in range(3):
-        train(*theirs, data[0])
-    graph = torch.cuda.CUDAGraph()
-    ours[1].zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        loss = ours[0](x)
-        ours[2].scale(loss).backward()
-        ours[2].step(max_norm=1.0)
-    torch.cuda.synchronize()
-    for a, b in zip(everything(*ours[:2]), everything(*theirs[:2]), strict=True):
-        assert same(a, b)  # a capture does nothing
+@pytest.mark.parametrize(
+    "policy",
+    [f"bf16-split24,moments=bf16,{DYNAMIC}", f"fp16-mixed,{DYNAMIC}", f"bf16-master,{DYNAMIC}"],
+)
+def test_a_captured_step_trains_as_an_eager_one_and_tells_alike(policy):
+    ours, theirs = make(policy), make(policy)
+    steps = []
+    for model, _, precision in (ours, theirs):
 
-    for number, batch in enumerate(data):
-        poison = number in (2, 3)
-        before = everything(*ours[:2])
-        if number == 5:
+        def step(x, model=model, precision=precision):
+            with precision.autocast():
+                loss = model(x)
+            return precision.step(loss, max_norm=1.0)
+
+        steps.append(step)
+    captured = ours[2].captured(steps[0])
+    for number, x in enumerate(batches(14)):
+        if number == 9:
             for _, optimizer, _ in (ours, theirs):
                 optimizer.param_groups[0]["lr"] *= 0.5
-            ours[2].write_options()
-        good = x.copy_(batch)
-        if poison:
-            good[7, 5] = math.inf
-        with no_synchronisation():
-            graph.replay()
-        result = ours[2].result()
-        train(*theirs, x)
-        expected = theirs[2].result()
-        assert result.applied is not poison
-        assert result.loss_scale == expected.loss_scale
-        assert result.next_loss_scale == expected.next_loss_scale
-        assert result.skipped_total == expected.skipped_total
-        if poison:
-            assert result.next_loss_scale == result.loss_scale / 2
-            assert all(same(a, b) for a, b in zip(before, everything(*ours[:2]), strict=True))
+        if number in (6, 7):
+            x = x.clone()
+            x[7, 5] = 1e20  # an infinity in the gradients, in fp16 in the loss
+        if number in (4, 5):
+            with no_synchronisation():
+                result = captured(x)
         else:
-            assert result.grad_norm == expected.grad_norm
-            for a, b in zip(everything(*ours[:2]), everything(*theirs[:2]), strict=True):
-                assert same(a, b), number
-    steps = [[float(o.state[p]["step"]) for p in m.parameters()] for m, o, _ in (ours, theirs)]
-    assert steps[0] == steps[1] == [9.0, 9.0, 9.0]
-
-
-def test_the_device_agrees_with_the_host_path():
-    model, optimizer, scaler = make()
-    other, reference, _ = make()
-    for x in batches(5):
-        optimizer.zero_grad()
-        scaler.scale(model(x)).backward()
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            b.grad = a.grad.clone()
-        scaler.step()
-        reference.step(multiplier=1 / scaler.result().loss_scale)
-    for a, b in zip(everything(model, optimizer), everything(other, reference), strict=True):
+            result = captured(x)
+        told = []
+        for read in (lambda result=result: result, lambda x=x: steps[1](x)):
+            try:
+                found = read()
+                told.append((found.applied, found.loss_scale, found.next_loss_scale))
+            except NonFiniteError as error:
+                told.append(error.cause)
+        assert told[0] == told[1], number
+    assert captured._graph is not None
+    for a, b in zip(everything(*ours[:2]), everything(*theirs[:2]), strict=True):
         assert same(a, b)
+    assert ours[2].applied_total == theirs[2].applied_total > 9
+
+
+def test_a_step_in_a_graph_of_one_s_own_is_refused():
+    model, _, precision = make()
+    (x,) = batches(1)
+    for _ in range(3):
+        train(model, precision, x)
+    precision.settle()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        contextlib.suppress(RuntimeError),  # of torch, as the capture ends early
+        torch.cuda.graph(graph),
+        pytest.raises(PrecisionError, match="a CUDA graph of your own"),
+    ):
+        train(model, precision, x)
+
+
+def test_gradients_of_a_step_are_not_kept_alive():
+    model, _, precision = make("bf16-split")
+    (x,) = batches(1)
+    for _ in range(3):
+        train(model, precision, x)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    with precision.autocast():
+        loss = model(x)
+    precision.backward(loss)
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+    precision.step()
+    del loss
+    precision.settle()
+    assert torch.cuda.memory_allocated() < held + gradients

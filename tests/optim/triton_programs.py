@@ -16,18 +16,19 @@ import warnings
 import numpy as np
 import torch
 import triton_kernel_programs as kernel
-import triton_scaler_programs as scaler
+import triton_step_programs as step
 
 PROGRAMS = {
     **{f"bits-{rule.name}": (kernel.bits_of_every_pair, rule.name) for rule in kernel.RULES},
-    **{f"host-{rule.name}": (scaler.against_the_host, rule.name) for rule in kernel.RULES},
+    **{f"host-{rule.name}": (step.against_the_host, rule.name) for rule in kernel.RULES},
     "extremes": (kernel.extremes,),
-    "constants": (scaler.device_constants,),
-    "huge": (scaler.huge_and_tiny,),
-    "stops": (scaler.kinds_and_stops,),
-    "resume": (scaler.resume_and_changes,),
-    "refusals": (scaler.refusals,),
-    "captures": (scaler.captures,),
+    "constants": (step.device_constants,),
+    "huge": (step.huge_and_tiny,),
+    "later": (step.learned_later,),
+    "stops": (step.stops_and_guards,),
+    "changes": (step.changes_between_steps,),
+    "graphs": (step.captured_steps,),
+    "captures": (step.captures,),
 }
 
 if __name__ == "__main__":

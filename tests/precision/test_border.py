@@ -122,7 +122,6 @@ def backward(**options):
 def wrong_calls():
     """What was called to how, by what a test calls it."""
     model, optimizer = make()
-    ours = halfstep.optim.AdamW(model.parameters())
     train = halfstep.Precision
     return {
         "no policy": precision(None, model, optimizer),
@@ -216,8 +215,6 @@ def wrong_calls():
         "momentum below 0": lambda: halfstep.optim.SGD(model.parameters(), lr=1.0, momentum=-1),
         "optimizer of nothing": lambda: halfstep.optim.SGD(None),
         "optimizer of a word": lambda: halfstep.optim.Lion(model.parameters(), update="x"),
-        "device scaler of a word": lambda: halfstep.optim.DeviceScaler("dynamic", ours),
-        "device scaler of another": lambda: halfstep.optim.DeviceScaler("fp16-mixed", optimizer),
         "layout of a number": lambda: decide("fp32", 2),
         "layout of nothing": lambda: decide("fp32", None),
         "layout of a word": lambda: choose_strategy("rows=2", "fp32", "cpu"),

@@ -1,6 +1,5 @@
 """Optimizers over low-precision weights and moments: AdamW, SGD with momentum, Lion."""
 
-from halfstep.optim.on_device.scaler import DeviceScaler
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 
-__all__ = ["SGD", "AdamW", "DeviceScaler", "Lion"]
+__all__ = ["SGD", "AdamW", "Lion"]

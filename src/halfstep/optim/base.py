@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.checks import check_gradient, check_group, check_updates
 from halfstep.optim.kernels.dispatch import Kernel, kernel_for
 from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.on_device.step import DeviceStep, device_step
+from halfstep.optim.options import (
+    check_gradient,
+    check_group,
+    check_updates,
+    kept_moments,
+    moments_of,
+    plain_options,
+    update_of,
+)
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
 from halfstep.optim.storage.moments import Moments
@@ -29,10 +40,12 @@ from halfstep.optim.storage.state import (
     flat,
     new_step,
     stored_moment,
+    write_back,
     zero_moment,
 )
 from halfstep.optim.storage.weights import read_master, write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -162,19 +175,23 @@ class LowPrecisionOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
-        multiplier: float = 1.0,
+        multiplier: float | DeviceStep = 1.0,
     ) -> Any:
         """Take one step.
 
         Args:
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
-            multiplier: A factor of every gradient, applied on the fly (unscaling, clipping).
+            multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
+                the :meth:`device_step` that has examined these gradients and knows the factor.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
-        loss = None
+        if isinstance(multiplier, DeviceStep):
+            multiplier.update()
+            return None
+        loss, factor = None, multiplier
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -182,17 +199,27 @@ class LowPrecisionOptimizer(Optimizer):
         if found is not None and found.item():
             return loss
         if scale is not None:
-            multiplier = multiplier / scale.item()
-        for plan, members in self._plans(gradients, multiplier):
+            factor = factor / scale.item()
+        for plan, members in self._plans(gradients, factor):
             kernel = self._kernel(members[0][0].device)
             kernel.run([task for _, task in members], plan)
             for parameter, task in members:
-                _write_back(parameter, task.weight)
+                if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
+                    write_back(parameter, task.weight)
             if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
                 self._fall_back(plan, members)
             for _, task in members:
                 task.gradient = _NO_GRADIENT
         return loss
+
+    def device_step(self, config: LossScaleConfig) -> DeviceStep | None:
+        """Steps whose decisions stay on the device; None where there is no kernel for them.
+
+        A subclass with a ``step`` of its own has none, since it may read the multiplier.
+        """
+        if inspect.unwrap(type(self).step) is not inspect.unwrap(LowPrecisionOptimizer.step):
+            return None
+        return device_step(self, config)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
@@ -214,6 +241,7 @@ class LowPrecisionOptimizer(Optimizer):
             gradients = {p: p.grad for p in every if p.grad is not None}
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, StepTask]]]] = {}
+        counted: list[Tensor] = []
         for stream, (number, group, parameter) in enumerate(self._members()):
             gradient = gradients.get(parameter)
             if gradient is None:
@@ -221,6 +249,7 @@ class LowPrecisionOptimizer(Optimizer):
             kept = self._task_of(stream, group, parameter, gradient)
             step, update, moments = int(kept.number) + 1, kept.update, kept.moments
             kept.number[...] = step
+            counted.append(self.state[parameter]["step"])
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
                 plan = Plan(
@@ -234,6 +263,7 @@ class LowPrecisionOptimizer(Optimizer):
                 )
                 found[key] = (plan, [])
             found[key][1].append((parameter, kept.task))
+        increment_version(counted)  # what watches the counters sees that they moved
         return list(found.values())
 
     def _task_of(
@@ -248,7 +278,7 @@ class LowPrecisionOptimizer(Optimizer):
             del self._kept[stream]
         state = self._state(group, parameter)
         task = self._task(parameter, gradient, state, stream)
-        update, moments = _update(group, parameter), kept_moments(group, state)
+        update, moments = update_of(group, parameter), kept_moments(group, state)
         facts = _facts(group, parameter, gradient, state)
         number = state["step"].numpy()
         kept = _Kept(parameter, facts, task, update, moments, number)
@@ -302,7 +332,7 @@ class LowPrecisionOptimizer(Optimizer):
 
         8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
         elements below that is detected automatically, reported by one warning, and kept in bf16 for
-        good, also through checkpoints. ``DeviceScaler``, which never waits, does not check.
+        good, also through checkpoints.
         """
         return tuple(
             self._name(parameter)
@@ -327,8 +357,8 @@ class LowPrecisionOptimizer(Optimizer):
             state["step"] = new_step(0)
         for name in self.algorithm.moments:
             if stored_moment(state, name)[0] is None:
-                state |= zero_moment(name, parameter, _moments(group))
-        dtype = ROUNDING[_update(group, parameter)].remainder_dtype
+                state |= zero_moment(name, parameter, moments_of(group))
+        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
         return state
@@ -356,7 +386,7 @@ class LowPrecisionOptimizer(Optimizer):
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        value = read_master(flat(data, data), held, _update(group, parameter))
+        value = read_master(flat(data, data), held, update_of(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
     @torch.no_grad()
@@ -367,7 +397,7 @@ class LowPrecisionOptimizer(Optimizer):
         Temporaries take a few MB, whatever the parameter's size.
         """
         group, stream = self._find(parameter)
-        update = _update(group, parameter)
+        update = update_of(group, parameter)
         data = dense(parameter)
         dtype = ROUNDING[update].remainder_dtype
         held = None
@@ -383,7 +413,7 @@ class LowPrecisionOptimizer(Optimizer):
             seed=group["seed"],
             stream=2 * stream,
         )
-        _write_back(parameter, data)
+        write_back(parameter, data)
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
@@ -458,8 +488,8 @@ class LowPrecisionOptimizer(Optimizer):
             self.algorithm.moments,
             dense(parameter),
             entry,
-            update=_update(group, parameter),
-            moments=_moments(group),
+            update=update_of(group, parameter),
+            moments=moments_of(group),
             seed=group["seed"],
             stream=stream,
         )
@@ -476,36 +506,3 @@ def _facts(
     addresses = [value.data_ptr() for value in state.values()]
     layout = parameter.data_ptr(), parameter.dtype, parameter.shape, strides
     return *layout, gradient.stride() == strides, group["update"], group["moments"], addresses
-
-
-def _write_back(parameter: Tensor, data: Tensor) -> None:
-    """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
-    if data.data_ptr() != parameter.data_ptr():
-        layout = dense(parameter)
-        parameter.copy_(data.as_strided(layout.shape, layout.stride()))
-
-
-def _update(group: dict[str, Any], parameter: Tensor) -> Update:
-    """The rounding mode of a group's parameter; fp32 weights need none, so "nearest"."""
-    chosen: Update = group["update"] or "nearest"
-    return chosen if parameter.dtype == torch.bfloat16 else "nearest"
-
-
-def _moments(group: Mapping[str, Any]) -> Moments:
-    chosen: Moments = group["moments"] or "fp32"
-    return chosen
-
-
-def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """The format of a parameter's moments: its group's, unless they have fallen back to bf16."""
-    chosen = _moments(group)
-    return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
-
-
-def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with tensors, such as a learning rate, converted to numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }

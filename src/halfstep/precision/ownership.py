@@ -23,7 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.autocast import active_autocast
-from halfstep.precision.masters.arrivals import is_running
+from halfstep.precision.casting.cast import give_back_, is_cast
+from halfstep.precision.masters.arrivals import Arrivals, is_running
+from halfstep.precision.masters.portable import Loaded, make_plain_
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 
 # How many first losses are checked for another scaler; a loop that uses one does so at once.
@@ -276,3 +278,30 @@ def _is_of_scaler(factor: Tensor) -> bool:
         if any(isinstance(one, torch.amp.GradScaler) for one in held):
             return True
     return False
+
+
+def is_ours(value: object) -> bool:
+    """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
+    value = getattr(value, "hook", value)  # torch wraps load_state_dict pre-hooks
+    return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
+
+
+def release(
+    door: StepDoor,
+    arrivals: Arrivals,
+    hooks: Sequence[RemovableHandle],
+    model: nn.Module | None,
+) -> None:
+    """Remove the hooks that must not outlive a Precision, where they would refuse later use."""
+    door.leave()
+    arrivals.release()
+    for hook in hooks:
+        hook.remove()
+    if model is not None:
+        give_back_whole_(model)
+
+
+def give_back_whole_(model: nn.Module) -> None:
+    """Take the casts at a model's border off it, and what lets it be saved as a plain one."""
+    give_back_(model)
+    make_plain_(model)

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 Reason = Literal["overflow", "nan_gradients", "nonfinite_loss"]
 
 
+class _ReadLater:
+    """A dataclass whose fields may be read from the device at the first access to one of them."""
+
+    __slots__ = ("_read",)
+
+    @classmethod
+    def later(cls, read: Callable[[], Self]) -> Self:
+        """An instance whose fields are those of ``read()``, called once any is asked for."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "_read", read)
+        return made
+
+    if not TYPE_CHECKING:  # a misspelt field stays an error of the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Read all fields; Python calls this for a field that is not set."""
+            if name not in self.__slots__:
+                raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+            known = self._read()
+            for field in fields(known):
+                object.__setattr__(self, field.name, getattr(known, field.name))
+            return getattr(self, name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What one optimizer step did; it holds for fused, foreach and loop optimizers alike."""
+class StepResult(_ReadLater):
+    """What one optimizer step did; it holds for fused, foreach and loop optimizers alike.
+
+    After a step that was decided on a GPU the fields are not known on the host yet. The first
+    access to one of them waits for that step, and raises the ``NonFiniteError`` that it ended with.
+    """
 
     applied: bool
     """Whether the weights were updated."""

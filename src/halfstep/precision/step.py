@@ -11,6 +11,7 @@ One optimizer step, in this order (the order of Megatron-Core's mixed-precision 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
 moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
 clipping, masks and writes to weights mean what they mean in torch.
+On CUDA the device takes these steps alone where it can: ``device_path.py``.
 """
 
 from __future__ import annotations
@@ -23,20 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
-from halfstep.precision.casting.cast import (
-    cast_at_border,
-    check_wrappers,
-    give_back_,
-    is_cast,
-    upcast_,
-)
+from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
 from halfstep.precision.checks import (
     as_closure,
     check_arguments,
@@ -50,12 +44,19 @@ from halfstep.precision.checks import (
     one_device,
     require_one,
 )
-from halfstep.precision.masters.arrivals import Arrivals
+from halfstep.precision.device_path import CapturedStep, DevicePath, Learned, device_path
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.portable import Loaded, make_plain_, make_portable_
-from halfstep.precision.masters.stepping import require_own_optimizer
-from halfstep.precision.ownership import ForwardWatch, OneScaler, StepDoor
+from halfstep.precision.masters.portable import make_portable_
+from halfstep.precision.masters.stepping import Decision, require_own_optimizer
+from halfstep.precision.ownership import (
+    ForwardWatch,
+    OneScaler,
+    StepDoor,
+    give_back_whole_,
+    is_ours,
+    release,
+)
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -63,7 +64,7 @@ from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_los
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
-from halfstep.precision.scaling.loss_scale import make_loss_scale
+from halfstep.precision.scaling.loss_scale import LossScale, make_loss_scale
 
 
 class Precision:
@@ -80,6 +81,11 @@ class Precision:
         >>> result.applied, result.loss_scale
         (True, 1.0)
     """
+
+    loss_scale = Learned[LossScale]()
+    applied_total = Learned[int]()
+    skipped_total = Learned[int]()
+    skipped_in_a_row = Learned[int]()
 
     def __init__(
         self,
@@ -123,12 +129,13 @@ class Precision:
         check_arguments(model, optimizer)
         self.device = one_device(model)
         self.support = require_support(self.policy, self.device)
-        self.loss_scale = make_loss_scale(self.policy.loss_scale)
+        self._loss_scale = make_loss_scale(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self.applied_total = self.skipped_total = self.skipped_in_a_row = 0
+        self._applied_total = self._skipped_total = self._skipped_in_a_row = 0
         self._scaled = self.policy.loss_scale.kind != "none"
         self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
+        self.path: DevicePath | None = None  # the steps that are decided on the device
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -163,19 +170,23 @@ class Precision:
             averages = self._ema.averages if self._ema is not None else {}
             self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
         self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+        config, installed = self.policy.loss_scale, self.masters.installed
+        self.path = device_path(self.optimizers, config, self._ranks, installed)
         self._scalers = OneScaler()
         self._watch = ForwardWatch(self.policy, self.device)
         self.model = model
         self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
         cast_at_border(placed)
         hooks = [*self._watch.attach(model), *self.masters.handles]
+        if self.path is not None:
+            hooks += self.path.attach(self.optimizers, weakref.WeakMethod(self.settle))
         # a model with 16-bit weights needs its casts even after this Precision is gone
         stays = self.policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
         make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
         left = None if stays else model
         self._released = weakref.finalize(
-            self, _release, self._door, self.masters.arrivals, hooks, left
+            self, release, self._door, self.masters.arrivals, hooks, left
         )
         self._begin(0)
 
@@ -229,10 +240,12 @@ class Precision:
                 found = largest_finite_scale(
                     loss.reshape(()), minimum=config.min_scale, maximum=config.max_scale
                 )
-                self.loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
-            with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
+                self._loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
+            held = self._loss_scale
+            scale = held.value if self.path is None else self.path.scale(held)
+            with self.masters.arrivals.running(scale, loss, asked):
                 scalar = loss.reshape(()) if loss.dim() else loss
-                scaled = self.loss_scale.scale(scalar) if self._scaled else scalar
+                scaled = scalar.float() * scale if self._scaled else scalar
                 scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
@@ -267,11 +280,14 @@ class Precision:
         Weights stay in the policy's format; gradients and the masters' extra bits are dropped. The
         model can then be exported, or given to another Precision.
         """
-        self.discard()
-        self._door.close()
-        self._released()
-        _give_back_(self.model)
-        self.masters.close()
+        try:
+            self.settle()
+        finally:
+            self.discard()
+            self._door.close()
+            self._released()
+            give_back_whole_(self.model)
+            self.masters.close()
 
     def step(
         self,
@@ -295,10 +311,13 @@ class Precision:
             NonFiniteError: If continuing cannot help and ``on_nonfinite`` does not say otherwise:
                 the loss is not finite, there is no scale to lower or it is at its floor, or too
                 many steps in a row were skipped. Weights and optimizer state are unchanged.
+                On CUDA it may be raised when the result is read, or by the next call.
             PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
                 ``max_norm`` is not above 0.
         """
         self._require_open()
+        if self.path is not None:
+            self.path.require_noticed()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             check_max_norm(max_norm)
         self._require_own_weights()
@@ -312,7 +331,10 @@ class Precision:
                 )
             self.backward(loss)
         try:
+            self.settle()
             gradients = self._gradients()
+            if self.path is not None and self.path.takes(gradients):
+                return self._step_on_device(self.path, gradients, max_norm)
             judged = self._judge(gradients)
             if judged.broken:
                 return self._skip(judged)
@@ -323,6 +345,48 @@ class Precision:
             self.discard()
         return self._applied(judged)
 
+    def captured(self, function: Callable[..., StepResult]) -> CapturedStep:
+        """A whole training step as one CUDA graph, which the host launches in one call.
+
+        Each call of what is returned takes one step and returns its result: the first three run the
+        function itself, the next one captures it, and all later ones replay it. What Python does
+        inside the function happens at its capture only.
+
+        Args:
+            function: Takes tensors on the device; computes the loss in :meth:`autocast`, calls
+                :meth:`step` once, and returns its result without reading it.
+
+        Raises:
+            PrecisionError: If the host must decide about this Precision's steps.
+        """
+        return CapturedStep(self, function)
+
+    def settle(self) -> None:
+        """Wait for the last step on the device, and raise the NonFiniteError that it ended with."""
+        if self.path is not None:
+            self.path.settle()
+
+    def _step_on_device(
+        self, path: DevicePath, gradients: dict[nn.Parameter, Tensor], max_norm: float | None
+    ) -> StepResult:
+        """Let the device check, clip and apply the gradients, or skip the step."""
+        assert self._loss is not None, "checked with the gradients"
+        self.masters.take_written_()
+        path.examine(self._loss_scale, self._loss, gradients, max_norm)
+        with self._door.open():
+            self.masters.update_(gradients, path.steps)
+        return self.took(path)
+
+    def took(self, path: DevicePath) -> StepResult:
+        """The result of a step on the device; schedules, EMA and guards need it at once."""
+        waits = bool(self._schedulers) or self._ema is not None or self._guard is not None
+        return path.result(self._learn, waits=waits)
+
+    def _learn(self, decision: Decision) -> StepResult:
+        """Count a step that the device took or skipped, as if the host had decided about it."""
+        judged = self._examiner.judged(decision)
+        return self._skip(judged) if judged.broken else self._applied(judged)
+
     def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
         """A step of an optimizer that evaluates the loss itself, as often as it likes.
 
@@ -330,6 +394,7 @@ class Precision:
         one evaluation is not finite, the whole step is undone.
         """
         (optimizer,) = require_one(self.optimizers)
+        self.settle()
         seen: list[Judged] = []
 
         def evaluate() -> Any:
@@ -364,11 +429,11 @@ class Precision:
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        scale, calibrating = self.loss_scale.value, not self._settled
+        scale, calibrating = self._loss_scale.value, not self._settled
         if self._scaled:
-            self.loss_scale.update(found_nonfinite=False)
-        self.skipped_in_a_row = 0
-        self.applied_total += 1
+            self._loss_scale.update(found_nonfinite=False)
+        self._skipped_in_a_row = 0
+        self._applied_total += 1
         self._settled = True
         if self._schedulers or self._ema is not None:
             self._after(True, self.masters.items())
@@ -387,6 +452,7 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state dicts."""
+        self.settle()
         self.masters.adopt()
         masters: dict[str, Tensor] = {}
         if self.policy.keeps_more_than_weights:
@@ -395,10 +461,10 @@ class Precision:
             masters = dict(self.masters.items())
         return {
             "policy": str(self.policy),
-            "loss_scale": self.loss_scale.state_dict(),
-            "applied_total": self.applied_total,
-            "skipped_total": self.skipped_total,
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_scale": self._loss_scale.state_dict(),
+            "applied_total": self._applied_total,
+            "skipped_total": self._skipped_total,
+            "skipped_in_a_row": self._skipped_in_a_row,
             "masters": masters,
         }
 
@@ -417,23 +483,24 @@ class Precision:
         Raises:
             PrecisionError: If it is damaged, or from another policy or model; nothing is changed.
         """
+        self.settle()
         self.masters.adopt()
         masters = check_state(state, self.policy, self.named_parameters(), weights)
-        if load_scale(self.loss_scale, state, str(self.policy)):
+        if load_scale(self._loss_scale, state, str(self.policy)):
             self._uncalibrated = False
             self._settled |= state["applied_total"] > 0
-        self.applied_total = state["applied_total"]
-        self.skipped_total = state["skipped_total"]
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self._applied_total = state["applied_total"]
+        self._skipped_total = state["skipped_total"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
         if masters:
             self.masters.load_(masters)
-        self._begin(self.applied_total)
+        self._begin(self._applied_total)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
-        self._begin(self.applied_total)
+        self._begin(self._applied_total)
 
     def take_weights_(self) -> None:
         """Continue from the model's weights exactly as they are; masters and remainders are reset.
@@ -484,16 +551,16 @@ class Precision:
 
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
-        scale, calibrating = self.loss_scale.value, not self._settled
+        scale, calibrating = self._loss_scale.value, not self._settled
         found = judged.found
-        self.skipped_total += 1
-        self.skipped_in_a_row += 1
+        self._skipped_total += 1
+        self._skipped_in_a_row += 1
         error: NonFiniteError | None
         if found is None:
             error = broken_loss(self.policy, judged.loss, self.model, self._ranks)
         else:
             error = incurable(
-                self.policy, self.loss_scale, found, judged.loss, self.skipped_in_a_row
+                self.policy, self._loss_scale, found, judged.loss, self._skipped_in_a_row
             )
         rolled_back = False
         if error is not None:
@@ -502,7 +569,7 @@ class Precision:
             with self.masters.installed():
                 rolled_back = self._guard.answer(error)
         if found is not None:
-            self.loss_scale.update(found_nonfinite=True)
+            self._loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
             judged,
@@ -522,38 +589,12 @@ class Precision:
             grad_norm=judged.norm,
             loss_scale=scale,
             calibrating=calibrating,
-            next_loss_scale=self.loss_scale.value,
-            skipped_total=self.skipped_total,
-            skipped_in_a_row=self.skipped_in_a_row,
+            next_loss_scale=self._loss_scale.value,
+            skipped_total=self._skipped_total,
+            skipped_in_a_row=self._skipped_in_a_row,
             **outcome,
         )
 
 
 class _BrokenClosure(Exception):
     """An evaluation inside a step was not finite."""
-
-
-def is_ours(value: object) -> bool:
-    """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
-    value = getattr(value, "hook", value)  # torch wraps load_state_dict pre-hooks
-    return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
-
-
-def _release(
-    door: StepDoor,
-    arrivals: Arrivals,
-    hooks: Sequence[RemovableHandle],
-    model: nn.Module | None,
-) -> None:
-    """Remove the hooks that must not outlive a Precision, where they would refuse later use."""
-    door.leave()
-    arrivals.release()
-    for hook in hooks:
-        hook.remove()
-    if model is not None:
-        _give_back_(model)
-
-
-def _give_back_(model: nn.Module) -> None:
-    give_back_(model)
-    make_plain_(model)

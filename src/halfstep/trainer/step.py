@@ -66,7 +66,9 @@ def train_step(
     for optimizer in precision.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
-    return precision.step(max_norm=max_norm)
+    result = precision.step(max_norm=max_norm)
+    precision.settle()  # the loop writes down every result, and an error belongs to its own step
+    return result
 
 
 def seed_dropout(seed: int) -> None:

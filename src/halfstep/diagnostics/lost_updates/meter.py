@@ -214,7 +214,8 @@ class _Watch:
             samples = [s.on_cpu() for s in group.samples if s.gradient.numel()]
             if samples:
                 name = self._name(number, group.options, {r.group for r in reports})
-                reports.append(self._measure(name, step, group, samples, step.multiplier / scale))
+                multiplier = float(step.multiplier) / scale
+                reports.append(self._measure(name, step, group, samples, multiplier))
         return tuple(reports)
 
     def _measure(

@@ -23,6 +23,7 @@ from halfstep.diagnostics.lost_updates.sampling import (
     sampled_state,
 )
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import stored_moment
@@ -174,7 +175,7 @@ def _joined(samples: Sequence[Sample]) -> Sample | None:
     first = samples[0]
     shared = {k: v for k, v in first.state.items() if not isinstance(v, Tensor) or not v.dim()}
     for sample in samples:
-        if sample.state.keys() != first.state.keys():
+        if not sample.weight.dim() or sample.state.keys() != first.state.keys():
             return None
         if any(bool(sample.state[key] != value) for key, value in shared.items()):
             return None
@@ -246,6 +247,9 @@ class ExactMoments:
             return
         given = kwargs.get("gradients")
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        multiplier = kwargs.get("multiplier", 1.0)
+        if isinstance(multiplier, DeviceStep):
+            found, multiplier = multiplier.found, multiplier.multiplier
         for number, group in enumerate(optimizer.param_groups):
             # Only the gathering is per tensor, the rest per group and dtype: this runs every step.
             gathered: dict[torch.dtype, list[tuple[_Place, Tensor]]] = {}
@@ -258,7 +262,7 @@ class ExactMoments:
                     self._steps[number, j] = optimizer.state[parameter].get("step")
             for members in gathered.values():
                 places, parts = zip(*members, strict=True)
-                g = torch.cat(parts).float() * kwargs.get("multiplier", 1.0)
+                g = torch.cat(parts).float() * multiplier
                 if scale is not None:
                     g = g / scale
                 beta2 = plain(group["betas"])[1]

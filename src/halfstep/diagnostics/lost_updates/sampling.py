@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
@@ -71,9 +72,10 @@ class StepSample:
     """The samples of one optimizer before and after a step, still on the device."""
 
     number: int  # number of the step, from 1
-    multiplier: float  # the step's factor of gradients
+    multiplier: float | Tensor  # the step's factor of gradients
     scale: Tensor | None  # a GradScaler's scale, by which the step divides gradients
-    found: Tensor | None  # that scaler's flag, nonzero if the step changes nothing
+    # the flag of that scaler, or of a step on the device: above 0 if the step changes nothing
+    found: Tensor | None
     late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
@@ -129,11 +131,15 @@ def before_step(
     """
     own = is_own(optimizer)
     given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
+    multiplier = kwargs.get("multiplier", 1.0) if own else 1.0
+    found = getattr(optimizer, "found_inf", None)
+    if isinstance(multiplier, DeviceStep):
+        found, multiplier = multiplier.found, multiplier.multiplier
     step = StepSample(
         number,
-        kwargs.get("multiplier", 1.0) if own else 1.0,
+        _copy(multiplier),
         _copy(getattr(optimizer, "grad_scale", None)),
-        _copy(getattr(optimizer, "found_inf", None)),
+        _copy(found),
         late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
     )
     for i, group in enumerate(optimizer.param_groups):

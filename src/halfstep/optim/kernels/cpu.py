@@ -9,10 +9,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.kernels.library import load_library
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import StepTask, mark_written
+from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -91,7 +92,7 @@ class NativeKernel:
             (ctypes.c_float * 8)(*plan.constants),
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
-        mark_written(tasks)
+        increment_version([tensor for task in tasks for tensor in task.written])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""

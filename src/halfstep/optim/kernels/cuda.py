@@ -18,16 +18,20 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.moments import BLOCK
-from halfstep.optim.storage.state import StepTask, mark_written
+from halfstep.optim.storage.state import StepTask
 
-TILE = 8 * BLOCK
-"""Elements per program of the update: 4 per thread, so that many programs fit on an SM."""
+ROWS = 16
+"""Blocks of 128 elements in a tile of the update: 8 elements, 16 bytes of bf16, per thread."""
+TILES = 4
+"""Tiles of a program of the update, which reads addresses once for these 8,192 elements."""
 STATISTICS_TILE = 2048
 STATISTICS_TILES = 16
+_UPDATED = TILES * ROWS * BLOCK  # elements of a program of the update
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KEPT = 8  # tables kept, so that gradients alternating between a few addresses need no new copy
 
@@ -123,7 +127,7 @@ def make_launch(tasks: Sequence[StepTask], plan: Plan, first_row: int) -> Launch
         update="fp32" if weight.dtype == torch.float32 else plan.update,
         gradient=_NAMES[gradient.dtype],
         moments=plan.moments,
-        updates=_owners(weight.device, counts, TILE, first_row),
+        updates=_owners(weight.device, counts, _UPDATED, first_row),
         statistics=_owners(weight.device, counts, STATISTICS_TILE * STATISTICS_TILES, first_row),
     )
 
@@ -158,7 +162,7 @@ def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
         aligned = aligned and not any(address % 16 for address in addresses)
         found += [*addresses, tops[0], tops[-1], count, task.stream, seed & 0xFFFFFFFF]
         found += [update, statistics]
-        update += _programs(count, TILE)
+        update += _programs(count, _UPDATED)
         statistics += _programs(count, STATISTICS_TILE * STATISTICS_TILES)
     return found, aligned
 
@@ -198,7 +202,8 @@ def launch_update(
             moments=launch.moments,
             aligned=aligned,
             on_device=state is not None,
-            rows=TILE // BLOCK,
+            rows=ROWS,
+            tiles=TILES,
             **kernels.LAUNCH,
         )
 
@@ -220,7 +225,7 @@ def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
     if is_capturing(device):
         raise PrecisionError(
             "optimizer.step() inside a CUDA graph would repeat this step's bias correction and "
-            "random bits at every replay; use halfstep's DeviceScaler, which counts on the device"
+            "random bits at every replay; use halfstep.Precision.captured instead"
         )
     numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
     with on(device):
@@ -230,4 +235,4 @@ def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
             table = _tables(device).get(tuple(content))
             launch = make_launch(found, plan, 0)
             launch_update(kernels, launch, table, aligned=aligned, numbers=numbers, step=plan.step)
-    mark_written(tasks)
+    increment_version([tensor for task in tasks for tensor in task.written])

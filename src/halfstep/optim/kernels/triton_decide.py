@@ -1,4 +1,4 @@
-"""Gradient statistics and the loss scale's decisions on a GPU, without the host.
+"""Gradient statistics and the decisions of a step on a GPU, without the host.
 
 In each step, one pass over the gradients gives, per program, a sum of squares in fp64 (which holds
 the squares of all finite fp32 gradients, so the sum is not finite only if a gradient is not) and,
@@ -34,29 +34,21 @@ __all__ = ["LAUNCH", "decide_kernel", "statistics_kernel", "update_kernel"]
 
 _ABS = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest finite fp32 number
 _SCALE = tl.constexpr(Head.SCALE.value)
 _GOOD_STEPS = tl.constexpr(Head.GOOD_STEPS.value)
 _HYSTERESIS_LEFT = tl.constexpr(Head.HYSTERESIS_LEFT.value)
-_STEPS = tl.constexpr(Head.STEPS.value)
-_SKIPPED_TOTAL = tl.constexpr(Head.SKIPPED_TOTAL.value)
-_SKIPPED_IN_A_ROW = tl.constexpr(Head.SKIPPED_IN_A_ROW.value)
 _NORM = tl.constexpr(Head.NORM.value)
-_FOUND_INF = tl.constexpr(Head.FOUND_INF.value)
-_FOUND_NAN = tl.constexpr(Head.FOUND_NAN.value)
-_MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
-_LAST_SCALE = tl.constexpr(Head.LAST_SCALE.value)
 _LOSS = tl.constexpr(Head.LOSS.value)
-_LAST_LOSS = tl.constexpr(Head.LAST_LOSS.value)
-_STOP = tl.constexpr(Head.STOP.value)
-_KIND = tl.constexpr(Head.CONFIG_KIND.value)
+_FOUND = tl.constexpr(Head.FOUND.value)
+_MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
+_DYNAMIC = tl.constexpr(Head.DYNAMIC.value)
 _GROWTH_FACTOR = tl.constexpr(Head.GROWTH_FACTOR.value)
 _BACKOFF_FACTOR = tl.constexpr(Head.BACKOFF_FACTOR.value)
 _GROWTH_INTERVAL = tl.constexpr(Head.GROWTH_INTERVAL.value)
 _MIN_SCALE = tl.constexpr(Head.MIN_SCALE.value)
 _MAX_SCALE = tl.constexpr(Head.MAX_SCALE.value)
 _HYSTERESIS = tl.constexpr(Head.HYSTERESIS.value)
-_MAX_SKIPS = tl.constexpr(Head.MAX_CONSECUTIVE_SKIPS.value)
-_MAX_NORM = tl.constexpr(Head.MAX_NORM.value)
 _ROWS = tl.constexpr(Head.SIZE.value)
 _ROW = tl.constexpr(Row.SIZE.value)
 _STEP = tl.constexpr(Row.STEP.value)
@@ -72,7 +64,8 @@ def _sums(  # noqa: ANN202
     at = tl.arange(0, tile)
     address += start
     count = tl.minimum(count - start, tile * tiles).to(tl.int32)
-    for _ in range(tiles // 4):
+    done = 0
+    while done < count:
         for _ in tl.static_range(4):  # unrolled, so that four loads are in flight at once
             g = load(address, at, count, masked)
             g = from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
@@ -80,6 +73,7 @@ def _sums(  # noqa: ANN202
             wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
             total += g.to(tl.float64) * g.to(tl.float64)
             at += tile
+        done += 4 * tile
     return total, wrong
 
 
@@ -129,11 +123,16 @@ def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     return result
 
 
-@triton.jit(do_not_specialize=["partial_count", "flag_count", "row_count"])
+@triton.jit(
+    do_not_specialize=["max_norm", "partial_count", "flag_count", "row_count"],
+    do_not_specialize_on_alignment=["loss"],
+)
 def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the device
     state: tl.tensor,
     partials: tl.tensor,
     flags: tl.tensor,
+    loss: tl.tensor,
+    max_norm: tl.tensor,
     partial_count: tl.tensor,
     flag_count: tl.tensor,
     row_count: tl.tensor,
@@ -141,7 +140,11 @@ def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the
     tile: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
-    """Decide on the step, in one program; ``rows`` is a power of two, at least ``row_count``."""
+    """Decide on the step, in one program.
+
+    ``loss`` points to an fp32 number, and ``max_norm`` is the bits of an fp64 one (Triton passes
+    floats in fp32). ``rows`` is a power of two, at least ``row_count``.
+    """
     lanes = tl.arange(0, tile)
     squares = tl.zeros([tile], tl.float64)
     at = 0
@@ -153,28 +156,18 @@ def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the
     while at < flag_count:
         wrong |= tl.load(flags + at + lanes, mask=at + lanes < flag_count, other=0)
         at += tile
-    has_inf = tl.max(wrong & 1) > 0
-    has_nan = tl.max(wrong & 2) > 0
-    found = has_inf | has_nan
+    overflow = tl.max(wrong) > 0
+    total = tl.load(loss).to(tl.float64)
+    lost = (tl.abs(total) > _LARGEST) | (total != total)
+    found = overflow | lost
 
     scale = tl.load(state + _SCALE)
     good = tl.load(state + _GOOD_STEPS)
     left = tl.load(state + _HYSTERESIS_LEFT)
-    kind = tl.load(state + _KIND)
     low = tl.load(state + _MIN_SCALE)
-    steps = tl.load(state + _STEPS)
-    skipped = tl.load(state + _SKIPPED_TOTAL)
-    in_a_row = tl.where(found, tl.load(state + _SKIPPED_IN_A_ROW) + 1, 0.0)
-    stop = tl.load(state + _STOP)
-    loss = tl.load(state + _LOSS)
-    norm = tl.sqrt(tl.sum(squares)) / scale
+    norm = tl.sqrt(tl.sum(squares))
     tiny = tl.full([], 1e-6, tl.float64)
-    clip = tl.minimum(tl.load(state + _MAX_NORM) / (norm + tiny), 1.0)
-
-    floor = (kind == 2) & (scale <= low) & (left <= 1)
-    limit = in_a_row >= tl.load(state + _MAX_SKIPS)
-    reason = tl.where(kind == 0, 1.0, tl.where(floor, 2.0, tl.where(limit, 3.0, 0.0)))
-    stop = tl.where(found & (stop == 0), reason, stop)
+    clip = tl.minimum(max_norm.to(tl.int64).to(tl.float64, bitcast=True) / (norm + tiny), 1.0)
 
     left_skip = left - 1
     smaller = tl.maximum(scale * tl.load(state + _BACKOFF_FACTOR), low)
@@ -182,10 +175,11 @@ def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the
     grows = good + 1 == tl.load(state + _GROWTH_INTERVAL)
     larger = tl.minimum(scale * tl.load(state + _GROWTH_FACTOR), tl.load(state + _MAX_SCALE))
     left_good = tl.where(grows, tl.load(state + _HYSTERESIS), left)
-    dynamic = kind == 2
-    new_scale = tl.where(found, scale_skip, tl.where(grows, larger, scale))
-    new_good = tl.where(found | grows, 0.0, good + 1)
-    new_left = tl.where(found, left_skip, left_good)
+    # a loss that is not finite itself says nothing about the scale
+    adapts = tl.where(lost, 0.0, tl.load(state + _DYNAMIC)) > 0
+    new_scale = tl.where(overflow, scale_skip, tl.where(grows, larger, scale))
+    new_good = tl.where(overflow | grows, 0.0, good + 1)
+    new_left = tl.where(overflow, left_skip, left_good)
 
     order = tl.arange(0, rows)
     held = order < row_count
@@ -193,20 +187,13 @@ def decide_kernel(  # noqa: PLR0915  # one program: what it decides stays on the
     n = tl.load(row + _STEP, mask=held, other=0.0) + 1
 
     tl.debug_barrier()  # every warp must have read what the stores below overwrite
-    tl.store(state + _SCALE, tl.where(dynamic, new_scale, scale))
-    tl.store(state + _GOOD_STEPS, tl.where(dynamic, new_good, good))
-    tl.store(state + _HYSTERESIS_LEFT, tl.where(dynamic, new_left, left))
-    tl.store(state + _STEPS, tl.where(found, steps, steps + 1))
-    tl.store(state + _SKIPPED_TOTAL, tl.where(found, skipped + 1, skipped))
-    tl.store(state + _SKIPPED_IN_A_ROW, in_a_row)
+    tl.store(state + _SCALE, tl.where(adapts, new_scale, scale))
+    tl.store(state + _GOOD_STEPS, tl.where(adapts, new_good, good))
+    tl.store(state + _HYSTERESIS_LEFT, tl.where(adapts, new_left, left))
     tl.store(state + _NORM, norm)
-    tl.store(state + _FOUND_INF, has_inf.to(tl.float64))
-    tl.store(state + _FOUND_NAN, has_nan.to(tl.float64))
-    tl.store(state + _MULTIPLIER, clip / scale)
-    tl.store(state + _LAST_SCALE, scale)
-    tl.store(state + _LOSS, 0.0)
-    tl.store(state + _LAST_LOSS, loss)
-    tl.store(state + _STOP, stop)
+    tl.store(state + _LOSS, total)
+    tl.store(state + _FOUND, found.to(tl.float64))
+    tl.store(state + _MULTIPLIER, clip)
 
     held = order < tl.where(found, 0, row_count)
     tl.store(row + _STEP, n, mask=held)

@@ -4,9 +4,10 @@ reference.py, rules.py, moments.py and masters/rounding.py define every operatio
 have the same bits if launched with :data:`LAUNCH`: no fused multiply-add, and no subnormal numbers
 flushed to 0.
 
-A program updates ``rows`` blocks of 128 elements of one tensor (the block of the 8-bit moments).
-``owners`` gives the number of its tensor; ``table`` has the addresses, one row of int64 per tensor
-(see the column numbers below). bf16 numbers are loaded and stored as uint16 bits.
+A program updates up to ``tiles`` tiles of one tensor, one after the other; a tile is ``rows``
+blocks of 128 elements (the block of the 8-bit moments). ``owners`` gives the number of its tensor;
+``table`` has the addresses, one row of int64 per tensor (see the column numbers below). bf16
+numbers are loaded and stored as uint16 bits.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ STATISTICS_START = tl.constexpr(11)
 COLUMNS = tl.constexpr(12)
 
 LANES = tl.constexpr(128)  # moments.BLOCK
-_FOUND_INF = tl.constexpr(Head.FOUND_INF.value)
-_FOUND_NAN = tl.constexpr(Head.FOUND_NAN.value)
+_FOUND = tl.constexpr(Head.FOUND.value)
 _MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
 _STEP = tl.constexpr(Row.STEP.value)
 _CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
+_SIGN = tl.constexpr(Row.SIGN.value)
 
 # Compiler options of every kernel here; Triton's interpreter ignores them.
 LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
@@ -196,14 +197,14 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
 def update_kernel(  # noqa: ANN201
     table, owners, state, at_row, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
-    aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr,
+    aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile; with ``on_device`` all numbers are read from ``state`` (buffer.py)."""
+    """Update a program's tiles; with ``on_device`` all numbers are read from ``state``."""
     if on_device:
-        if tl.load(state + _FOUND_INF) + tl.load(state + _FOUND_NAN) > 0:
+        if tl.load(state + _FOUND) > 0:
             return
-        multiplier = tl.load(state + _MULTIPLIER).to(tl.float32)
         numbers = state + at_row
+        multiplier = (tl.load(state + _MULTIPLIER) * tl.load(numbers + _SIGN)).to(tl.float32)
         step = tl.load(numbers + _STEP).to(tl.int32)
         c0 = tl.load(numbers + _CONSTANTS).to(tl.float32)
         c1 = tl.load(numbers + _CONSTANTS + 1).to(tl.float32)
@@ -216,10 +217,13 @@ def update_kernel(  # noqa: ANN201
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * COLUMNS
     count = tl.load(row + COUNT)
-    start = (program - tl.load(row + UPDATE_START)) * (rows * LANES)
-    if start + rows * LANES <= count:
+    tile: tl.constexpr = rows * LANES
+    start = (program - tl.load(row + UPDATE_START)) * (tile * tiles)
+    end = tl.minimum(start + tile * tiles, count)
+    while start + tile <= end:
         _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
               rule, gradient_dtype, update, moments, aligned, False, rows)  # fmt: skip
-    else:
+        start += tile
+    if start < end:
         _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
               rule, gradient_dtype, update, moments, aligned, True, rows)  # fmt: skip

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 import halfstep.optim.kernels.cuda as cuda
-from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer, kept_moments
-from halfstep.optim.checks import check_gradient, check_updates
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import StepTask, is_dense, mark_written
-from halfstep.precision.masters.rounding import Update
+from halfstep.optim.options import check_gradient, check_updates, kept_moments, update_of
+from halfstep.optim.rules import Algorithm
+from halfstep.optim.storage.state import StepTask, is_dense, write_back
+
+Gradients = Mapping[nn.Parameter, Tensor]
+
+
+class Stepped(Protocol):
+    """The part of :class:`~halfstep.optim.base.LowPrecisionOptimizer` used here."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Its update rule."""
+
+    state: Any
+    param_groups: list[dict[str, Any]]
+
+    def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]: ...
+
+    def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]: ...
+
+    def _task(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
+    ) -> StepTask: ...
 
 
 @dataclass(slots=True)
@@ -25,7 +45,7 @@ class Bound:
 
     group: dict[str, Any]  # the parameter group
     plan: Plan  # their kernel's parameters, except the constants, which the device computes
-    step: int  # applied steps when they were attached
+    step: int  # applied steps
     members: list[tuple[nn.Parameter, int]]  # each parameter and the stream of its random bits
     launch: cuda.Launch  # their launch
     first_partial: int  # index of their first sum of squares in ``Bundle.partials``
@@ -34,105 +54,105 @@ class Bound:
 class Bundle:
     """The parameters that have gradients, grouped by launch."""
 
-    def __init__(
-        self,
-        optimizer: LowPrecisionOptimizer,
-        device: torch.device,
-        known: Mapping[Tensor, str],
-    ) -> None:
+    def __init__(self, optimizer: Stepped, device: torch.device) -> None:
         self.bounds: list[Bound] = []
-        self.names: tuple[str, ...] = ()
         self.partials = torch.empty(0)
         self.table = torch.empty(0)
         self.aligned = False
         self._optimizer = optimizer
         self._device = device
-        self._known = known
         self._tables = cuda.Tables(device)
         self._members: tuple[Any, ...] = ()
-        self._steps: dict[nn.Parameter, tuple[Tensor, float]] = {}
+        self._steps: list[Tensor] = []  # the optimizer's step numbers, on the host
+        self._seen: list[tuple[Any, ...]] = []  # their identities and versions
         self._places: tuple[Any, ...] = ()
-        self._tasks: list[StepTask] = []
-        self._captured: list[Any] = []  # keeps alive what a graph reads
+        self._views = False  # whether a weight is part of a larger tensor, and stepped in a copy
+        self._tasks: list[StepTask] = []  # of the step in progress: they hold its gradients
 
-    def _work(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter, Tensor, int]]:
-        """Group index, group, parameter, gradient and stream of each parameter with a gradient."""
-        for stream, (number, group, parameter) in enumerate(self._optimizer._members()):
-            if parameter.grad is not None:
-                yield number, group, parameter, parameter.grad, stream
+    def attach(self, gradients: Gradients) -> bool:
+        """Attach the parameters that have gradients, if others have them now; whether they do.
 
-    def changed(self) -> bool:
-        """Whether other parameters have gradients now, or step numbers were set from outside."""
-        state = self._optimizer.state
-        members = tuple((id(p), g.dtype) for _, _, p, g, _ in self._work())
-        return (
-            not members
-            or self._members != members
-            or any(
-                state[p].get("step") is not step or float(step) != value
-                for p, (step, value) in self._steps.items()
-            )
-        )
-
-    def attach(self) -> None:
-        """Attach the parameters that have gradients now, and create missing state.
-
-        Refused if a CUDA graph uses the attached ones, or if the optimizer refuses a gradient.
+        Raises:
+            PrecisionError: If the optimizer refuses a gradient, or to step without ``update``.
         """
-        if self._captured or cuda.is_capturing(self._device):
-            raise PrecisionError(
-                "other parameters have gradients than in the step before the CUDA graph was "
-                "captured, or their state was loaded anew: make another DeviceScaler, take a step "
-                "and capture again"
-            )
-        work = list(self._work())
-        if not work:
-            raise PrecisionError("step(): no parameter of the optimizer has a gradient")
         optimizer = self._optimizer
+        work = [
+            (number, group, parameter, gradients[parameter], stream)
+            for stream, (number, group, parameter) in enumerate(optimizer._members())
+            if parameter in gradients
+        ]
+        members = tuple(
+            (id(p), g.dtype, g.layout, group["seed"], group["update"]) for _, group, p, g, _ in work
+        )
+        if members == self._members and (self._seen == self._versions() or self._recount()):
+            return False
         check_updates(optimizer.param_groups, type(optimizer).__name__)
         for _, _, parameter, gradient, _ in work:
             check_gradient(parameter, gradient)
         found: dict[tuple[Any, ...], list[tuple[nn.Parameter, int]]] = {}
-        self._steps = {}
+        self._steps = []
         for number, group, parameter, gradient, stream in work:
-            if group.get("maximize"):
-                raise PrecisionError(
-                    "DeviceScaler only minimises, and a group has maximize=True; negate the loss "
-                    "instead"
-                )
-            if not is_dense(parameter):
-                raise PrecisionError(
-                    f"a parameter of shape {tuple(parameter.shape)} and strides "
-                    f"{parameter.stride()} is part of a larger tensor, which DeviceScaler cannot "
-                    "step; give it memory of its own (parameter.data = parameter.data.clone())"
-                )
             state = optimizer._state(group, parameter)
-            step, moments = state["step"], kept_moments(group, state)
-            self._steps[parameter] = step, float(step)
-            key = (number, int(step), moments, parameter.dtype, gradient.dtype)
+            self._steps.append(state["step"])
+            key = (
+                *(number, int(state["step"]), kept_moments(group, state)),
+                *(update_of(group, parameter), parameter.dtype, gradient.dtype),
+            )
             found.setdefault(key, []).append((parameter, stream))
-        self.bounds, first, row, names = [], 0, 0, []
-        for (number, step, moments, *_), members in found.items():
+        self.bounds, first, row = [], 0, 0
+        for (number, step, moments, update, *_), of_launch in found.items():
             group = optimizer.param_groups[number]
-            # for fp32 weights make_launch ignores ``update``
-            update: Update = group["update"] or "nearest"
             plan = Plan(optimizer.algorithm, (), update, moments, 1.0, group["seed"], 0)
-            tasks = self._tasks_of(members)
-            bound = Bound(group, plan, step, members, cuda.make_launch(tasks, plan, row), first)
-            self.bounds.append(bound)
-            first += bound.launch.statistics.numel()
-            row += len(members)
-            names += [self._name(parameter, stream) for parameter, stream in members]
-        self.names = tuple(names)
+            launch = cuda.make_launch(self._tasks_of(of_launch, gradients), plan, row)
+            self.bounds.append(Bound(group, plan, step, of_launch, launch, first))
+            first += launch.statistics.numel()
+            row += len(of_launch)
         self.partials = torch.zeros(first, dtype=torch.float64, device=self._device)
-        self._members = tuple((id(p), g.dtype) for _, _, p, g, _ in work)
-        self._places = ()
+        self._views = not all(is_dense(p.detach()) for _, _, p, _, _ in work)
+        self._members, self._seen, self._places = members, self._versions(), ()
+        return True
 
-    def locate(self) -> None:
+    def _recount(self) -> bool:
+        """Take over step numbers that were changed, if the launches stay the same."""
+        found = []
+        for bound in self.bounds:
+            states = [self._optimizer.state.get(p, {}) for p, _ in bound.members]
+            steps = {int(state["step"]) for state in states if "step" in state}
+            formats = {kept_moments(bound.group, state) for state in states}
+            if len(steps) != 1 or formats != {bound.plan.moments}:
+                return False
+            if any("step" not in state for state in states):
+                return False
+            found.append(steps.pop())
+        for bound, step in zip(self.bounds, found, strict=True):
+            bound.step = step
+        state = self._optimizer.state
+        self._steps = [state[p]["step"] for p, _ in self.members()]
+        self._seen = self._versions()
+        return True
+
+    def _versions(self) -> list[tuple[Any, ...]]:
+        """What changes if a step number is written or replaced, as where a state is loaded."""
+        state = self._optimizer.state
+        held = [state[p].get("step") if p in state else None for p, _ in self.members()]
+        return [(id(step), getattr(step, "_version", None)) for step in held]
+
+    def count(self) -> None:
+        """Count an applied step, in the optimizer's state too."""
+        torch._foreach_add_(self._steps, 1)
+        for bound in self.bounds:
+            bound.step += 1
+        self._seen = self._versions()
+
+    def members(self) -> list[tuple[nn.Parameter, int]]:
+        """The parameters and their streams, in the order of the table's rows."""
+        return [member for bound in self.bounds for member in bound.members]
+
+    def locate(self, gradients: Gradients) -> None:
         """Update the table of addresses if a tensor has moved, by one asynchronous copy."""
-        places = tuple(self._places_now())
-        if None in places or places != self._places:
-            self._tasks = [t for bound in self.bounds for t in self._tasks_of(bound.members)]
+        places = self.places(gradients)
+        if self._views or None in places or places != self._places:
+            self._tasks = self._tasks_of(self.members(), gradients)
             content: list[int] = []
             self.aligned, at = True, 0
             for bound in self.bounds:
@@ -143,54 +163,30 @@ class Bundle:
                 at = end
             self.table = self._tables.get(tuple(content))
             self._places = places
-        if cuda.is_capturing(self._device):
-            self._captured.append((self.table, self.partials, [b.launch for b in self.bounds]))
 
-    def _places_now(self) -> Iterator[int | None]:
+    def places(self, gradients: Gradients) -> tuple[int | None, ...]:
         """The addresses of all tensors; None if a gradient needs a copy in the weight's layout."""
-        for bound in self.bounds:
-            for parameter, _ in bound.members:
-                gradient = parameter.grad
-                assert gradient is not None
-                if gradient.stride() != parameter.stride():
-                    yield None
-                yield parameter.data_ptr()
-                yield gradient.data_ptr()
-                for key, tensor in self._optimizer.state[parameter].items():
-                    if key != "step":
-                        yield tensor.data_ptr()
+        return tuple(self._places_now(gradients))
 
-    def _tasks_of(self, members: Sequence[tuple[nn.Parameter, int]]) -> list[StepTask]:
-        optimizer, tasks = self._optimizer, []
-        for parameter, stream in members:
-            assert parameter.grad is not None
-            state = optimizer.state[parameter]
-            tasks.append(optimizer._task(parameter, parameter.grad, state, stream))
-        return tasks
+    def _places_now(self, gradients: Gradients) -> Iterator[int | None]:
+        for parameter, _ in self.members():
+            gradient = gradients[parameter]
+            if gradient.stride() != parameter.stride():
+                yield None
+            yield parameter.data_ptr()
+            yield gradient.data_ptr()
+            for key, tensor in self._optimizer.state[parameter].items():
+                if key != "step":
+                    yield tensor.data_ptr()
 
-    def _name(self, parameter: nn.Parameter, stream: int) -> str:
-        """The parameter's name, or its number if it has none."""
-        if parameter in self._known:
-            return self._known[parameter]
-        for group in self._optimizer.param_groups:
-            for name, candidate in zip(group.get("param_names", ()), group["params"], strict=False):
-                if candidate is parameter:
-                    return str(name)
-        return f"parameter {stream}"
-
-    def set_steps(self, steps: Sequence[float]) -> None:
-        """Write the device's step numbers into the optimizer's state, unless it was replaced."""
-        for bound, step in zip(self.bounds, steps, strict=False):
-            for parameter, _ in bound.members:
-                held, value = self._steps[parameter]
-                state = self._optimizer.state[parameter]
-                if state.get("step") is held and float(held) == value:
-                    held.fill_(step)
-                    self._steps[parameter] = held, step
-
-    def mark_written(self) -> None:
-        """Tell autograd that the step has written weights and moments in place."""
-        mark_written(self._tasks)
+    def _tasks_of(
+        self, members: Sequence[tuple[nn.Parameter, int]], gradients: Gradients
+    ) -> list[StepTask]:
+        optimizer = self._optimizer
+        return [
+            optimizer._task(parameter, gradients[parameter], optimizer.state[parameter], stream)
+            for parameter, stream in members
+        ]
 
     def launch_statistics(self, kernels: ModuleType, bound: Bound, flags: Tensor) -> None:
         """Compute the statistics of a launch's gradients into ``partials`` and ``flags``."""
@@ -208,3 +204,16 @@ class Bundle:
                 tiles=cuda.STATISTICS_TILES,
                 **kernels.LAUNCH,
             )
+
+    def finish(self) -> None:
+        """Tell autograd what the step has written in place, and let go of its gradients."""
+        if self._views:
+            for (parameter, _), task in zip(self.members(), self._tasks, strict=True):
+                write_back(parameter, task.weight)
+        increment_version([tensor for task in self._tasks for tensor in task.written])
+        none = torch.empty(0)
+        self._tasks = [replace(task, gradient=none) for task in self._tasks]
+
+    def held(self) -> list[Any]:
+        """What a CUDA graph of this step reads, to be kept for as long as the graph."""
+        return [self.table, self.partials, [bound.launch for bound in self.bounds]]

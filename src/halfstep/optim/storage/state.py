@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode, moment_dtype, zeros
@@ -180,25 +179,19 @@ class StepTask:
     gradient: Tensor  # fp32, bf16 or fp16, n elements in the order of the weight's; read only
     stream: int  # number of this tensor's random streams
     native: Any = None  # the addresses of the others in the form of the compiled kernel
+    # What a kernel writes behind torch's back; it calls ``increment_version`` of this afterwards.
+    # Otherwise a step between a forward and its backward would silently give wrong gradients, where
+    # torch's own optimizers raise "modified by an inplace operation".
+    written: tuple[Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        remainder = () if self.remainder is None else (self.remainder,)
+        self.written = (self.weight, *remainder, *self.moments, *self.tops)
 
     @property
     def flat_gradient(self) -> Tensor:
         """The gradient in shape (n,)."""
         return self.gradient.detach().as_strided((self.gradient.numel(),), (1,))
-
-
-def mark_written(tasks: Iterable[StepTask]) -> None:
-    """Tell autograd that a kernel has written these tasks' tensors behind torch's back.
-
-    Without it, a step between a forward and its backward would silently give wrong gradients,
-    where torch's own optimizers raise "modified by an inplace operation".
-    """
-    written: list[Tensor] = []
-    for task in tasks:
-        written += (task.weight, *task.moments, *task.tops)
-        if task.remainder is not None:
-            written.append(task.remainder)
-    increment_version(written)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -230,3 +223,10 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
         )
         tensor = moved.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def write_back(parameter: Tensor, data: Tensor) -> None:
+    """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
+    if data.data_ptr() != parameter.data_ptr():
+        layout = dense(parameter)
+        parameter.copy_(data.as_strided(layout.shape, layout.stride()))

@@ -30,8 +30,10 @@ from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, loca
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.scaling.calibrate import graph_leaves
 
+# 1 / S of a backward's loss scale S, or a scalar tensor of it where only the device knows S.
+Inverse = float | Tensor
 # Thread id to 1 / S of the backward it runs. Global, as a loss may reach another Precision's model.
-_RUNNING: dict[int, float] = {}
+_RUNNING: dict[int, Inverse] = {}
 
 
 def is_running(device: torch.device) -> bool:
@@ -49,7 +51,7 @@ class _Unscale:
 
     def __init__(self, widens: bool) -> None:
         self.widens = widens  # whether gradients are accumulated in fp32
-        self.inverse: float | None = None  # 1 / S, while the parameter's own Precision runs one
+        self.inverse: Inverse | None = None  # 1 / S, while the parameter's own Precision runs one
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         inverse = self.inverse
@@ -57,7 +59,7 @@ class _Unscale:
             inverse = _RUNNING.get(threading.get_ident())
         if inverse is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
             inverse = next(iter(_RUNNING.values()), None)
-        return None if inverse is None or inverse == 1.0 else gradient * inverse
+        return None if inverse is None or _is_one(inverse) else gradient * inverse
 
 
 class Arrivals:
@@ -104,19 +106,22 @@ class Arrivals:
         return handle
 
     @contextmanager
-    def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+    def running(
+        self, scale: float | Tensor, loss: Tensor, inputs: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
         """The context for a backward of ``loss * scale``, for these inputs or for all leaves.
 
         The graph of the loss is searched for leaves that are not the model's.
         """
-        wide = self._prepare(scale)
-        leaves = [] if scale == 1.0 or self._by_fsdp else graph_leaves(loss)
+        wide, plain = self._prepare(scale), _is_one(scale)
+        leaves = [] if plain or self._by_fsdp else graph_leaves(loss)
         passing = self._receive_foreign(leaves, wide)
-        inner = [tensor for tensor in inputs if scale != 1.0 and not tensor.is_leaf]
+        inner = [tensor for tensor in inputs if not plain and not tensor.is_leaf]
         _multiply_gradients_(inner, scale)
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
-        outer, self._unscale.inverse = self._unscale.inverse, 1.0 / scale
-        _RUNNING[thread] = 1.0 / scale
+        inverse = 1.0 / scale
+        outer, self._unscale.inverse = self._unscale.inverse, inverse
+        _RUNNING[thread] = inverse
         try:
             yield
         finally:
@@ -129,14 +134,14 @@ class Arrivals:
                 handle.remove()
             for parameter in wide:
                 parameter.grad_dtype = None
-            if scale != 1.0:
+            if not plain:
                 for parameter in self._sharded:
                     gradient = parameter.grad
                     if gradient is not None and gradient.dtype in LOW and self._widens:
                         parameter.grad = gradient.float()
-                _multiply_gradients_([*self._sharded, *inner], 1.0 / scale)
+                _multiply_gradients_([*self._sharded, *inner], inverse)
 
-    def _prepare(self, scale: float) -> list[Tensor]:
+    def _prepare(self, scale: float | Tensor) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
@@ -147,7 +152,7 @@ class Arrivals:
             hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
             if (self._widens and parameter.dtype == torch.float16) or hooked:
                 wide.append(_widened(parameter))
-        if scale != 1.0:
+        if not _is_one(scale):
             _multiply_gradients_(self._sharded, scale)
         return wide
 
@@ -220,7 +225,12 @@ def _widened(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
+def _is_one(factor: float | Tensor) -> bool:
+    """Whether the factor is known to be 1; of a tensor the host does not know."""
+    return isinstance(factor, float) and factor == 1.0
+
+
+def _multiply_gradients_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     for tensor in tensors:
         with nullcontext() if tensor.is_leaf else warnings.catch_warnings():
             if not tensor.is_leaf:  # torch warns where an activation has no gradient yet

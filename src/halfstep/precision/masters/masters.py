@@ -40,6 +40,7 @@ from halfstep.precision.masters.stepping import (
     Gradients,
     KeepsMasters,
     StepHooks,
+    StepsOnDevice,
     takes_gradients,
 )
 from halfstep.precision.policy.policy import LOW, dtype_name
@@ -381,16 +382,20 @@ class MasterWeights:
             with self.installed():
                 keeper.write_master_(weight.target, value.float())
 
-    def update_(self, gradients: Gradients, factor: float) -> None:
-        """Step the optimizers with the gradients times ``factor``, and round masters to weights."""
+    def update_(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
+        """Step the optimizers with the gradients times ``factor``, and round masters to weights.
+
+        A step that is decided on the device knows the factor, and has examined these gradients.
+        """
         hooks = self._hooks
         with self.installed():
-            self.hand_over(self._looking, gradients, factor)
+            if isinstance(factor, float):
+                self.hand_over(self._looking, gradients, factor)
             with nullcontext() if hooks is None else hooks.stepping(self, gradients):
                 self._step(gradients, factor)
         self.push_(gradients)
 
-    def _step(self, gradients: Gradients, factor: float) -> None:
+    def _step(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one checks for itself
             for keeper in self._own:
@@ -538,7 +543,14 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _follow_(master: Tensor, visible: Tensor) -> None:
-    """Set a master's elements to the weight's where the weight is not the rounded master."""
+    """Set a master's elements to the weight's where the weight is not the rounded master.
+
+    On a GPU all at once and without a look at the result, for which the host would have to wait.
+    """
+    if visible.is_cuda:
+        written = master.to(visible.dtype).view(torch.int16) != visible.view(torch.int16)
+        master.copy_(torch.where(written, visible.float(), master))
+        return
     if visible.stride() != master.stride() or not visible.is_contiguous():
         _follow_piece_(master, visible)
         return

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +17,69 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.scaling.loss_scale import LossScaleConfig, ScaleState
 
 Gradients = Mapping[nn.Parameter, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the device decided about a step, read by the host."""
+
+    loss: float
+    norm: float  # the global 2-norm of the gradients before clipping
+    nonfinite: Mapping[nn.Parameter, bool]  # whose gradients were not finite, and if one was NaN
+    scale: ScaleState  # the state of the loss scale after the step
+
+
+class Undecided(Protocol):
+    """A decision that is on its way to the host."""
+
+    def read(self) -> Decision:
+        """The decision; waits for the device if need be."""
+
+
+class StepsOnDevice(Protocol):
+    """An optimizer's steps whose decisions stay on the device, where nothing waits for them."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The loss scale of the next backward, an fp32 scalar."""
+
+    @property
+    def multiplier(self) -> Tensor:
+        """The clip factor of the step just examined, a scalar."""
+
+    @property
+    def found(self) -> Tensor:
+        """Above 0 if the step just examined changes nothing, a scalar."""
+
+    def write_scale(self, state: ScaleState) -> None:
+        """Set the loss scale."""
+
+    def takes(self, gradients: Gradients) -> bool:
+        """Whether a step with these gradients needs no decision by the host."""
+
+    def examine(self, loss: Tensor, gradients: Gradients, max_norm: float | None) -> None:
+        """Decide on a step; the optimizer's ``step`` with this as multiplier then applies it."""
+
+    def decision(self) -> Undecided:
+        """Begin to copy the decision to the host."""
+
+    def count(self) -> None:
+        """Count an applied step in the optimizer's state."""
+
+    def write_options(self) -> None:
+        """Send changed group options to the device."""
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+
+    def places(self, gradients: Gradients) -> tuple[int | None, ...]:
+        """What a captured step depends on: it differs once the step would use other memory."""
+
+    def held(self) -> list[Any]:
+        """What a CUDA graph of the last step reads."""
 
 
 @runtime_checkable
@@ -34,9 +96,16 @@ class KeepsMasters(Protocol):
         """Refuse gradients that a step cannot take, before any optimizer steps."""
 
     def step(
-        self, closure: None = None, *, gradients: Gradients | None = None, multiplier: float = 1.0
+        self,
+        closure: None = None,
+        *,
+        gradients: Gradients | None = None,
+        multiplier: float | StepsOnDevice = 1.0,
     ) -> Any:
         """Take a step with these gradients times ``multiplier``."""
+
+    def device_step(self, config: LossScaleConfig) -> StepsOnDevice | None:
+        """Its steps on the device, or None where the host decides."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
@@ -111,7 +180,7 @@ class StepHooks:
 
         def after(*_: Any) -> None:
             held = masters()
-            if held is not None and self._gradients is not None and _has_users(hooks_after):
+            if held is not None and self._gradients is not None and has_users(hooks_after):
                 held.push_(self._gradients)
                 self._look(held)
 
@@ -129,7 +198,7 @@ class StepHooks:
     def stepping(self, masters: Rounded, gradients: Gradients) -> Iterator[None]:
         """The context for a step with these gradients."""
         for hooks, number in self._first:
-            if _has_users(hooks):
+            if has_users(hooks):
                 hooks.move_to_end(number)
                 self._look(masters)
         self._gradients = gradients
@@ -154,7 +223,7 @@ class StepHooks:
         self._seen = []
 
 
-def _has_users(hooks: Mapping[int, Any]) -> bool:
+def has_users(hooks: Mapping[int, Any]) -> bool:
     """Whether there are hooks that are not halfstep's own."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith("halfstep.") for hook in hooks.values()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.precision.masters.stepping import KeepsMasters
+from halfstep.precision.masters.stepping import Decision, KeepsMasters
 from halfstep.precision.result import Reason
 
 Gradients = Mapping[int, Sequence[Tensor]]
@@ -236,12 +236,22 @@ class Examiner:
             return Judged(value, norm, None)
         found = NonFinite((), ())
         if not math.isfinite(norm):
-            named = zip(self._names(gradients), gradients.values(), strict=True)
+            named = zip(self.names(gradients), gradients.values(), strict=True)
             every = [*self._masters.named_parameters(), _STRANGER]
             found = self._ranks.union(find_nonfinite(named), every)
         if not found.names and not _SQUARES_FIT < norm < math.inf:
             _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
         return Judged(value, norm, found)
+
+    def judged(self, decision: Decision) -> Judged:
+        """The verdict that the device has given."""
+        if not math.isfinite(decision.loss):
+            return Judged(decision.loss, decision.norm, None)
+        broken = decision.nonfinite
+        named = [*zip(self.names(broken), broken.values(), strict=True)]
+        nan = tuple(name for name, is_nan in named if is_nan)
+        inf = tuple(name for name, is_nan in named if not is_nan)
+        return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
@@ -249,7 +259,8 @@ class Examiner:
             return global_norm(gradients)
         return self._dense_norm(gradients)
 
-    def _names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+    def names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """The model's names of these targets."""
         named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
         names = {parameter: name for name, parameter in named}
         return tuple(names.get(p, _STRANGER) for p in parameters)

@@ -61,8 +61,9 @@ def weights_of(layers: tuple[nn.Module, ...], outer: tuple[nn.Module, ...]) -> W
     of a subclass of tensors. ``outer`` are modules around the layers, which count too.
     """
     for m in (*layers, *outer):
-        hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
-        if hooked or m._backward_pre_hooks or "forward" in m.__dict__:
+        if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
+            return None
+        if m._backward_hooks or m._backward_pre_hooks:
             return None
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None

@@ -1,8 +1,8 @@
-"""What an optimizer of halfstep refuses before anything is changed: options, weights, gradients."""
+"""What a parameter group's options mean, and the checks that an optimizer makes before a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -10,7 +10,39 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.storage.moments import Moments
+from halfstep.optim.storage.state import FELL_BACK
 from halfstep.precision.masters.rounding import ROUNDING, Update
+
+
+def update_of(group: dict[str, Any], parameter: Tensor) -> Update:
+    """The rounding mode of a group's parameter; fp32 weights need none, so "nearest"."""
+    chosen: Update = group["update"] or "nearest"
+    return chosen if parameter.dtype == torch.bfloat16 else "nearest"
+
+
+def moments_of(group: Mapping[str, Any]) -> Moments:
+    """The format of a group's moments."""
+    chosen: Moments = group["moments"] or "fp32"
+    return chosen
+
+
+def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
+    """The format of a parameter's moments: its group's, unless they have fallen back to bf16."""
+    chosen = moments_of(group)
+    return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
+
+
+def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with tensors, such as a learning rate, converted to numbers."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+# Checks that an optimizer makes before anything is changed.
+
 
 _WEIGHTS = (torch.float32, torch.bfloat16)
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +107,7 @@ def _check_options(group: dict[str, Any], owner: str) -> None:
     if group.get("capturable"):
         raise PrecisionError(
             f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
-            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
+            "repeat; halfstep.Precision.captured counts on the device; leave capturable out"
         )
     if group.get("differentiable"):
         raise PrecisionError(

@@ -1,0 +1,530 @@
+"""Steps on the device, for triton_programs.py: beside the host's, what is learned when, captures.
+
+Under Triton's interpreter a Precision over CPU tensors steps as on CUDA. One whose optimizer has a
+hook of the user's leaves its decisions to the host: that is what the device is compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import types
+import warnings
+
+import numpy as np
+import torch
+from torch import nn
+from triton_kernel_programs import OPTIONS, make_tasks, same
+
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.on_device.buffer import Head, Row
+from halfstep.optim.optimizers import SGD, AdamW, Lion
+from halfstep.optim.rules import LION
+from halfstep.precision.after_step import EMA
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.step import Precision
+
+KINDS = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
+SCALED = "scale=dynamic,init_scale=256,growth_interval=2,hysteresis=2,max_scale=512"
+POLICIES = (
+    f"fp16-mixed,{SCALED}",
+    f"fp16-master,{SCALED}",
+    f"bf16-split24,{SCALED}",
+    f"bf16-split,moments=8bit,{SCALED}",
+    f"bf16-kahan,moments=bf16,{SCALED}",
+    f"bf16-sr,{SCALED}",
+    "bf16-mixed",
+    "bf16-master",
+)
+
+
+def refused(call, kind=PrecisionError):
+    """What the error said, or nothing."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+class Model(nn.Module):
+    """Parameters of odd sizes, one of them stored in the order of its transpose."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Parameter(torch.randn(3, 50, generator=generator))
+        self.turned = nn.Parameter(torch.randn(50, 2, generator=generator).t())
+        self.gain = nn.Parameter(torch.ones(50))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        wide = (self.first @ (x * self.gain).t()).tanh()
+        return (self.turned @ (x * self.gain).t()).tanh().sum(0) + wide.sum(0) + self.shift
+
+
+class Run:
+    """A Precision over a model, and one step of it."""
+
+    def __init__(self, policy, kind=AdamW, *, host=False, options=None, **given):
+        self.model = Model()
+        parameters = [*self.model.parameters()]
+        groups = [{"params": parameters[:2], "lr": 3e-3}, {"params": parameters[2:]}]
+        self.optimizer = kind(groups, lr=0.01, seed=3, **(options or {}))
+        if host:
+            self.optimizer.register_step_pre_hook(users_hook)
+        self.precision = Precision(policy, self.model, self.optimizer, **given)
+        assert self.precision.path is not None
+
+    def step(self, number, fault=None, micro_batches=1, **options):
+        generator = torch.Generator().manual_seed(number)
+        for _ in range(micro_batches):
+            x = torch.randn(6, 50, generator=generator)
+            with self.precision.autocast():
+                loss = self.model(x).float().square().mean()
+            self.precision.backward(loss)
+        if fault is not None:
+            name, value = fault
+            gradient = dict(self.model.named_parameters())[name].grad
+            gradient[(-1,) * gradient.ndim] = value
+        return self.precision.step(**options)
+
+    def everything(self):
+        state = self.optimizer.state_dict()["state"]
+        held = [(k, v) for entry in state.values() for k, v in entry.items()]
+        masters = self.precision.state_dict()["masters"]
+        return [*self.model.state_dict().items(), *held, *masters.items()]
+
+
+def users_hook(*_):
+    """A hook of the user's, which runs before each step that is applied."""
+
+
+def alike(ours, theirs):
+    for (name, a), (other, b) in zip(ours.everything(), theirs.everything(), strict=True):
+        assert name == other
+        assert same(a, b), name
+
+
+def told_alike(a, b):
+    """The norm alone is summed in another precision on the host: 4 tensors, fp32."""
+    assert math.isclose(a.grad_norm, b.grad_norm, rel_tol=1e-6) or not a.applied
+    for field in StepResult.__slots__:
+        if field != "grad_norm":
+            assert getattr(a, field) == getattr(b, field), (field, a, b)
+
+
+def against_the_host(kind_name):
+    """Good steps, infinities and NaN, micro-batches and schedules, in every way to keep weights."""
+    for policy in POLICIES if kind_name == "adamw" else POLICIES[1:5:2]:
+        ours, theirs = Run(policy, KINDS[kind_name]), Run(policy, KINDS[kind_name], host=True)
+        generator, results = torch.Generator().manual_seed(7), []
+        for number in range(8):
+            fault, draw = None, int(torch.randint(5, (), generator=generator))
+            if "dynamic" in policy and number and draw < 3:
+                names = ("first", "turned", "gain", "shift")
+                value = (math.inf, math.nan, -math.inf)[draw]
+                fault = names[int(torch.randint(4, (), generator=generator))], value
+            for run in (ours, theirs):
+                if number == 6:
+                    for group in run.optimizer.param_groups:
+                        group["lr"] *= 0.5
+                micro = 1 + number % 2
+                # large enough to leave the gradients as they are, so that bits can be compared
+                results.append(run.step(number, fault, micro, max_norm=1e6))
+            if number % 3 == 2:  # otherwise the host learns of it at the next step
+                alike(ours, theirs)
+        for a, b in zip(results[::2], results[1::2], strict=True):
+            told_alike(a, b)
+        assert results[-1].skipped_total == ours.precision.skipped_total
+        assert ("dynamic" in policy) is (ours.precision.skipped_total > 0)
+        assert ours.precision.state_dict().keys() == theirs.precision.state_dict().keys()
+        alike(ours, theirs)
+
+
+def steps_of(optimizer, loss=0.0, max_norm=None, steps=None):
+    """One step on the device by hand; what it decided."""
+    steps = steps or optimizer.device_step(LossScaleConfig())
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = {p: p.grad for p in every if p.grad is not None}
+    assert steps.takes(gradients)
+    steps.examine(torch.tensor(loss), gradients, max_norm)
+    optimizer.step(gradients=gradients, multiplier=steps)
+    return steps, steps.decision().read()
+
+
+def device_constants():
+    """Every rule's constants against the host's doubles, up to a million steps."""
+    for kind, options in (
+        (AdamW, {"lr": 0.3}),
+        (AdamW, {"betas": (0.0, 0.999999), "weight_decay": 0.0}),
+        (SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (SGD, {"momentum": 0.0, "dampening": 0.5}),
+        (Lion, {"weight_decay": 0.1}),
+    ):
+        for step in (1, 2, 3, 10, 1000, 123456, 1000000):
+            p = nn.Parameter(torch.zeros(7))
+            p.grad = torch.zeros_like(p)
+            optimizer = kind([p], **options)
+            moments = {name: torch.zeros(7) for name in optimizer.algorithm.moments}
+            optimizer.state[p] = {"step": torch.tensor(step - 1.0), **moments}
+            steps, _ = steps_of(optimizer)
+            steps.count()
+            row = steps._buffer[Head.SIZE + Row.CONSTANTS :].tolist()
+            group = optimizer.param_groups[0]
+            betas = group.get("betas", (0.0,)) if kind is AdamW else (0.0,)
+            for i, wanted in enumerate(optimizer.algorithm.constants(group, step)):
+                # triton_decide.py: n beta^n / (1 - beta^n) 2^-51 < 2^-51 / (1 - beta), and a few
+                # roundings of 2^-53
+                bound = 2.0**-51 / (1 - max(betas)) + 2.0**-50
+                assert math.isclose(row[i], wanted, rel_tol=bound), (kind, options, step, i)
+                assert np.float32(row[i]) == np.float32(wanted)
+            assert float(optimizer.state_dict()["state"][0]["step"]) == step
+
+
+def huge_and_tiny():
+    """Finite gradients whose squares leave fp32 are neither overflow nor 0; the clip is exact."""
+    for size, value in ((1, 1e30), (70000, 3e38), (1, 1e-30), (70000, 1e-44)):
+        p, rest = (nn.Parameter(torch.ones(n)) for n in (size, 3))
+        optimizer = AdamW([p, rest], lr=0.1, moments="fp32")
+        p.grad, rest.grad = torch.full((size,), value), torch.full((3,), value)
+        steps, decision = steps_of(optimizer, max_norm=0.1)
+        assert not decision.nonfinite
+        norm = float(p.grad[0].double()) * math.sqrt(size + 3)
+        assert math.isclose(decision.norm, norm, rel_tol=1e-12)  # fp64 sums
+        # 0.1 is no fp32 number, in which Triton passes numbers to kernels
+        clip = min(1.0, 0.1 / (decision.norm + 1e-6))
+        assert math.isclose(float(steps.multiplier), clip, rel_tol=2.0**-52)
+        assert p.isfinite().all()
+        assert (p.detach() < 1).all() or value < 1e-7  # decayed at least, and moved but by 1e-44
+    # many tiles and a rest, along the gradient instead of against it
+    ours, theirs = (nn.Parameter(torch.ones(3 * 8192 + 5)) for _ in range(2))
+    up, down = (
+        SGD([p], lr=0.1, maximize=p is ours, moments="fp32", momentum=0.9) for p in (ours, theirs)
+    )
+    ours.grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
+    theirs.grad = ours.grad.clone()
+    steps_of(up)
+    down.step(multiplier=-1.0)
+    assert same(ours.detach(), theirs.detach())
+
+
+def learned_later():
+    """A step's error comes with its result, the next step, a saved state, a count, or close()."""
+    ways = {
+        "result": lambda run, result: result.applied,
+        "again": lambda run, result: (refused(lambda: result.loss, NonFiniteError), result.loss),
+        "next step": lambda run, result: run.step(2),
+        "count": lambda run, result: run.precision.skipped_total,
+        "scale": lambda run, result: run.precision.loss_scale,
+        "optimizer": lambda run, result: run.optimizer.state_dict(),
+        "load": lambda run, result: run.optimizer.load_state_dict({}),
+        "state": lambda run, result: run.precision.state_dict(),
+        "close": lambda run, result: run.precision.close(),
+    }
+    for way, learn in ways.items():
+        run = Run("bf16-split")
+        assert run.step(0).applied
+        before = [t.clone() for _, t in run.everything()]
+        result = run.step(1, ("gain", math.nan))
+        said = refused(
+            lambda run=run, result=result, learn=learn: learn(run, result), NonFiniteError
+        )
+        assert "NaN in the gradients of gain under a finite loss" in said, (way, said)
+        if way == "close":
+            continue
+        assert all(same(a, b) for a, (_, b) in zip(before, run.everything(), strict=True))
+        assert all(p.grad is None for p in run.model.parameters())
+        assert run.precision.skipped_total == 1  # it was told once
+        assert run.step(3).applied
+        assert run.precision.applied_total == 2
+    run = Run("bf16-split")
+    run.model.shift.data.fill_(math.nan)
+    result = run.step(0)
+    assert "the weights shift are not finite" in refused(lambda: result.loss, NonFiniteError)
+    assert run.optimizer.state_dict()["state"][0]["step"] == 0
+
+
+def stops_and_guards():
+    """The floor, the skip limit, skips and roll-backs, schedules and averages, as on the host."""
+    small = "fp16-mixed,scale=dynamic,init_scale=2,hysteresis=2"
+    few = "fp16-mixed,scale=static,init_scale=4,max_consecutive_skips=2"
+    bad = {n: ("first", math.inf) for n in (1, 2, 3)}
+    cases = (
+        (small, {}, "loss_scale_floor"),
+        (few, {}, "skip_limit"),
+        (small, {"on_nonfinite": "skip:2"}, ""),
+        ("bf16-split", {"on_nonfinite": "rollback:1"}, "gradients"),
+    )
+    for policy, given, cause in cases:
+        told = []
+        for host in (False, True):
+            run, causes = Run(policy, host=host, **given), []
+            for number in range(6):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a guard's, said once
+                    try:
+                        causes.append(run.step(number, bad.get(number)).applied)
+                    except NonFiniteError as error:
+                        causes.append((error.cause, error.parameters))
+            told.append((causes, run.precision.state_dict()["loss_scale"], run.everything()))
+        assert told[0][:2] == told[1][:2], (policy, told[0][:2], told[1][:2])
+        assert not cause or (cause, ("first",)) in told[0][0]
+        for (name, a), (_, b) in zip(told[0][2], told[1][2], strict=True):
+            assert same(a, b), (policy, name)
+
+    rates = []
+    for host in (False, True):
+        run = Run(f"fp16-mixed,{SCALED}", host=host)
+        other = Run(f"fp16-mixed,{SCALED}", host=host)
+        ema = EMA(other.model)
+        scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, gamma=0.5)
+        other.precision.close()
+        precision = Precision(
+            f"fp16-mixed,{SCALED}", other.model, other.optimizer, schedulers=[scheduler], ema=ema
+        )
+        other.precision = precision
+        for number in range(4):
+            other.step(number, bad.get(number))
+        rates.append((scheduler.get_last_lr(), ema.updates, ema.averages))
+        run.step(0)
+    assert rates[0][:2] == rates[1][:2] == ([3e-3 / 2, 0.01 / 2], 1)
+    assert all(same(a, b) for a, b in zip(*(r[2].values() for r in rates), strict=True))
+
+
+def changes_between_steps():
+    """Loaded states, other gradients, parts of tensors, moments that fall back, and the meter."""
+    runs = Run(f"fp16-mixed,{SCALED}"), Run(f"fp16-mixed,{SCALED}", host=True)
+    for run in runs:
+        run.step(0)
+        saved = copy.deepcopy((run.optimizer.state_dict(), run.precision.state_dict()))
+        weights = copy.deepcopy(run.model.state_dict())
+        run.step(1)
+        run.step(2, ("gain", math.inf))
+        run.optimizer.load_state_dict(saved[0])
+        run.precision.load_state_dict(saved[1])
+        run.model.load_state_dict(weights)
+        run.model.gain.requires_grad_(False)
+        run.step(3)
+        run.model.gain.requires_grad_(True)
+        run.precision.loss_scale.load_state_dict(
+            {"value": 1.0, "good_steps": 1, "hysteresis_left": 1}
+        )
+        assert run.step(4).loss_scale == 1.0
+        with torch.no_grad():
+            run.model.first.zero_()
+        told = run.step(5)
+        closure_of(run)
+        run.step(6)
+        assert run.precision.loss_scale.value > 1
+    told_alike(told, told)
+    alike(*runs)
+    steps = [float(s["step"]) for s in runs[0].optimizer.state_dict()["state"].values()]
+    assert steps == [6, 6, 5, 6]
+
+    # 8-bit moments are compared with their gradients by the host, in step 8 of each tensor
+    for policy in ("bf16-split,moments=8bit",):
+        told = []
+        for host in (False, True):
+            run = Run(policy, host=host)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for _ in range(10):
+                    run.precision.backward((run.model.gain * torch.logspace(0, -12, 50)).sum())
+                    run.precision.step()
+            assert any("spread over more than 8 bits" in str(w.message) for w in said)
+            told.append((run.optimizer.fallen_back, run))
+        assert told[0][0] == told[1][0] != ()
+        alike(told[0][1], told[1][1])
+
+    reports = []
+    for host in (False, True):
+        run = Run(f"bf16-split,moments=bf16,{SCALED}", host=host)
+        meter = LostUpdateMeter(run.precision, every=1)
+        for number in range(4):
+            run.step(number, ("gain", math.inf) if number == 3 else None)
+            if number == 2:
+                reports.append([meter.report(), None])
+        reports[-1][1] = meter.report()  # the skipped step was measured by nobody
+    assert reports[0][0] == reports[1][0] == reports[0][1] == reports[1][1]
+
+    # a weight that is part of a larger tensor is stepped in a copy
+    model = nn.Linear(4, 3)
+    whole = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    pairs = []
+    for host in (False, True):
+        made = copy.deepcopy(model)
+        made.weight.data = whole.clone()[:, ::2]
+        optimizer = AdamW(made.parameters(), lr=0.1)
+        if host:
+            optimizer.register_step_pre_hook(users_hook)
+        precision = Precision("fp32", made, optimizer)
+        for _ in range(2):
+            precision.step(made(torch.ones(2, 4)).square().mean())
+        pairs.append(made)
+    assert not pairs[0].weight.is_contiguous()
+    for a, b in zip(*(made.parameters() for made in pairs), strict=True):
+        assert same(a.detach(), b.detach())
+
+
+def closure_of(run):
+    """A step with a closure, which the host takes."""
+
+    def closure():
+        run.optimizer.zero_grad()
+        with run.precision.autocast():
+            loss = run.model(torch.ones(2, 50)).float().square().mean()
+        run.precision.backward(loss)
+        return loss
+
+    assert run.precision.step(closure).applied
+
+
+class Stream:
+    """What CapturedStep asks of a stream."""
+
+    def wait_stream(self, other):
+        pass
+
+
+class Graph:
+    """A graph whose replay runs the captured function again, without what Python does then."""
+
+    step = None  # the CapturedStep
+
+    def replay(self):
+        path = self.step._path
+        seen, path.capturing = path.seen, True
+        self.step._function(*self.step._inputs)
+        path.seen, path.capturing = seen, False
+
+
+@contextlib.contextmanager
+def imitated_graphs(run):
+    """A capture on the CPU takes a step, so what it has changed is put back."""
+    real, on_the_way = torch.cuda, cuda.is_capturing
+
+    @contextlib.contextmanager
+    def graph(_):
+        held = [run.precision.path.steps._buffer, *run.model.parameters()]
+        held += [t for s in run.optimizer.state.values() for k, t in s.items() if k != "step"]
+        before = [t.detach().clone() for t in held]
+        cuda.is_capturing = lambda device: True
+        try:
+            yield
+        finally:
+            cuda.is_capturing = on_the_way
+            with torch.no_grad():
+                for t, value in zip(held, before, strict=True):
+                    t.copy_(value)
+
+    torch.cuda = types.SimpleNamespace(
+        CUDAGraph=Graph,
+        graph=graph,
+        Stream=Stream,
+        current_stream=Stream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    try:
+        yield
+    finally:
+        torch.cuda, cuda.is_capturing = real, on_the_way
+
+
+def train_step(run):
+    def step(x):
+        with run.precision.autocast():
+            loss = run.model(x).float().square().mean()
+        return run.precision.step(loss, max_norm=0.5)
+
+    return step
+
+
+def outcome(take, x):
+    try:
+        return take(x).applied
+    except NonFiniteError as error:
+        return error.cause
+
+
+def captured_steps():
+    """Whole steps as graphs: the same training, told alike; what cannot be captured is refused."""
+    ours, theirs = Run(f"bf16-split,{SCALED}"), Run(f"bf16-split,{SCALED}")
+    with imitated_graphs(ours):
+        step, plain, told = ours.precision.captured(train_step(ours)), train_step(theirs), []
+        Graph.step = step
+        for number in range(10):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(6, 50, generator=generator)
+            if number in (5, 8):
+                x[0, 0] = math.inf if number == 5 else math.nan
+            if number == 7:
+                for run in (ours, theirs):
+                    run.optimizer.param_groups[0]["lr"] *= 0.5
+            told.append((outcome(step, x), outcome(plain, x)))
+            assert told[-1][0] == told[-1][1], told
+        assert [one for one, _ in told] == [*[True] * 5, False, True, True, "forward", True]
+        alike(ours, theirs)
+        assert step._graph is not None
+        wrong = "allowed: those that it was captured with"
+        assert wrong in refused(lambda: step(torch.ones(2, 50)))
+        assert "input 0 of a captured step is a int" in refused(lambda: step(3))
+        # a state that is loaded lies elsewhere: the step is captured anew
+        ours.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+        assert step(torch.ones(6, 50)).applied
+        assert step._graph is None
+
+        greedy = ours.precision.captured(lambda x: train_step(ours)(x).applied)
+        greedy._left = 0
+        assert "a result was read inside" in refused(lambda: greedy(torch.ones(6, 50)))
+        cuda.is_capturing = lambda device: True
+        assert "a CUDA graph of your own" in refused(lambda: train_step(ours)(torch.ones(6, 50)))
+    model = Model()
+    several = [SGD([p], lr=1.0) for p in model.parameters()]
+    precision = Precision("fp32", model, several)
+    assert "one optimizer of halfstep.optim" in refused(lambda: precision.captured(train_step))
+
+
+def captures():
+    """The host's side of a capture by hand, which is_capturing alone tells of."""
+    on_the_way = cuda.is_capturing
+    p = nn.Parameter(torch.ones(200))
+    optimizer = AdamW([p], lr=0.1, moments="fp32")
+    steps, alive = optimizer.device_step(LossScaleConfig()), []
+
+    def elsewhere():  # as in the memory of a graph: at an address that was never seen
+        alive.append(torch.ones(200))
+        return alive[-1]
+
+    p.grad = elsewhere()
+    try:
+        cuda.is_capturing = lambda device: True
+        assert refused(lambda: steps_of(optimizer, steps=steps))
+        tasks = make_tasks(LION, torch.float32, "fp32", "fp32", (3,), torch.Generator())
+        plan = Plan(LION, LION.constants(OPTIONS["lion"], 1), "nearest", "fp32", 1.0, 0, 1)
+        assert refused(lambda: cuda.run_cuda(tasks, plan))
+        cuda.is_capturing = on_the_way
+        steps = optimizer.device_step(LossScaleConfig())
+        steps_of(optimizer, steps=steps)
+        cuda.is_capturing = lambda device: True
+        p.grad = elsewhere()
+        steps_of(optimizer, steps=steps)
+        kept = steps.held()
+        p.grad = elsewhere()
+        assert refused(lambda: steps_of(optimizer, steps=steps))  # there is one spare table
+        cuda.is_capturing = on_the_way
+        for _ in range(9):  # more than are kept
+            p.grad = elsewhere()
+            steps_of(optimizer, steps=steps)
+        assert any(pair[1] is kept[1] for pair in steps._bundle._tables._captured)
+        optimizer.param_groups[0]["lr"] = 0.2
+        cuda.is_capturing = lambda device: True
+        assert "learning rate" in refused(lambda: steps_of(optimizer, steps=steps))
+    finally:
+        cuda.is_capturing = on_the_way
