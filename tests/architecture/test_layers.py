@@ -28,7 +28,7 @@ ALLOWED = {
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "trainer": LIBRARY,
-    "trainer.models": {"errors", "files"},
+    "trainer.models": {"errors", "files", "kernels"},
     "trainer.data": {"errors", "files"},
     "trainer.checkpoint": {"errors", "files", "optim"},
     "cli": {*LIBRARY, "integrations", "trainer"},
@@ -54,6 +54,7 @@ OPTIONAL = {
     ("trainer/models/pretrained/hub.py", "peft"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.utils"),
+    ("trainer/bench/figure.py", "matplotlib.figure"),
     ("trainer/tasks/scores.py", "matplotlib.figure"),
     ("trainer/tasks/scores.py", "matplotlib"),
     (

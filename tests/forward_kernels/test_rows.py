@@ -1,20 +1,16 @@
-"""Activations, norms and the cross-entropy against their definitions in fp64."""
+"""GELU, norms and the cross-entropy against their definitions in fp64."""
 
-import ctypes
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.kernels.forward import address, library
-from halfstep.kernels.rows import activation, cross_entropy
+from halfstep.kernels.rows import cross_entropy, dropout, gelu_tanh, norm, softmax_errors_
 
-DEFINITIONS = {
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-}
+
+def gelu_by_definition(x):
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
 def every_finite_bf16():
@@ -30,25 +26,23 @@ def last_places(found, true):
     return (found.double() - true).abs() / unit
 
 
-@pytest.mark.parametrize("kind", DEFINITIONS)
-def test_every_bf16_number_and_its_gradient(kind):
+def test_every_bf16_number_and_its_gradient():
     x = every_finite_bf16()
     far = x.double().clamp(-700, 1e4).requires_grad_()  # x^3 and exp stay finite
-    true = DEFINITIONS[kind](far)
+    true = gelu_by_definition(far)
     (slope,) = torch.autograd.grad(true.sum(), far)
     true = torch.where(x.double() > 1e4, x.double(), true.detach())
     leaf = x.clone().requires_grad_()
-    found = activation(leaf, kind)
+    found = gelu_tanh(leaf)
     (grad,) = torch.autograd.grad(found, leaf, torch.ones_like(found))
     # half a unit is the rounding to bf16; what the fp32 inside adds is below a twentieth
     assert float(last_places(found.detach(), true).max()) < 0.55
     assert float(last_places(grad, slope).max()) < 0.55
 
 
-@pytest.mark.parametrize("kind", DEFINITIONS)
-def test_numbers_that_are_not_finite(kind):
+def test_numbers_that_are_not_finite():
     x = torch.tensor([math.nan, math.inf, -math.inf] * 6, dtype=torch.bfloat16, requires_grad=True)
-    y = activation(x, kind)
+    y = gelu_tanh(x)
     assert y[0::3].isnan().all()
     assert y[1::3].eq(math.inf).all()
     (grad,) = torch.autograd.grad(y, x, torch.full_like(y, math.nan))
@@ -56,24 +50,23 @@ def test_numbers_that_are_not_finite(kind):
 
 
 @pytest.mark.parametrize("shape", [(1,), (15,), (16,), (17,), (3, 5, 7), (4, 4097), (0, 3)])
-def test_activations_of_any_shape_and_layout(shape):
+def test_gelu_of_any_shape_and_layout(shape):
     x = torch.randn(shape).to(torch.bfloat16)
-    whole = activation(x, "silu")
+    whole = gelu_tanh(x)
     assert whole.shape == x.shape
-    one_by_one = [activation(v.reshape(1), "silu") for v in x.flatten()]
+    one_by_one = [gelu_tanh(v.reshape(1)) for v in x.flatten()]
     if one_by_one:
         assert torch.equal(whole.flatten(), torch.cat(one_by_one))
     turned = x.transpose(0, -1)
-    assert torch.equal(activation(turned, "silu"), whole.transpose(0, -1))
+    assert torch.equal(gelu_tanh(turned), whole.transpose(0, -1))
 
 
-@pytest.mark.parametrize("kind", DEFINITIONS)
-def test_a_second_derivative_is_torchs(kind):
+def test_a_second_derivative_is_torchs():
     x = torch.linspace(-3, 3, 40, dtype=torch.bfloat16, requires_grad=True)
-    (grad,) = torch.autograd.grad(activation(x, kind).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(gelu_tanh(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad.float().sum(), x)
     exact = x.detach().double().requires_grad_()
-    (grad,) = torch.autograd.grad(DEFINITIONS[kind](exact).sum(), exact, create_graph=True)
+    (grad,) = torch.autograd.grad(gelu_by_definition(exact).sum(), exact, create_graph=True)
     (true,) = torch.autograd.grad(grad.sum(), exact)
     assert float((second.double() - true).abs().max()) < 0.02  # bf16 operations of size 1
 
@@ -143,21 +136,30 @@ def test_masked_logits_are_impossible_not_errors():
     assert not grad[:, 20:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_become_their_gradients_in_place(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(9, 50).to(dtype)
+    targets = torch.randint(0, 50, (9,))
+    targets[4] = -100
+    leaf = logits.clone().requires_grad_()
+    losses = cross_entropy(leaf, targets, -100)
+    (grad,) = torch.autograd.grad(losses.sum(), leaf)
+    wider = torch.zeros(9, 64, dtype=dtype)
+    wider[:, :50] = logits
+    found = softmax_errors_(wider[:, :50], targets, -100)
+    assert torch.equal(found, losses)
+    assert torch.equal(wider[:, :50], grad)
+    assert not wider[:, 50:].any()
+
+
 # --- norms ----------------------------------------------------------------------------------------
 
 
-def norm(x, gain, bias, epsilon, out_dtype, *, centred):
-    """The kernel's output and what its backward needs."""
-    rows, columns = x.shape
-    out = torch.empty(rows, columns, dtype=out_dtype)
-    mean = torch.empty(rows) if centred else None
-    inverse = torch.empty(rows)
-    library().halfstep_norm(
-        address(x), x.dtype == torch.bfloat16, address(gain), address(bias), epsilon,
-        address(out), out_dtype == torch.bfloat16, address(mean), address(inverse),
-        rows, columns, 2,
-    )  # fmt: skip
-    return out, mean, inverse
+def norm_by_definition(x, gain, bias, *, centred):
+    centre = x.mean(-1, keepdim=True) if centred else 0
+    spread = ((x - centre) ** 2).mean(-1, keepdim=True)
+    return (x - centre) / torch.sqrt(spread + 1e-3) * gain + bias
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -166,25 +168,69 @@ def norm(x, gain, bias, epsilon, out_dtype, *, centred):
 @pytest.mark.parametrize("columns", [1, 16, 37, 384])
 def test_norms_and_their_gradients(columns, dtype, out, centred):
     torch.manual_seed(columns)
-    x = (torch.randn(50, columns) * 3 + 1).to(dtype)
-    gain, bias = torch.randn(columns), torch.randn(columns)
-    grad = torch.randn(50, columns).to(out)
-    leaves = [v.double().requires_grad_() for v in (x, gain, bias)]
-    centre = leaves[0].mean(1, keepdim=True) if centred else 0
-    spread = ((leaves[0] - centre) ** 2).mean(1, keepdim=True)
-    true = (leaves[0] - centre) / torch.sqrt(spread + 1e-3) * leaves[1] + leaves[2]
+    x = (torch.randn(5, 10, columns) * 3 + 1).to(dtype).requires_grad_()
+    gain, bias = (torch.randn(columns).requires_grad_() for _ in range(2))
+    grad = torch.randn(5, 10, columns).to(out)
+    leaves = [v.detach().double().requires_grad_() for v in (x, gain, bias)]
+    true = norm_by_definition(*leaves, centred=centred)
     expected = torch.autograd.grad(true, leaves, grad.double())
-    found, mean, inverse = norm(x, gain, bias, 1e-3, out, centred=centred)
-    grad_x, sums = torch.empty_like(x), torch.zeros(2, 2, columns)
-    library().halfstep_norm_backward(
-        address(x), dtype == torch.bfloat16, address(gain), address(grad), out == torch.bfloat16,
-        address(mean), address(inverse), address(grad_x), address(sums), 50, columns, 2,
-    )  # fmt: skip
-    assert ctypes.sizeof(ctypes.c_float) == 4
+    found = norm(x, gain, bias, 1e-3, out, centred=centred)
+    assert found.dtype == out
+    grads = torch.autograd.grad(found, (x, gain, bias), grad)
+    assert [g.dtype for g in grads] == [dtype, torch.float32, torch.float32]
     fine = 2**-18  # a few fp32 roundings of numbers of size 16
     places = {torch.bfloat16: 2**-8, torch.float32: fine}
     torch.testing.assert_close(found.double(), true.detach(), rtol=places[out], atol=fine)
-    torch.testing.assert_close(grad_x.double(), expected[0], rtol=places[dtype], atol=32 * fine)
-    total = sums.sum(0).double()
-    torch.testing.assert_close(total[0], expected[1], rtol=fine, atol=32 * fine)
-    torch.testing.assert_close(total[1], expected[2], rtol=fine, atol=32 * fine)
+    torch.testing.assert_close(grads[0].double(), expected[0], rtol=places[dtype], atol=32 * fine)
+    for got, want in zip(grads[1:], expected[1:], strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=fine, atol=32 * fine)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_norm_without_gain_and_its_second_derivative(centred):
+    x = torch.randn(4, 20, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    true = norm_by_definition(exact, 1, 0, centred=centred)
+    found = norm(x, None, None, 1e-3, torch.float32, centred=centred)
+    for order in range(3):
+        # some tens of fp32 roundings of terms that cancel, each up to the largest result
+        bound = 2**-18 * max(1.0, float(true.detach().abs().max()))
+        assert float((found.double() - true).detach().abs().max()) < bound, order
+        (found,) = torch.autograd.grad((found**3).sum(), x, create_graph=True)
+        (true,) = torch.autograd.grad((true**3).sum(), exact, create_graph=True)
+
+
+def test_numbers_of_another_dtype_are_refused():
+    with pytest.raises(TypeError, match=r"bf16 and fp32 numbers, got torch\.float16"):
+        norm(torch.ones(2, 4).half(), None, None, 1e-5, torch.float32)
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_share_scaled_and_backward_keeps_the_same(p, dtype):
+    torch.manual_seed(0)
+    x = torch.ones(2**18 + 5, dtype=dtype, requires_grad=True)
+    y = dropout(x, p)
+    kept = y != 0
+    assert set(y.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - p)).to(dtype))}
+    # six deviations of a binomial share
+    assert abs(float(kept.float().mean()) - (1 - p)) < 6 * math.sqrt(p * (1 - p) / 2**18)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    assert torch.equal(grad, y)
+    for lag in (1, 16, 4096):  # neighbours in a vector, between vectors, between chunks
+        both = float((kept[lag:] & kept[:-lag]).float().mean())
+        assert abs(both - (1 - p) ** 2) < 0.01
+
+
+def test_dropout_follows_torchs_seed_and_layout():
+    x = torch.randn(64, 300)
+    torch.manual_seed(1)
+    first, second = dropout(x, 0.5), dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x, 0.5), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(dropout(x.t().contiguous().t(), 0.5), first)

@@ -45,13 +45,17 @@ def heads(*shape, dtype=torch.float32):
     return torch.randn(*(shape or (2, 3, 8, 16)), dtype=dtype, requires_grad=True)
 
 
+FEW = 4, native_ops.MANY // 4
 CALLS = {
     "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
         heads(), heads(), heads(), is_causal=True
     ),
-    "gelu": lambda: F.gelu(heads(dtype=torch.bfloat16)),
-    "silu": lambda: nn.SiLU()(heads(dtype=torch.bfloat16)),
-    "cross_entropy": lambda: nn.CrossEntropyLoss()(heads(4, 9), torch.tensor([1, -100, 3, 4])),
+    "gelu": lambda: nn.GELU("tanh")(heads(dtype=torch.bfloat16)),
+    "cross_entropy": lambda: nn.CrossEntropyLoss()(heads(*FEW), torch.tensor([1, -100, 3, 4])),
+    "layer_norm": lambda: nn.LayerNorm(FEW[1], dtype=torch.bfloat16)(
+        heads(*FEW, dtype=torch.bfloat16)
+    ),
+    "rms_norm": lambda: F.rms_norm(heads(4, 9, dtype=torch.bfloat16), (9,), eps=1e-5),
 }
 
 
@@ -92,6 +96,7 @@ class Own(torch.Tensor):
 
 LOW = torch.ones(4, dtype=torch.bfloat16)
 LOGITS, CLASSES = torch.ones(2, 3), torch.tensor([0, 1])
+MANY_LOGITS = torch.ones(2, native_ops.MANY // 2)
 STAY = {
     "a mode that looks at operators": lambda: (Seen(), CALLS["gelu"]),
     "attention by a kernel that was chosen": lambda: (
@@ -100,25 +105,28 @@ STAY = {
     ),
     "a subclass": lambda: (
         None,
-        lambda: F.gelu(LOW.as_subclass(Own)),
+        lambda: F.gelu(LOW.as_subclass(Own), approximate="tanh"),
     ),
-    "in place": lambda: (None, lambda: F.silu(LOW.clone(), inplace=True)),
-    "fp32 activations": lambda: (None, lambda: F.gelu(torch.ones(4))),
+    "the exact GELU": lambda: (None, lambda: F.gelu(LOW)),
+    "fp32 activations": lambda: (None, lambda: F.gelu(torch.ones(4), approximate="tanh")),
+    "few logits": lambda: (None, lambda: F.cross_entropy(LOGITS, CLASSES)),
+    "LayerNorm of fp32": lambda: (None, lambda: F.layer_norm(torch.ones(*FEW), FEW[1:])),
+    "a norm of two dimensions": lambda: (None, lambda: F.rms_norm(torch.ones(2, 3), (2, 3), eps=1)),
     "fp64": lambda: (
         None,
-        lambda: F.cross_entropy(LOGITS.double(), CLASSES),
+        lambda: F.cross_entropy(MANY_LOGITS.double(), CLASSES),
     ),
     "weights of classes": lambda: (
         None,
-        lambda: F.cross_entropy(LOGITS, CLASSES, weight=torch.ones(3)),
+        lambda: F.cross_entropy(MANY_LOGITS, CLASSES, weight=MANY_LOGITS[0]),
     ),
     "smoothing": lambda: (
         None,
-        lambda: F.cross_entropy(LOGITS, CLASSES, label_smoothing=0.1),
+        lambda: F.cross_entropy(MANY_LOGITS, CLASSES, label_smoothing=0.1),
     ),
     "probabilities": lambda: (
         None,
-        lambda: F.cross_entropy(LOGITS, LOGITS / 3),
+        lambda: F.cross_entropy(MANY_LOGITS, MANY_LOGITS / 3),
     ),
     "a mask that learns": lambda: (
         None,
@@ -145,13 +153,13 @@ def test_what_stays_torchs(case, taken):
 
 def test_a_target_out_of_range_is_torchs_error():
     with halfstep.autocast("bf16-mixed", "cpu"), pytest.raises(IndexError, match="out of bounds"):
-        F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 3]))
+        F.cross_entropy(MANY_LOGITS, torch.tensor([0, MANY_LOGITS.shape[1]]))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reductions_are_torchs(reduction):
     torch.manual_seed(0)
-    logits, targets = torch.randn(6, 11), torch.tensor([0, 10, -100, 3, 4, 5])
+    logits, targets = torch.randn(6, 50000), torch.tensor([0, 10, -100, 3, 4, 5])
     with halfstep.autocast("bf16-mixed", "cpu"):
         found = F.cross_entropy(logits, targets, reduction=reduction)
         nothing = F.cross_entropy(logits, torch.full((6,), -100), reduction=reduction)
@@ -164,10 +172,14 @@ def test_reductions_are_torchs(reduction):
 def test_transforms_of_functions_and_forward_mode_go_on():
     x = torch.randn(4, 8, dtype=torch.bfloat16)
     with halfstep.autocast("bf16-mixed", "cpu"):
-        grads = torch.func.vmap(torch.func.grad(lambda v: F.gelu(v).float().sum()))(x)
+        grads = torch.func.vmap(
+            torch.func.grad(lambda v: F.gelu(v, approximate="tanh").float().sum())
+        )(x)
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-            tangent = torch.autograd.forward_ad.unpack_dual(F.gelu(dual)).tangent
+            tangent = torch.autograd.forward_ad.unpack_dual(
+                F.gelu(dual, approximate="tanh")
+            ).tangent
     torch.testing.assert_close(grads, tangent, rtol=2**-7, atol=2**-7)
 
 

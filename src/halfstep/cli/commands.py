@@ -6,10 +6,12 @@ it uses the task's configuration. Nothing here imports torch, so that --help is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from halfstep.errors import ConfigError
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
@@ -120,6 +122,58 @@ class Demo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure precision policies on this machine, with your model and shapes, and recommend one.
+
+    Each policy trains in a process of its own, and the processes take their steps in turn. Without
+    data of yours they learn from synthetic tokens or texts.
+    """
+
+    CONFIGS: ClassVar[tuple[type[BaseConfig], ...]] = tuple(
+        kind for kind in TASKS.values() if kind.COMMAND
+    )
+    """The configurations whose keys are options too: each key once, whichever task has it."""
+    LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
+        r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
+        r"|lost_update_every|save_every|keep|output_dir|patience|report_to|parallel"
+        r"|sequence_parallel|agree_every|rank_timeout|background_save)"
+    )
+    """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
+
+    config: str = ""
+    """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
+    that of finetune lm."""
+    precision: tuple[str, ...] = ("fp32,bf16-mixed,fp16-mixed,bf16-split,bf16-split,moments=8bit",)
+    """Policies, separated by spaces or commas."""
+    steps: int = 0
+    """Measure at most this many steps of each policy; 0: as many as fit into --seconds."""
+    seconds: float = 100.0
+    """End after this many seconds at the latest."""
+    out: str = ""
+    """Folder for bench.json and bench.png; default runs/bench-TIME."""
+    json: bool = False
+    """Print one JSON object on stdout instead of the table."""
+    quiet: bool = False
+    """Show no progress on stderr."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers out of range."""
+        if self.steps < 0:
+            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 0")
+        if self.seconds <= 0:
+            raise ConfigError(f"--seconds {self.seconds:g}; allowed: > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """The parsed command line of ``halfstep bench``."""
+
+    bench: Bench
+    given: Mapping[str, Any]
+    """Configuration keys that the command line sets, with their values as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """Print a script that makes a shell complete commands and options."""
 
@@ -142,6 +196,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "configs show": ShowConfig,
     "configs cp": CopyConfig,
     "demo": Demo,
+    "bench": Bench,
     "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfstep.cli.commands import COMMANDS, Completion
-from halfstep.cli.grammar import choices_of, leaves, parser_of
+from halfstep.cli.grammar import choices_of, keys_of, leaves, parser_of
 
 _BASH = """_halfstep() {
   local words="$(halfstep completion words -- "${COMP_WORDS[@]:1:COMP_CWORD-1}" 2>/dev/null)"
@@ -35,7 +35,8 @@ def following(words: Sequence[str]) -> list[str]:
         return list(dict.fromkeys(parts[0] for parts in rest if parts))
     options = parser_of(name)._option_string_actions
     key = options[words[-1]].dest if words[-1] in options else ""
-    for option in leaves(COMMANDS[name]):
+    kind = COMMANDS[name]
+    for option in [*keys_of(kind), *leaves(kind)]:
         if option.key == key and choices_of(option.hint):
             return choices_of(option.hint)
     return sorted(options)

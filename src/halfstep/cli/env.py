@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Env
+from halfstep.trainer.cores import probe, remark
 from halfstep.trainer.environment import choose_device, environment, gemm_table
 
 
@@ -13,6 +14,7 @@ def run(arguments: Env) -> int:
     device = choose_device(arguments.device)
     report = environment(device)
     report["gemm"] = gemm_table(device)
+    report["waiting_for_cores"] = probe()
     if arguments.json:
         print(json.dumps(report, indent=1))
         return 0
@@ -29,6 +31,7 @@ def run(arguments: Env) -> int:
             f"{cpu['vector_instructions']}, bf16 instructions: "
             f"{'yes' if cpu['bf16_instructions'] else 'no'}",
         ),
+        ("load", _load(report["waiting_for_cores"], cpu["torch_threads"])),
         ("memory", f"{report['memory_bytes'] / 2**30:.1f} GiB"),
         (
             "gpus",
@@ -51,3 +54,11 @@ def run(arguments: Env) -> int:
         text = "-" if rate is None else f"{rate / 1e9:,.0f}"
         print(f"{row['format']:<7} {row['status']:<10} {text}")
     return 0
+
+
+def _load(share: float | None, threads: int) -> str:
+    """Say whether other programs use the cores, and what helps."""
+    if share is None:
+        return "not known: this system does not tell how long threads wait for a core"
+    idle = f"the cores are free: threads waited {share:.0%} of the time for one"
+    return remark(share, threads) or idle

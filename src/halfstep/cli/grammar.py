@@ -20,7 +20,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.cli.commands import COMMANDS, POSITIONAL, Request, Start
+from halfstep.cli.commands import COMMANDS, POSITIONAL, Bench, BenchRequest, Request, Start
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
@@ -42,7 +42,9 @@ class Option(NamedTuple):
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
-    """Parse a command line: return the command's name, and its dataclass or a ``Request``.
+    """Parse a command line: return the command's name, and its dataclass or a request.
+
+    A command that takes a configuration's keys has a ``Request``, or a ``BenchRequest``.
 
     Raises:
         ConfigError: For words that do not parse, with a suggestion.
@@ -57,13 +59,16 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
         words, launcher = words[:cut], words[cut + 1 :]
     parser = parser_of(name)
     given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
+    first = Start if runs else kind
+    own = {field.name for field in fields(first)}
+    start = build(first, {k: v for k, v in given.items() if k in own}, named=option_name)
+    keys = {key: value for key, value in given.items() if key not in own}
+    if kind is Bench:
+        return name, BenchRequest(bench=start, given=keys)
     if not runs:
-        return name, build(kind, given, named=option_name)
-    own = {field.name for field in fields(Start)}
-    start = build(Start, {k: v for k, v in given.items() if k in own}, named=option_name)
+        return name, start
     if launcher is not None and start.nproc is None:
         raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
-    keys = {key: value for key, value in given.items() if key not in own}
     return name, Request(kind=kind, start=start, given=keys, words=words, launcher=launcher or [])
 
 
@@ -130,18 +135,33 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     )
     # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
-    for option in leaves(Start) if runs else ():
+    for option in leaves(Start if runs else kind):
         _add(parser, option, [option_name(option.key)])
-    shorts = short_options(kind) if runs else {}
+    keys, shorts = keys_of(kind), short_options(*_configs(kind))
     groups: dict[str, Any] = {"": parser}
-    for option in leaves(kind):
+    for option in keys:
         section = option.key.rpartition(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(section)
         short = [f"--{short}" for short, key in shorts.items() if key == option.key]
         names = dict.fromkeys([*short, option_name(option.key)])
-        _add(groups[section], option, list(names), sets=runs)
+        _add(groups[section], option, list(names), sets=True)
     return parser
+
+
+def _configs(kind: type[Any]) -> tuple[type[BaseConfig], ...]:
+    """Return the configurations whose keys are options of a command."""
+    if issubclass(kind, BaseConfig):
+        return (kind,)
+    return Bench.CONFIGS if kind is Bench else ()
+
+
+def keys_of(kind: type[Any]) -> list[Option]:
+    """Return the configuration keys that are options of a command, each once."""
+    every = [option for config in _configs(kind) for option in leaves(config)]
+    kept = {option.key: option for option in reversed(every)}
+    left_out = Bench.LEFT_OUT if kind is Bench else None
+    return [o for key, o in reversed(kept.items()) if not (left_out and left_out.fullmatch(key))]
 
 
 def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
@@ -189,12 +209,14 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
             yield Option(key, hint, field, texts.get(field.name, ""))
 
 
-def short_options(kind: type[BaseConfig]) -> dict[str, str]:
+def short_options(*kinds: type[BaseConfig]) -> dict[str, str]:
     """Map short options to keys: each key's last part (first section wins), and ``SHORT``."""
     short: dict[str, str] = {}
-    for option in leaves(kind):
+    for kind in kinds:
+        short |= {name: key for name, key in kind.SHORT.items() if name not in short}
+    for option in (option for kind in kinds for option in leaves(kind)):
         short.setdefault(option_name(option.key.rpartition(".")[2])[2:], option.key)
-    return {**kind.SHORT, **{name: key for name, key in short.items() if name not in kind.SHORT}}
+    return short
 
 
 def option_name(key: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from halfstep.cli.commands import Request
 from halfstep.cli.console import RunDisplay, megabytes
@@ -101,7 +103,7 @@ def _requested(request: Request) -> BaseConfig:
             raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
     config = load_config(_spec(request), list(request.given.items()))
-    _require_trust(request, config)
+    require_trust(request.given, config)
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "
@@ -130,15 +132,15 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     wanted = load_config(named or str(path / "config.toml"), list(given.items()))
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
-    _require_trust(request, wanted)
+    require_trust(request.given, wanted)
     require_resumable(saved, wanted, other_precision="precision" in given)
     return with_run_folder(wanted, path)
 
 
-def _require_trust(request: Request, config: BaseConfig) -> None:
+def require_trust(given: Mapping[str, Any], config: BaseConfig) -> None:
     """Refuse a file's request to run a model's code; only the command line may allow that."""
     flag = "model.trust_remote_code"
-    if config.runs_foreign_code and flag not in request.given:
+    if config.runs_foreign_code and flag not in given:
         raise ConfigError(
             f"{flag}=true would run Python code that comes with the model; only "
             "--trust-remote-code on the command line allows that: give it if you have read the code"

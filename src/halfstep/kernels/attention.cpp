@@ -179,24 +179,6 @@ struct Scratch {
     }
 };
 
-// 32 random bits for each lane, of the seed, the head, the query and the key alone, so that the
-// backward draws what the forward drew. Source: the finalizer of MurmurHash3, twice.
-inline Words mixed(Words x) {
-    x ^= x >> 16;
-    x *= 0x85ebca6bu;
-    x ^= x >> 13;
-    x *= 0xc2b2ae35u;
-    x ^= x >> 16;
-    return x;
-}
-
-inline Words random_bits(uint64_t seed, uint32_t head, Words query, uint32_t key) {
-    Words x = mixed(query + ((uint32_t)seed ^ head * 0x9e3779b9u));
-    return mixed(x ^ (key * 0x85ebca77u + (uint32_t)(seed >> 32)));
-}
-
-const Ints COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 // What the scores of a tile become before the softmax: scaled (in base 2), masked, causal.
 void finish_scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int queries, int64_t k0,
                    int keys, float* scores) {
@@ -228,9 +210,7 @@ void finish_scores(const Attention& a, int64_t b, int64_t h, int64_t q0, int que
 
 inline Floats kept(const Attention& a, uint32_t head, int64_t q0, int v, int64_t key, float inverse) {
     Words query = (Words)COUNT + (uint32_t)(q0 + v * LANES);
-    Words threshold = Words{} + (uint32_t)(a.dropout * 4294967296.0);
-    Ints keep = (Ints)(random_bits(a.seed, head, query, (uint32_t)key) >= threshold);
-    return (Floats)((Ints)all(inverse) & keep);
+    return kept(random_bits(a.seed, head, query, (uint32_t)key), a.dropout, inverse);
 }
 
 void forward_tile(const Attention& a, int64_t b, int64_t h, int64_t q0, const uint16_t* value_t,

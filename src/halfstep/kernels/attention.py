@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import Address, address, library
+from halfstep.kernels.forward import Address, address, drawn_seed, library
 
 _Stride = ctypes.c_int64 * 3
 
@@ -76,7 +76,7 @@ def attention(
     if mask is not None:
         mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
     scale = 1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    seed = int(torch.randint(2**62, ())) if dropout else 0
+    seed = drawn_seed() if dropout else 0
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_BHTD, k_BKSD, v_BKSD, mask, dropout, causal, scale, seed
     )
@@ -107,12 +107,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
         dropout: float, causal: bool, scale: float, seed: int,
     ) -> Tensor:  # fmt: skip
-        out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.settings = (dropout, causal, scale, seed)
+        out, lse = attend(q, k, v, mask, *ctx.settings)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        q, k, v = _rows(q), _rows(k), _rows(v)  # kept by name: the call holds addresses only
-        call = _call(q, k, v, mask, out, lse, *ctx.settings)
-        library().halfstep_attention(ctypes.byref(call), torch.get_num_threads())
         return out
 
     @staticmethod
@@ -120,15 +117,39 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # the mark of create_graph=True
             grads = _differentiable(q, k, v, mask, grad, *ctx.settings)
-            return (*grads, None, None, None, None, None)
-        q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
-        call = _call(q, k, v, mask, out, lse, *ctx.settings)
-        grads = (_like(q), _like(k), _like(v))
-        _place(call, "grad_out", grad)
-        for name, made in zip(("grad_query", "grad_key", "grad_value"), grads, strict=True):
-            _place(call, name, made)
-        library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
+        else:
+            grads = (_like(q), _like(k), _like(v))
+            attend_backward(grads, grad, q, k, v, mask, out, lse, *ctx.settings)
         return (*grads, None, None, None, None, None)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    dropout: float, causal: bool, scale: float, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention without autograd; the result, and what the backward needs of the softmax.
+
+    ``mask`` is fp32, is added to the scores and has the shape ``(B, H, T, S)``.
+    """
+    out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    q, k, v = _rows(q), _rows(k), _rows(v)  # kept by name: the call holds addresses only
+    call = _call(q, k, v, mask, out, lse, dropout, causal, scale, seed)
+    library().halfstep_attention(ctypes.byref(call), torch.get_num_threads())
+    return out, lse
+
+
+def attend_backward(
+    into: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, out: Tensor, lse: Tensor,
+    dropout: float, causal: bool, scale: float, seed: int,
+) -> None:  # fmt: skip
+    """Write the gradients of query, key and value into three tensors with adjacent channels."""
+    q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
+    call = _call(q, k, v, mask, out, lse, dropout, causal, scale, seed)
+    _place(call, "grad_out", grad)
+    for name, made in zip(("grad_query", "grad_key", "grad_value"), into, strict=True):
+        _place(call, name, made)
+    library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
 
 
 def _call(

@@ -16,13 +16,17 @@ _COUNT, _INT, _FLOAT = ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "halfstep_attention": (Address, _INT),
     "halfstep_attention_backward": (Address, _INT),
-    "halfstep_activation": (_INT, Address, Address, Address, _COUNT, _INT),
+    "halfstep_gelu_tanh": (Address, Address, Address, _COUNT, _INT),
+    "halfstep_gelu_tanh_rows": (
+        *(Address, Address, Address, Address, Address, _COUNT, _COUNT, _INT),
+    ),
+    "halfstep_dropout": (*(Address, _INT, Address, _FLOAT, _FLOAT, ctypes.c_uint64, _COUNT, _INT),),
     "halfstep_norm": (
-        *(Address, _INT, Address, Address, _FLOAT, Address, _INT, Address, Address),
-        *(_COUNT, _COUNT, _INT),
+        *(Address, _INT, Address, Address, Address, Address, Address, _FLOAT),
+        *(Address, _INT, Address, Address, _COUNT, _COUNT, _INT),
     ),
     "halfstep_norm_backward": (
-        *(Address, _INT, Address, Address, _INT, Address, Address, Address, Address),
+        *(Address, _INT, Address, Address, _INT, Address, Address, Address, Address, Address),
         *(_COUNT, _COUNT, _INT),
     ),
     "halfstep_cross_entropy": (
@@ -70,6 +74,11 @@ def may_run() -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or isinstance(loaded(), str)
     )
+
+
+def drawn_seed() -> int:
+    """A seed for a kernel that draws, from torch's global generator of the CPU."""
+    return int(torch.randint(2**62, ()))
 
 
 def address(x: Tensor | None) -> int | None:

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
-
 inline Floats exp_(Floats x) { return exp2_(x * LOG2E); }  // for x <= 0
 
 inline Floats within(Floats x, float low, float high) {
@@ -30,48 +28,16 @@ inline Floats sigmoid2(Floats x) { return reciprocal(1.0f + exp2_near(-x)); }
 
 inline Floats sigmoid(Floats x) { return sigmoid2(within(x * LOG2E, -126.0f, 126.0f)); }
 
-// The normal distribution function as the sigmoid of its own log-odds, which are x times a
-// polynomial of x^2: within 2e-6 of itself down to 1e-5, within 2e-4 down to -6.
-// Source: weighted least squares on Chebyshev nodes, against mpmath's ncdf with 40 digits; the
-// coefficients are those of the log-odds to base 2.
-inline Floats normal_cdf(Floats x) {
-    Floats q = x * x, p = all(1.614734941739657e-12f);
-    p = p * q - 2.5380532079086797e-10f;
-    p = p * q + 1.696282534302762e-08f;
-    p = p * q - 6.311375920593898e-07f;
-    p = p * q + 1.4100372571131096e-05f;
-    p = p * q - 0.00017440760299221347f;
-    p = p * q - 5.268228243035102e-05f;
-    p = p * q + 0.10478491932758396f;
-    p = p * q + 2.3022273123883266f;
-    return sigmoid2(x * p);
-}
-
 constexpr float TANH_SCALE = 0.79788456080286535588f, TANH_CUBE = 0.044715f;
-constexpr float FAR = 6;  // beyond it the normal distribution function is 0 or 1 within 1e-9
 
-template <int KIND>
-inline Floats activated(Floats x) {
-    if (KIND == GELU) {
-        Floats near = x * normal_cdf(within(x, -FAR, FAR));
-        return (Floats)((Ints)near & ~(x < -FAR));
-    }
+inline Floats gelu_tanh(Floats x) {
     x = x < -90.0f ? all(-90.0f) : x;  // where a sigmoid has long been 0
-    if (KIND == SILU) return x * sigmoid(x);
     // (1 + tanh u) / 2 is the sigmoid of 2 u
     return x * sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
 }
 
-template <int KIND>
-inline Floats slope(Floats x) {
+inline Floats gelu_tanh_slope(Floats x) {
     x = within(x, -80.0f, 80.0f);  // where it has long been 0 or 1
-    if (KIND == SILU) {
-        Floats s = sigmoid(x);
-        return s * (1.0f + x * (1.0f - s));
-    }
-    if (KIND == GELU)
-        return normal_cdf(within(x, -FAR, FAR)) +
-               x * 0.39894228040143267794f * exp2_(-0.5f * LOG2E * x * x);
     Floats s = sigmoid(2.0f * TANH_SCALE * x * (1.0f + TANH_CUBE * x * x));
     return s + 2.0f * x * s * (1.0f - s) * TANH_SCALE * (1.0f + 3.0f * TANH_CUBE * x * x);
 }
@@ -83,22 +49,6 @@ void for_chunks(int64_t count, int threads, F work) {
 #pragma omp parallel for num_threads(threads) if (count > 4 * CHUNK)
     for (int64_t start = 0; start < count; start += CHUNK)
         work(start, start + CHUNK < count ? start + CHUNK : count);
-}
-
-template <int KIND>
-void activate(const uint16_t* x, const uint16_t* grad, uint16_t* out, int64_t count, int threads) {
-    for_chunks(count, threads, [=](int64_t start, int64_t end) {
-        int64_t i = start;
-        for (; i + LANES <= end; i += LANES) {
-            Floats v = read(x + i);
-            write(out + i, grad ? read(grad + i) * slope<KIND>(v) : activated<KIND>(v));
-        }
-        if (int rest = (int)(end - i)) {
-            Floats v = read_some(x + i, rest, 0);
-            Floats y = grad ? read_some(grad + i, rest, 0) * slope<KIND>(v) : activated<KIND>(v);
-            write_some(out + i, rest, y);
-        }
-    });
 }
 
 // Calls work(at, count) for each vector of a row; `count` is below 16 in the last one alone.
@@ -122,12 +72,40 @@ inline void put(T* to, int count, Floats x) {
         write_some(to, count, x);
 }
 
+template <class T>
+void dropout(const T* x, T* y, float p, float scale, uint64_t seed, int64_t count, int threads) {
+    for_chunks(count, threads, [=](int64_t start, int64_t end) {
+        for_vectors(end - start, [&](int64_t c, int n) {
+            const int64_t at = start + c;
+            Words bits = random_bits(seed, (uint32_t)(at >> 32), (Words)COUNT + (uint32_t)at, 0);
+            put(y + at, n, part(x + at, n) * kept(bits, p, scale));
+        });
+    });
+}
+
+// What a block adds to a stream: `total` becomes x + added + shift, with a shift for each column.
+template <class X>
+struct Addition {
+    const uint16_t* added;  // null: nothing is added
+    const float* shift;
+    X* total;
+};
+
 template <class X, class Y>
-void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, Y* y, float* mean,
-               float* inverse, int64_t rows, int64_t columns, int threads) {
+void norm_rows(const X* x, Addition<X> sum, const float* gain, const float* bias, float epsilon,
+               Y* y, float* mean, float* inverse, int64_t rows, int64_t columns, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
     for (int64_t r = 0; r < rows; r++) {
         const X* row = x + r * columns;
+        if (sum.added) {
+            X* total = sum.total + r * columns;
+            for_vectors(columns, [&](int64_t c, int n) {
+                Floats a = part(sum.added + r * columns + c, n) + part(sum.shift + c, n);
+                put(total + c, n, part(row + c, n) + a);
+            });
+            row = total;
+        }
+        if (!y) continue;
         float centre = 0;
         if (mean) {
             Floats sum{};
@@ -150,16 +128,18 @@ void norm_rows(const X* x, const float* gain, const float* bias, float epsilon, 
     }
 }
 
-// The gradients of gain and bias are sums over rows: each of `threads` blocks of rows adds up its
-// own, in `sums` (threads x 2 x columns, zeros before), for the caller to add.
+// The gradients of gain and bias are sums over rows, and so is that of a shift added before: each of
+// `threads` blocks of rows adds up its own, in `sums` (threads x 3 x columns, zeros before), for the
+// caller to add. `passed`, if not null, is the gradient that went past the norm; grad_x includes it.
 template <class X, class Y>
-void norm_rows_backward(const X* x, const float* gain, const Y* grad, const float* mean,
-                        const float* inverse, X* grad_x, float* sums, int64_t rows,
-                        int64_t columns, int threads) {
+void norm_rows_backward(const X* x, const float* gain, const Y* grad, const X* passed,
+                        const float* mean, const float* inverse, X* grad_x, float* sums,
+                        int64_t rows, int64_t columns, int threads) {
     const int64_t block = (rows + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads)
     for (int t = 0; t < threads; t++) {
-        float *gain_sum = sums + 2 * t * columns, *bias_sum = gain_sum + columns;
+        float *gain_sum = sums + 3 * t * columns, *bias_sum = gain_sum + columns;
+        float* shift_sum = bias_sum + columns;
         for (int64_t r = t * block; r < (t + 1) * block && r < rows; r++) {
             const X* row = x + r * columns;
             const Y* g = grad + r * columns;
@@ -177,7 +157,12 @@ void norm_rows_backward(const X* x, const float* gain, const Y* grad, const floa
             for_vectors(columns, [&](int64_t c, int n) {
                 Floats value = (part(row + c, n, centre) - centre) * over, d = part(g + c, n);
                 if (gain) d *= part(gain + c, n);
-                put(grad_x + r * columns + c, n, (d - share - value * turn) * over);
+                d = (d - share - value * turn) * over;
+                if (passed) {
+                    d += part(passed + r * columns + c, n);
+                    put(shift_sum + c, n, part(shift_sum + c, n) + d);
+                }
+                put(grad_x + r * columns + c, n, d);
             });
         }
     }
@@ -238,21 +223,65 @@ void errors(const T* logits, int64_t stride, const int64_t* targets, const float
 
 extern "C" {
 
-// out = f(x), or grad * f'(x) where `grad` is given; `out` may be `x` or `grad`.
-void halfstep_activation(int32_t kind, const uint16_t* x, const uint16_t* grad, uint16_t* out,
-                         int64_t count, int32_t threads) {
-    if (kind == GELU) activate<GELU>(x, grad, out, count, threads);
-    if (kind == GELU_TANH) activate<GELU_TANH>(x, grad, out, count, threads);
-    if (kind == SILU) activate<SILU>(x, grad, out, count, threads);
+// out = gelu(x), or grad * gelu'(x) where `grad` is given; `out` may be `x` or `grad`.
+void halfstep_gelu_tanh(const uint16_t* x, const uint16_t* grad, uint16_t* out, int64_t count,
+                        int32_t threads) {
+    for_chunks(count, threads, [=](int64_t start, int64_t end) {
+        int64_t i = start;
+        for (; i + LANES <= end; i += LANES) {
+            Floats v = read(x + i);
+            write(out + i, grad ? read(grad + i) * gelu_tanh_slope(v) : gelu_tanh(v));
+        }
+        if (int rest = (int)(end - i)) {
+            Floats v = read_some(x + i, rest, 0);
+            Floats y = grad ? read_some(grad + i, rest, 0) * gelu_tanh_slope(v) : gelu_tanh(v);
+            write_some(out + i, rest, y);
+        }
+    });
+}
+
+// y = x * scale, or 0 with probability p, drawn from the seed and an element's index; y may be x.
+void halfstep_dropout(const void* x, int32_t is_bf16, void* y, float p, float scale, uint64_t seed,
+                      int64_t count, int32_t threads) {
+    if (is_bf16)
+        dropout((const uint16_t*)x, (uint16_t*)y, p, scale, seed, count, threads);
+    else
+        dropout((const float*)x, (float*)y, p, scale, seed, count, threads);
+}
+
+// The same over rows of x + bias, a bias for each column. With `grad`, each of `threads` blocks of
+// rows adds up the columns of its results in `sums` (threads x columns, zeros before).
+void halfstep_gelu_tanh_rows(const uint16_t* x, const float* bias, const uint16_t* grad,
+                             uint16_t* out, float* sums, int64_t rows, int64_t columns,
+                             int32_t threads) {
+    const int64_t block = (rows + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads)
+    for (int t = 0; t < threads; t++)
+        for (int64_t r = t * block; r < (t + 1) * block && r < rows; r++)
+            for_vectors(columns, [&](int64_t c, int n) {
+                const int64_t at = r * columns + c;
+                Floats v = part(x + at, n) + part(bias + c, n);
+                if (grad) {
+                    v = part(grad + at, n) * gelu_tanh_slope(v);
+                    float* sum = sums + t * columns + c;
+                    put(sum, n, part(sum, n) + v);
+                } else {
+                    v = gelu_tanh(v);
+                }
+                put(out + at, n, v);
+            });
 }
 
 // y = (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension; without `mean`
-// the root mean square takes the place of the deviation. `gain` and `bias` may be null.
-void halfstep_norm(const void* x, int32_t x_is_bf16, const float* gain, const float* bias,
-                   float epsilon, void* y, int32_t y_is_bf16, float* mean, float* inverse,
-                   int64_t rows, int64_t columns, int32_t threads) {
-#define NORM(X, Y) \
-    norm_rows((const X*)x, gain, bias, epsilon, (Y*)y, mean, inverse, rows, columns, threads)
+// the root mean square takes the place of the deviation. `gain` and `bias` may be null. With `added`
+// the norm is that of x + added + shift, which is written to `total`; `y` may be null then.
+void halfstep_norm(const void* x, int32_t x_is_bf16, const uint16_t* added, const float* shift,
+                   void* total, const float* gain, const float* bias, float epsilon, void* y,
+                   int32_t y_is_bf16, float* mean, float* inverse, int64_t rows, int64_t columns,
+                   int32_t threads) {
+#define NORM(X, Y)                                                                               \
+    norm_rows((const X*)x, Addition<X>{added, shift, (X*)total}, gain, bias, epsilon, (Y*)y, mean, \
+              inverse, rows, columns, threads)
     if (x_is_bf16)
         y_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
     else
@@ -261,12 +290,12 @@ void halfstep_norm(const void* x, int32_t x_is_bf16, const float* gain, const fl
 }
 
 void halfstep_norm_backward(const void* x, int32_t x_is_bf16, const float* gain, const void* grad,
-                            int32_t grad_is_bf16, const float* mean, const float* inverse,
-                            void* grad_x, float* sums, int64_t rows, int64_t columns,
-                            int32_t threads) {
-#define NORM(X, Y)                                                                              \
-    norm_rows_backward((const X*)x, gain, (const Y*)grad, mean, inverse, (X*)grad_x, sums, rows, \
-                       columns, threads)
+                            int32_t grad_is_bf16, const void* passed, const float* mean,
+                            const float* inverse, void* grad_x, float* sums, int64_t rows,
+                            int64_t columns, int32_t threads) {
+#define NORM(X, Y)                                                                            \
+    norm_rows_backward((const X*)x, gain, (const Y*)grad, (const X*)passed, mean, inverse,      \
+                       (X*)grad_x, sums, rows, columns, threads)
     if (x_is_bf16)
         grad_is_bf16 ? NORM(uint16_t, uint16_t) : NORM(uint16_t, float);
     else

@@ -1,29 +1,20 @@
-"""Activations and the softmax cross-entropy over bf16 tensors on a CPU, by ``rows.cpp``.
+"""GELU, dropout, norms and the cross-entropy over bf16 or fp32 rows on a CPU, by ``rows.cpp``.
 
-Each reads its operand once, computes in fp32 and writes bf16: no widened copy is made, in the
-backward neither.
+Each computes in fp32 whatever it reads and writes, so no widened copy is made, in the backward
+neither.
 
 Shapes: N rows, V columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import address, library
-
-Activation = Literal["gelu", "gelu_tanh", "silu"]
-_KINDS: dict[Activation, int] = {"gelu": 0, "gelu_tanh": 1, "silu": 2}
-_DEFINITION: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
+from halfstep.kernels.forward import address, drawn_seed, library
 
 
 def is_bf16(dtype: torch.dtype) -> bool:
@@ -37,66 +28,109 @@ def is_bf16(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16
 
 
-def activation(x: Tensor, kind: Activation) -> Tensor:
-    """GELU, its tanh approximation, or SiLU of a bf16 tensor, of the same shape.
+def gelu_tanh(x: Tensor) -> Tensor:
+    """``F.gelu(x, approximate="tanh")`` of a bf16 tensor, of the same shape.
 
-    The normal distribution function in GELU is within 2e-6 of itself, which bf16 does not see.
-
-    **Source:** Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Elfwing et al. 2017.
+    **Source:** Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
     """
-    y: Tensor = _Activation.apply(x, kind)  # type: ignore[no-untyped-call]
+    y: Tensor = _GeluTanh.apply(x)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Activation(torch.autograd.Function):
+class _GeluTanh(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Activation) -> Tensor:
-        ctx.kind = kind
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _run(_KINDS[kind], x, None)
+        return gelu_tanh_or_slope(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # the mark of create_graph=True
             with torch.enable_grad():
-                y = _DEFINITION[ctx.kind](x)
-                return (*torch.autograd.grad(y, x, grad, create_graph=True), None)
-        return _run(_KINDS[ctx.kind], x, grad), None
+                y = F.gelu(x, approximate="tanh")
+                made: Tensor = torch.autograd.grad(y, x, grad, create_graph=True)[0]
+                return made
+        return gelu_tanh_or_slope(x, grad)
 
 
-def _run(kind: int, x: Tensor, grad: Tensor | None) -> Tensor:
+def gelu_tanh_or_slope(x: Tensor, grad: Tensor | None = None) -> Tensor:
+    """The function of a bf16 tensor, or its slope times a gradient where one is given."""
     x = x.contiguous()
     grad = None if grad is None else grad.contiguous()
     out = torch.empty_like(x)
-    library().halfstep_activation(
-        kind, address(x), address(grad), address(out), x.numel(), torch.get_num_threads()
+    library().halfstep_gelu_tanh(
+        address(x), address(grad), address(out), x.numel(), torch.get_num_threads()
     )
     return out
 
 
-def layer_norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-) -> Tensor:
-    """``F.layer_norm`` over the last dimension, of bf16 or fp32 numbers, with statistics in fp32.
+def dropout(x: Tensor, p: float) -> Tensor:
+    """``F.dropout`` of bf16 or fp32 numbers, ``0 < p < 1``; backward draws again, no mask is kept.
 
-    Args:
-        x: ``(..., C)``, bf16 or fp32.
-        gain: ``(C,)``, of any floating dtype, as ``bias`` is.
-        bias: Likewise, or None.
-        epsilon: Added to the variance.
-        dtype: The result's, bf16 or fp32. Its gradient has it too; that of ``x`` has ``x``'s.
+    Seeded by torch's global generator, but not with the masks that torch draws from that seed.
     """
-    y: Tensor = _LayerNorm.apply(x, gain, bias, epsilon, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Dropout.apply(x, p, drawn_seed())  # type: ignore[no-untyped-call]
     return y
 
 
-class _LayerNorm(torch.autograd.Function):
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.draw = (p, seed)
+        return _dropped(x, p, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # the mark of create_graph=True
+            made: Tensor = _Dropout.apply(grad, *ctx.draw)  # type: ignore[no-untyped-call]
+            return made, None, None
+        return _dropped(grad, *ctx.draw), None, None
+
+
+def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    library().halfstep_dropout(
+        address(x), is_bf16(x.dtype), address(y), p, 1 / (1 - p), seed, x.numel(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def norm(
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype,
+    *,
+    centred: bool = True,
+) -> Tensor:
+    """LayerNorm over the last dimension, of bf16 or fp32 numbers, with statistics in fp32.
+
+    Args:
+        x: ``(..., C)``, bf16 or fp32.
+        gain: ``(C,)`` of any floating dtype, or None, as ``bias`` is.
+        bias: Likewise.
+        epsilon: Added to the variance.
+        dtype: The result's, bf16 or fp32. Its gradient has it too; that of ``x`` has ``x``'s.
+        centred: False divides by the root of the mean square instead: RMSNorm.
+
+    **Source:** Ba et al. 2016, "Layer Normalization", eq. 4; Zhang and Sennrich 2019, "Root Mean
+    Square Layer Normalization", eq. 4.
+    """
+    y: Tensor = _Norm.apply(x, gain, bias, epsilon, dtype, centred)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-    ) -> Tensor:
-        y, mean, inverse = normalised(x, gain, bias, epsilon, dtype)
+        ctx: Any, x: Tensor, gain: Tensor | None, bias: Tensor | None, epsilon: float,
+        dtype: torch.dtype, centred: bool,
+    ) -> Tensor:  # fmt: skip
+        y, mean, inverse = normalised(x, gain, bias, epsilon, dtype, centred)
         ctx.save_for_backward(x, gain, bias, mean, inverse)
         ctx.epsilon = epsilon
         return y
@@ -105,50 +139,131 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, bias, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # the mark of create_graph=True
-            given = [t for t in (x, gain, bias) if t is not None]
-            with torch.enable_grad():
-                wide = [t.float() for t in given]
-                y = F.layer_norm(wide[0], gain.shape, *wide[1:], eps=ctx.epsilon)
-                grads = torch.autograd.grad(y, given, grad.float(), create_graph=True)
-                return (*grads, *(None for _ in range(5 - len(given))))
-        grad_x, sums = norm_gradients(x, gain, grad, mean, inverse)
-        grad_gain, grad_bias = (
-            None if t is None else total.to(gradient_dtype(t))
-            for t, total in zip((gain, bias), sums, strict=True)
-        )
-        return grad_x, grad_gain, grad_bias, None, None
+            grads = _norm_differentiable(x, gain, bias, ctx.epsilon, mean is not None, grad)
+        else:
+            grad_x, sums = norm_gradients(x, gain, grad, mean, inverse)
+            parameters = zip((gain, bias), sums[:2], strict=True)
+            wide = (None if p is None else total.to(gradient_dtype(p)) for p, total in parameters)
+            grads = (grad_x, *wide)
+        return (*grads, None, None, None)
 
 
 def normalised(
-    x: Tensor, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`layer_norm` returns, and each row's mean and inverse deviation in fp32."""
+    x: Tensor,
+    gain: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype,
+    centred: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What :func:`norm` returns, and each row's mean (if centred) and inverse deviation, fp32."""
     x = x.contiguous()
-    columns = x.shape[-1]
-    rows = x.numel() // columns
-    gain, bias = gain.float(), None if bias is None else bias.float()
-    y, statistics = torch.empty(x.shape, dtype=dtype), torch.empty(2, rows)
+    rows = x.numel() // x.shape[-1]
+    gain, bias = (None if p is None else p.float() for p in (gain, bias))
+    y, inverse = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
+    mean = torch.empty(rows) if centred else None
     library().halfstep_norm(
-        address(x), is_bf16(x.dtype), address(gain), address(bias), epsilon,
-        address(y), is_bf16(dtype), address(statistics[0]), address(statistics[1]),
-        rows, columns, torch.get_num_threads(),
+        address(x), is_bf16(x.dtype), None, None, None, address(gain), address(bias), epsilon,
+        address(y), is_bf16(dtype), address(mean), address(inverse),
+        rows, x.shape[-1], torch.get_num_threads(),
     )  # fmt: skip
-    return y, statistics[0], statistics[1]
+    return y, mean, inverse
 
 
 def norm_gradients(
-    x: Tensor, gain: Tensor, grad: Tensor, mean: Tensor, inverse: Tensor
+    x: Tensor,
+    gain: Tensor | None,
+    grad: Tensor,
+    mean: Tensor | None,
+    inverse: Tensor,
+    passed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of ``x`` in its dtype, and those of gain and bias as ``(2, C)`` fp32."""
-    x, grad, gain = x.contiguous(), grad.contiguous(), gain.float()
+    """The gradient of a norm's operand in its dtype; those of gain, bias and shift, (3, C) fp32.
+
+    ``passed``, contiguous and of the dtype of ``x``, is the gradient of what went past the norm,
+    and becomes part of that of ``x``, whose sum over rows is the last of the three.
+    """
+    x, grad, gain = x.contiguous(), grad.contiguous(), None if gain is None else gain.float()
     made, threads = torch.empty_like(x), torch.get_num_threads()
-    sums = torch.zeros(threads, 2, x.shape[-1])
+    sums = torch.zeros(threads, 3, x.shape[-1])
     library().halfstep_norm_backward(
-        address(x), is_bf16(x.dtype), address(gain), address(grad),
-        is_bf16(grad.dtype), address(mean), address(inverse), address(made),
-        address(sums), len(mean), x.shape[-1], threads,
+        address(x), is_bf16(x.dtype), address(gain), address(grad), is_bf16(grad.dtype),
+        address(passed), address(mean), address(inverse), address(made), address(sums),
+        len(inverse), x.shape[-1], threads,
     )  # fmt: skip
     return made, sums.sum(0)
+
+
+def add_and_normalise(
+    x: Tensor, added: Tensor, shift: Tensor, gain: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """A stream with a block's result and its bias added; then its LayerNorm in bf16, in one pass.
+
+    Args:
+        x: ``(N, C)`` bf16 or fp32.
+        added: ``(N, C)`` bf16.
+        shift: The result's bias, ``(C,)`` fp32.
+        gain: The norm's, likewise.
+        bias: The norm's, likewise.
+        epsilon: Added to the variance.
+
+    Returns:
+        The sum in the dtype of ``x``, and its LayerNorm.
+    """
+    total, y = torch.empty_like(x), torch.empty_like(added)
+    mean, inverse = torch.empty(2, len(x))
+    library().halfstep_norm(
+        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
+        address(gain), address(bias), epsilon, address(y), True, address(mean), address(inverse),
+        *x.shape, torch.get_num_threads(),
+    )  # fmt: skip
+    return total, y
+
+
+def add(x: Tensor, added: Tensor, shift: Tensor) -> Tensor:
+    """The first result of :func:`add_and_normalise` alone, for ``(..., C)`` of any shape."""
+    total = torch.empty_like(x)
+    library().halfstep_norm(
+        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
+        None, None, 0.0, None, True, None, None, x.numel() // len(shift), len(shift),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return total
+
+
+def gelu_of_rows(x: Tensor, bias: Tensor) -> Tensor:
+    """The tanh GELU of ``x + bias``: ``(N, C)`` bf16 and ``(C,)`` fp32."""
+    out = torch.empty_like(x)
+    library().halfstep_gelu_tanh_rows(
+        address(x), address(bias), None, address(out), None, *x.shape, torch.get_num_threads()
+    )
+    return out
+
+
+def gelu_of_rows_backward_(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    """Turn the gradient of :func:`gelu_of_rows` into that of ``x``; return that of ``bias``."""
+    threads = torch.get_num_threads()
+    sums = torch.zeros(threads, x.shape[-1])
+    library().halfstep_gelu_tanh_rows(
+        address(x), address(bias), address(grad), address(grad), address(sums), *x.shape, threads
+    )
+    return sums.sum(0)
+
+
+def _norm_differentiable(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients by torch's operations, which can be differentiated again."""
+    with torch.enable_grad():
+        wide = [None if t is None else t.float() for t in (x, gain, bias)]
+        shape = x.shape[-1:]
+        if centred:
+            y = F.layer_norm(wide[0], shape, wide[1], wide[2], epsilon)  # type: ignore[arg-type]
+        else:
+            y = F.rms_norm(wide[0], shape, wide[1], epsilon)  # type: ignore[arg-type]
+        given = [t for t in (x, gain, bias) if t is not None]
+        made = iter(torch.autograd.grad(y, given, grad.float(), create_graph=True))
+        return tuple(None if t is None else next(made) for t in (x, gain, bias))
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

@@ -125,4 +125,28 @@ inline float sum_of(Floats x) {
     return total;
 }
 
+const Ints COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// 32 random bits for each lane, of a seed and three positions alone, so that a backward draws
+// what the forward drew. Source: the finalizer of MurmurHash3, twice.
+inline Words mixed(Words x) {
+    x ^= x >> 16;
+    x *= 0x85ebca6bu;
+    x ^= x >> 13;
+    x *= 0xc2b2ae35u;
+    x ^= x >> 16;
+    return x;
+}
+
+inline Words random_bits(uint64_t seed, uint32_t a, Words b, uint32_t c) {
+    Words x = mixed(b + ((uint32_t)seed ^ a * 0x9e3779b9u));
+    return mixed(x ^ (c * 0x85ebca77u + (uint32_t)(seed >> 32)));
+}
+
+// `inverse` where dropout keeps a number, 0 where its bits fall below the probability.
+inline Floats kept(Words bits, float probability, float inverse) {
+    Words threshold = Words{} + (uint32_t)(probability * 4294967296.0);
+    return (Floats)((Ints)all(inverse) & (Ints)(bits >= threshold));
+}
+
 }  // namespace

@@ -244,6 +244,8 @@ def open_session(
             f"run.device={run.device} would put all {world.size} ranks on one GPU; use --device "
             "cuda, which gives each its own"
         )
+    if run.threads:
+        torch.set_num_threads(run.threads)
     policy = config.precision
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)

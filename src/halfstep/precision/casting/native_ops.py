@@ -8,6 +8,7 @@ torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from halfstep.kernels.forward import may_run
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kernel = Callable[..., Any]
 _LOW = torch.bfloat16
+MANY = 2**18
+"""Logits and LayerNorms of fewer numbers are torch's: the call costs more than the kernel saves.
+
+**Source:** ``benchmarks/kernels_cpu.py``.
+"""
 _PLAIN = (Tensor, nn.Parameter)
+SEVERAL = 2**14
+"""The same for dropout."""
 
 
 def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,15 +62,50 @@ def _attention(
 
 
 def _gelu(input: Any, *, approximate: str = "none") -> Any:
-    if not (_plain(input) and input.dtype == _LOW and approximate in ("none", "tanh")):
+    if not (_plain(input) and input.dtype == _LOW and approximate == "tanh"):
         return NotImplemented
-    return rows.activation(input, "gelu_tanh" if approximate == "tanh" else "gelu")
+    return rows.gelu_tanh(input)
 
 
-def _silu(input: Any, inplace: bool = False) -> Any:
-    if inplace or not (_plain(input) and input.dtype == _LOW):
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not (training and 0 < p < 1) or inplace or not _plain(input):
         return NotImplemented
-    return rows.activation(input, "silu")
+    if input.dtype not in (_LOW, torch.float32) or input.numel() < SEVERAL:
+        return NotImplemented
+    return rows.dropout(input, p)
+
+
+def _layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    if not _plain(input) or input.dtype != _LOW or input.numel() < MANY:
+        return NotImplemented  # torch's is as fast on fp32
+    return _norm(input, normalized_shape, weight, bias, eps, centred=True)
+
+
+def _rms_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
+    in_fp32 = torch.is_autocast_enabled("cpu")  # as the op table has it
+    if eps is None and in_fp32:
+        eps = torch.finfo(torch.float32).eps
+    if eps is None or not _plain(input) or not (in_fp32 or input.dtype == _LOW):
+        return NotImplemented
+    return _norm(input, normalized_shape, weight, None, eps, centred=False)
+
+
+def _norm(x: Any, shape: Any, gain: Any, bias: Any, eps: float, *, centred: bool) -> Any:
+    given = [t for t in (x, gain, bias) if t is not None]
+    if not all(_plain(t) and t.dtype in (_LOW, torch.float32) for t in given):
+        return NotImplemented
+    if tuple(shape) != x.shape[-1:] or not x.numel():
+        return NotImplemented
+    if any(p is not None and p.shape != x.shape[-1:] for p in (gain, bias)):
+        return NotImplemented
+    to = reduce(torch.promote_types, [t.dtype for t in given])
+    if torch.is_autocast_enabled("cpu"):
+        to = torch.float32
+    return rows.norm(x, gain, bias, eps, to, centred=centred)
 
 
 def _cross_entropy(
@@ -75,7 +118,7 @@ def _cross_entropy(
         return NotImplemented
     if input.dtype not in (_LOW, torch.float32) or target.dtype != torch.int64:
         return NotImplemented
-    if len(input) != len(target) or not input.numel() or input.stride(1) != 1:
+    if len(input) != len(target) or input.numel() < MANY or input.stride(1) != 1:
         return NotImplemented
     counted = target != ignore_index
     low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
@@ -92,7 +135,9 @@ def _cross_entropy(
 KERNELS: Mapping[Callable[..., Any], Kernel] = {
     F.scaled_dot_product_attention: _attention,
     F.gelu: _gelu,
-    F.silu: _silu,
+    F.dropout: _dropout,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
     F.cross_entropy: _cross_entropy,
 }
 """A function of torch, and what runs in its place where it can."""

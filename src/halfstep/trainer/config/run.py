@@ -67,6 +67,9 @@ class RunConfig:
     """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
     compile: bool = False
     """Run the model through torch.compile."""
+    threads: Count = 0
+    """Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as torch
+    chooses, which goes by the cores and by OMP_NUM_THREADS."""
 
     def __post_init__(self) -> None:
         require_ranges("run", self)

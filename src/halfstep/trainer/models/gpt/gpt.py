@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.kernels.forward import may_run
-from halfstep.kernels.rows import gradient_dtype, layer_norm
+from halfstep.kernels.rows import gradient_dtype, norm
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Vocabulary,
@@ -25,6 +25,7 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
+from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, weights_of
 from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -271,8 +272,9 @@ class LayerNorm(nn.LayerNorm):
         """
         to = matmul_dtype(input, input) if self.feeds_matmul else input.dtype
         known = to == torch.bfloat16 and input.dtype in (torch.bfloat16, torch.float32)
-        if known and input.device.type == "cpu" and may_run():
-            return layer_norm(input, self.weight, self.bias, self.eps, to)
+        wide = input.shape[-1] >= 256  # below, the call costs more than the kernel saves
+        if known and wide and input.device.type == "cpu" and may_run():
+            return norm(input, self.weight, self.bias, self.eps, to)
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
         if input.device.type != "cuda":
             dtype = torch.promote_types(dtype, torch.float32)
@@ -416,10 +418,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        norm = partial(LayerNorm, config.n_embd, eps=config.layer_norm_eps, feeds_matmul=True)
-        self.attn_norm = norm()
+        layer_norm = partial(LayerNorm, config.n_embd, eps=config.layer_norm_eps, feeds_matmul=True)
+        self.attn_norm = layer_norm()
         self.attn = CausalSelfAttention(config)
-        self.mlp_norm = norm()
+        self.mlp_norm = layer_norm()
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
         self.activation_checkpointing = config.activation_checkpointing
@@ -433,6 +435,21 @@ class Block(nn.Module):
         return self._compute(x_BTC, cache)
 
     def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        weights = self._fusable(x_BTC) if cache is None else None
+        if weights is not None:
+            return fused_block(x_BTC, weights, self.attn.head_dim, self.attn_norm.eps)
         x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
         y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
+
+    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
+        """The parameters for one pass by the compiled kernels; None where that does not apply."""
+        known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
+        if not known or matmul_dtype(x_BTC, self.attn.qkv.weight) != torch.bfloat16:
+            return None
+        drops = self.training and self.dropout.p > 0
+        if drops or self.attn.head_dim % 16 or self.attn.head_dim > 256 or not may_run():
+            return None
+        attn, mlp = self.attn, self.mlp
+        inner = (self.attn_norm, attn.qkv, attn.proj, self.mlp_norm, mlp.up, mlp.down)
+        return weights_of(inner, outer=(attn, mlp))

@@ -1,0 +1,287 @@
+"""What a measurement of policies found: figures, a recommendation with its reason, and a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfstep.diagnostics.lost_updates.report import LOUD
+from halfstep.trainer.bench.turns import LEAST, Row
+from halfstep.trainer.cores import remark
+
+
+class Quartiles(NamedTuple):
+    """A quarter of the values is below ``low``, half below ``median``, three quarters ``high``."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        """Compute them, by interpolation between the values; one value is all three."""
+        if len(values) < 2:
+            return cls(*(list(values) * 3))
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return cls(low, middle, high)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The rows of a measurement, and what follows from them."""
+
+    rows: Sequence[Row]
+    name: str
+    """The configuration's."""
+    unit: str
+    """``tokens`` or ``examples``."""
+    device: str
+    memory_bytes: int
+    """What the device has."""
+    together: bool
+    """Whether all rows took turns with each other."""
+    seconds: float
+    """How long it took."""
+    synthetic: bool
+    """Whether the data was synthetic."""
+
+    @cached_property
+    def measured(self) -> list[Row]:
+        """The rows that can be compared."""
+        return [row for row in self.rows if not row.why_not]
+
+    @property
+    def reference(self) -> Row | None:
+        """The row that others are compared with: the first, fp32 where it was asked for."""
+        return self.measured[0] if self.measured else None
+
+    @property
+    def steps(self) -> int:
+        """Steps that every measured row took, over which losses are compared."""
+        return min((len(row.steps) for row in self.measured), default=0)
+
+    @property
+    def timed(self) -> int:
+        """Steps whose times count, in the row that has fewest."""
+        return min((len(row.timed) for row in self.measured), default=0)
+
+    @property
+    def _tail(self) -> slice:
+        return slice(self.steps - max(1, self.steps // 4), self.steps)
+
+    def seconds_of(self, row: Row) -> Quartiles:
+        """Return the seconds of a step."""
+        return Quartiles.of([step.seconds for step in row.timed or row.steps[-1:]])
+
+    def rate(self, row: Row) -> Quartiles:
+        """Return units per second, over the steps whose times count."""
+        return Quartiles.of(
+            [
+                (step.tokens if self.unit == "tokens" else step.rows) / step.seconds
+                for step in row.timed or row.steps[-1:]
+            ]
+        )
+
+    def loss(self, row: Row) -> float:
+        """Return the mean training loss of the last quarter of the steps that all rows took."""
+        return fmean(step.loss for step in row.steps[self._tail])
+
+    def lost(self, row: Row) -> float:
+        """Return the share of updates that rounding swallowed when last measured, or NaN."""
+        return next((s.lost for s in reversed(row.steps) if s.lost is not None), math.nan)
+
+    @property
+    def noise(self) -> float:
+        """How far two runs of the reference on other batches would differ: two standard errors.
+
+        The difference of two means of n losses has 2 / n times the variance of one, which is, about
+        whatever slope, a sixth of the mean square of the losses' second differences. **Source:**
+        Gasser, Sroka and Jennen-Steinmetz, "Residual variance and residual pattern in nonlinear
+        regression", Biometrika 1986.
+        """
+        if self.reference is None or self.steps < 5:
+            return math.nan
+        losses = [step.loss for step in self.reference.steps[self.steps // 2 : self.steps]]
+        variance = float(np.square(np.diff(losses, 2)).mean()) / 6
+        return 2 * math.sqrt(2 * variance / (self._tail.stop - self._tail.start))
+
+    @property
+    def learned(self) -> float:
+        """How far the reference's loss fell."""
+        return self.reference.steps[0].loss - self.loss(self.reference) if self.reference else 0.0
+
+    @property
+    def waiting(self) -> float | None:
+        """The share of the time in which the slowest thread of a step waited for a core."""
+        steps = [step for row in self.measured for step in row.timed or row.steps[-1:]]
+        if not steps or any(step.waiting is None for step in steps):
+            return None
+        return median(step.waiting or 0.0 for step in steps)
+
+    @property
+    def threads(self) -> int:
+        """Threads that each row computed with."""
+        return int(self.reference.opened["threads"]) if self.reference else 0
+
+    @property
+    def where(self) -> str:
+        """Name the device and the number of threads."""
+        return f"on {self.device} with {self.threads} thread{'s' * (self.threads != 1)}"
+
+    def against(self, row: Row) -> str:
+        """Say what speaks against a row, compared with the reference; empty for nothing."""
+        reference = self.reference
+        assert reference is not None
+        loss, best = self.loss(row), self.loss(reference)
+        if not math.isfinite(loss):
+            return "its loss is not finite"
+        if loss - best > self.noise:
+            return f"its loss is {loss - best:.4f} higher"
+        if self.lost(row) > max(LOUD, self.lost(reference)):
+            return f"{self.lost(row):.0%} of its updates are lost to rounding"
+        if math.isnan(self.lost(row)) and row.policy.master_dtype != torch.float32:
+            return "too few steps tell how many of its updates are lost"
+        peak = row.steps[-1].peak_memory_bytes
+        if peak > self.memory_bytes:
+            return f"it takes {peak / 1e9:.1f} GB, more than there is"
+        return ""
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest row that nothing speaks against."""
+        fit = [row for row in self.measured if not self.against(row)]
+        return max(fit, key=lambda row: self.rate(row).median, default=None)
+
+    def recommendation(self) -> str:
+        """Say in a sentence which policy to take and why, and in others what limits that."""
+        best, reference = self.best, self.reference
+        if reference is None:
+            return "No policy could be measured."
+        if best is None or self.against(reference):
+            why = self.against(reference)
+            return f"No recommendation: {reference.policy} is the measure, and {why}."
+        if math.isnan(self.noise):
+            few = f"No recommendation: {self.steps} steps are too few to compare losses."
+            return " ".join([few, *self.doubts()])
+        rate, base = self.rate(best).median, self.rate(reference).median
+        memory = f"{best.steps[-1].peak_memory_bytes / 1e6:,.0f} MB"
+        if best is reference:
+            text = [f"Take {best.policy}: nothing as good as it is faster here."]
+        else:
+            text = [
+                f"Take {best.policy}: {rate / base:.2f} times the {self.unit} per second of "
+                f"{reference.policy}, at a loss within noise of its "
+                f"({self.loss(best):.4f} and {self.loss(reference):.4f}, noise {self.noise:.4f}), "
+                f"in {memory} of {self.memory_bytes / 1e9:.0f} GB."
+            ]
+        text += self._faster(best) + self._leaner(best) + self.doubts()
+        return " ".join(text)
+
+    def _faster(self, best: Row) -> list[str]:
+        faster = [r for r in self.measured if self.rate(r).median > self.rate(best).median]
+        return [f"{row.policy} is faster, but {self.against(row)}." for row in faster]
+
+    def _leaner(self, best: Row) -> list[str]:
+        """Name the row that takes least memory, if it is as good and about as fast."""
+        peak = best.steps[-1].peak_memory_bytes
+        lean = [
+            row
+            for row in self.measured
+            if row.steps[-1].peak_memory_bytes < 0.95 * peak
+            and self.rate(row).high >= self.rate(best).low
+            and not self.against(row)
+        ]
+        row = min(lean, key=lambda row: row.steps[-1].peak_memory_bytes, default=None)
+        if row is None:
+            return []
+        less = (peak - row.steps[-1].peak_memory_bytes) / 1e6
+        return [f"{row.policy} is as fast within the spread, in {less:,.0f} MB less."]
+
+    def doubts(self) -> list[str]:
+        """Say what makes the figures doubtful, and what to do about it."""
+        found = []
+        if self.reference is not self.rows[0]:
+            found.append(
+                f"{self.rows[0].policy} was not measured, so that nothing is compared with it."
+            )
+        if self.timed < LEAST:
+            found.append(f"Steps counted: only {self.timed}; raise --seconds.")
+        if self.learned <= 3 * self.noise:
+            found.append(
+                f"The loss fell by {self.learned:.4f} only, with a noise of {self.noise:.4f}: it "
+                "cannot tell policies apart; raise --seconds or the learning rate."
+            )
+        if not self.together:
+            found.append("Memory did not hold all policies at once: not all took turns.")
+        if busy := remark(self.waiting, self.threads):
+            found.append(f"{busy[0].upper()}{busy[1:]}.")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values; NaN is None."""
+        reference = self.reference
+        values = {
+            "name": self.name,
+            "model": reference.opened["summary"] if reference else None,
+            "synthetic_data": self.synthetic,
+            "device": self.device,
+            "memory_bytes": self.memory_bytes,
+            "threads": self.threads,
+            "unit": self.unit,
+            "steps": self.steps,
+            "steps_timed": self.timed,
+            "seconds": self.seconds,
+            "took_turns": self.together,
+            "waiting_for_cores": self.waiting,
+            "reference": str(reference.policy) if reference else None,
+            "noise": self.noise,
+            "learned": self.learned,
+            "recommended": str(self.best.policy) if self.best else None,
+            "recommendation": self.recommendation(),
+            "rows": [self._row_json(row) for row in self.rows],
+        }
+        found: dict[str, Any] = _plain(values)
+        return found
+
+    def _row_json(self, row: Row) -> dict[str, Any]:
+        if row.why_not:
+            return {"policy": str(row.policy), "measured": False, "why_not": row.why_not}
+        return {
+            "policy": str(row.policy),
+            "measured": True,
+            "support": row.opened["support"],
+            "per_second": self.rate(row)._asdict(),
+            "step_seconds": self.seconds_of(row)._asdict(),
+            "peak_memory_bytes": row.steps[-1].peak_memory_bytes,
+            "loss": self.loss(row),
+            "losses": [step.loss for step in row.steps],
+            "lost_updates": self.lost(row),
+            "skipped": sum(not step.applied for step in row.steps),
+            "against": self.against(row),
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Write ``bench.json`` into a folder, which is made if absent; return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "bench.json"
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+        return temporary.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,153 @@
+"""A whole GPT block on a CPU in bf16, forward and backward, in one autograd function.
+
+Between its six matmuls the compiled kernels work, one pass over memory each: a bias is added where
+the result is read next, a residual sum and its LayerNorm are one pass, and the gradients of biases
+come out of passes that are made anyhow. What is cheap is computed again in backward instead of
+being kept: both LayerNorms' results and the GELU's.
+
+Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.kernels.attention import attend, attend_backward
+from halfstep.kernels.rows import (
+    add,
+    add_and_normalise,
+    gelu_of_rows,
+    gelu_of_rows_backward_,
+    gradient_dtype,
+    norm_gradients,
+    normalised,
+)
+
+_LOW = torch.bfloat16
+
+
+class Weights(NamedTuple):
+    """The parameters of a block: weights ``(out, in)``, and vectors."""
+
+    norm1: Tensor
+    shift1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor
+    proj: Tensor
+    proj_bias: Tensor
+    norm2: Tensor
+    shift2: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+    def ready(self) -> Weights:
+        """Matrices (and the one bias that a matmul adds) in bf16, vectors in fp32."""
+        low = [p.ndim == 2 or p is self.qkv_bias for p in self]
+        return Weights(
+            *(p.to(_LOW if is_low else torch.float32) for p, is_low in zip(self, low, strict=True))
+        )
+
+
+def weights_of(layers: tuple[nn.Module, ...], outer: tuple[nn.Module, ...]) -> Weights | None:
+    """The parameters of a block's six layers in order; None where somebody changed one.
+
+    Such are hooks (tensor parallelism, diagnostics), a ``forward`` of the instance, and parameters
+    of a subclass of tensors. ``outer`` are modules around the layers, which count too.
+    """
+    for m in (*layers, *outer):
+        hooked = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
+        if hooked or m._backward_pre_hooks or "forward" in m.__dict__:
+            return None
+    if any(set(m._parameters) != {"weight", "bias"} for m in layers):
+        return None
+    found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
+    if any(type(p) is not nn.Parameter or p.device.type != "cpu" for p in found):
+        return None
+    return Weights(*found)  # type: ignore[arg-type]
+
+
+def fused_block(x_BTC: Tensor, weights: Weights, head_dim: int, epsilon: float) -> Tensor:
+    """The residual stream after a block without dropout, in its dtype (bf16 or fp32)."""
+    y_BTC: Tensor = _Block.apply(x_BTC, head_dim, epsilon, *weights)  # type: ignore[no-untyped-call]
+    return y_BTC
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTC: Tensor, head_dim: int, epsilon: float, *parameters: Tensor
+    ) -> Tensor:
+        w, batch = Weights(*parameters).ready(), len(x_BTC)
+        x = x_BTC.reshape(-1, x_BTC.shape[-1])
+        h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
+        qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
+        q, k, v = _heads(qkv, batch, head_dim)
+        mixed, lse = attend(q, k, v, None, 0.0, True, 1 / math.sqrt(head_dim), 0)
+        added = torch.mm(_flat(mixed), w.proj.t())
+        middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
+        u = torch.mm(h, w.up.t())
+        # shaped before, as FSDP2 wants a result that is no view
+        y = add(
+            middle.view(x_BTC.shape), torch.mm(gelu_of_rows(u, w.up_bias), w.down.t()), w.down_bias
+        )
+        ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
+        ctx.shape, ctx.head_dim, ctx.epsilon = x_BTC.shape, head_dim, epsilon
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # only so under create_graph=True
+            raise NotImplementedError(
+                "a GPT block by the compiled kernels has no second derivative: set "
+                "HALFSTEP_KERNEL=torch in the environment for create_graph=True"
+            )
+        x, qkv, mixed, lse, middle, u, *rest = ctx.saved_tensors
+        p, w = Weights(*rest[: len(rest) // 2]), Weights(*rest[len(rest) // 2 :])
+        dy = grad_BTC.reshape(x.shape).contiguous()
+
+        dy_low = dy.to(_LOW)
+        down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias))
+        down_bias = dy.sum(0, dtype=torch.float32)
+        du = torch.mm(dy_low, w.down)
+        up_bias = gelu_of_rows_backward_(du, u, w.up_bias)
+        h, mean, inverse = normalised(middle, w.norm2, w.shift2, ctx.epsilon, _LOW, True)
+        up, dh = torch.mm(du.t(), h), torch.mm(du, w.up)
+        d_middle, (norm2, shift2, proj_bias) = norm_gradients(
+            middle, w.norm2, dh, mean, inverse, passed=dy
+        )
+
+        d_low = d_middle.to(_LOW)
+        proj = torch.mm(d_low.t(), _flat(mixed))
+        d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
+        d_qkv, batch = torch.empty_like(qkv), len(mixed)
+        q, k, v = _heads(qkv, batch, ctx.head_dim)
+        into, scale = _heads(d_qkv, batch, ctx.head_dim), 1 / math.sqrt(ctx.head_dim)
+        attend_backward(into, d_mixed, q, k, v, None, mixed, lse, 0.0, True, scale, 0)
+        h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, _LOW, True)
+        qkv_weight, dh = torch.mm(d_qkv.t(), h), torch.mm(d_qkv, w.qkv)
+        qkv_bias = d_qkv.sum(0, dtype=torch.float32)
+        dx, (norm1, shift1, _) = norm_gradients(x, w.norm1, dh, mean, inverse, passed=d_middle)
+        made = Weights(
+            norm1, shift1, qkv_weight, qkv_bias, proj, proj_bias, norm2, shift2, up, up_bias, down,
+            down_bias,
+        )  # fmt: skip
+        grads = (g.to(gradient_dtype(q)) for g, q in zip(made, p, strict=True))
+        return dx.view(ctx.shape), None, None, *grads
+
+
+def _heads(qkv: Tensor, batch: int, head_dim: int) -> tuple[Tensor, ...]:
+    """Query, key, value ``(B, H, T, D)`` inside ``(N, 3 C)``, whose columns are (H, q|k|v, D)."""
+    return (
+        qkv.view(batch, -1, qkv.shape[-1] // (3 * head_dim), 3, head_dim).transpose(1, 2).unbind(3)
+    )
+
+
+def _flat(mixed: Tensor) -> Tensor:
+    """``(B, H, T, D)`` whose heads lie side by side as ``(N, C)``."""
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
