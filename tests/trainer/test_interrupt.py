@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
+from tests.trainer.runs import small_config, start
 
 from halfstep.trainer import loop as interrupt
-from halfstep.trainer.loop import Interrupt
+from halfstep.trainer.loop import Interrupt, train
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
@@ -75,3 +78,17 @@ def test_handlers_come_back_when_the_block_ends(clock, handlers):
         signal.raise_signal(signal.SIGINT)
         clock[0] += 2
     assert signal.getsignal(signal.SIGINT) is handlers
+
+
+def test_a_run_in_another_thread_leaves_signals_alone(corpus, tmp_path, handlers):
+    def losses(name):
+        path = tmp_path / name
+        session, folder = start(small_config(corpus, run__max_steps=2), path)
+        with closing(folder):
+            for tick in train(session, path):
+                yield tick.record.loss, signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        aside = threads.submit(lambda: [*losses("aside")]).result()
+    assert [handler for _, handler in aside] == [handlers, handlers]
+    assert [loss for loss, _ in aside] == [loss for loss, _ in losses("main")]

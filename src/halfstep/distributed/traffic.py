@@ -105,37 +105,3 @@ def fully_sharded(
         parameters=gathers * all_gather(parameters * gather_bytes, ranks),
         gradients=micro_batches * reduce_scatter(parameters * reduce_bytes, ranks),
     )
-
-
-def tensor_parallel(
-    tokens: int,
-    width: int,
-    blocks: int,
-    ranks: int,
-    *,
-    activation_bytes: int,
-    micro_batches: int = 1,
-    recomputed: bool = False,
-) -> Traffic:
-    """Traffic of tensor-parallel transformer blocks: four all-reduces per block and micro-batch.
-
-    Two are in forward, after attention and after the MLP, and two in backward, before each. With
-    sequence parallelism, each is a reduce-scatter and an all-gather instead, of the same bytes.
-    Embedding and loss over a sharded vocabulary are not counted.
-
-    Args:
-        tokens: Tokens of one micro-batch on this tensor group.
-        width: Width of the residual stream: elements per token.
-        blocks: Number of transformer blocks.
-        ranks: Number of ranks that share every matrix product.
-        activation_bytes: Bytes of one element: 2 in 16 bits.
-        micro_batches: Micro-batches per step.
-        recomputed: Whether backward runs each block's forward again (activation checkpointing),
-            which adds its two all-reduces.
-
-    **Source:** Shoeybi et al., "Megatron-LM", 2019, section 3 and figure 4; for sequence
-    parallelism Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-    2022, section 4.2.2.
-    """
-    one = all_reduce(tokens * width * activation_bytes, ranks)
-    return Traffic(activations=(6 if recomputed else 4) * blocks * micro_batches * one)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
+from halfstep.optim.checks import check_gradient, check_group, check_updates
 from halfstep.optim.kernels.dispatch import Kernel, kernel_for
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.rules import Algorithm
@@ -32,6 +36,21 @@ from halfstep.precision.masters.rounding import ROUNDING, Update
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
+
+
+_NO_GRADIENT = torch.empty(0)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A parameter's task, kept from step to step for as long as nothing that it is of changes."""
+
+    parameter: Tensor
+    facts: tuple[Any, ...]  # see _facts
+    task: StepTask  # without its gradient between two steps
+    update: Update
+    moments: Moments
+    number: npt.NDArray[np.float64]  # the step number in the parameter's state, the same memory
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -72,6 +91,7 @@ class LowPrecisionOptimizer(Optimizer):
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
         self._kernels: dict[str, Kernel] = {}
+        self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,7 +107,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels = {}
+        self._kernels, self._kept = {}, {}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -132,8 +152,9 @@ class LowPrecisionOptimizer(Optimizer):
         check_updates(self.param_groups, type(self).__name__)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter in gradients:
-                    check_gradient(parameter, gradients[parameter])
+                gradient = gradients.get(parameter)
+                if gradient is not None:
+                    check_gradient(parameter, gradient)
 
     @torch.no_grad()
     def step(
@@ -169,6 +190,8 @@ class LowPrecisionOptimizer(Optimizer):
                 _write_back(parameter, task.weight)
             if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
                 self._fall_back(plan, members)
+            for _, task in members:
+                task.gradient = _NO_GRADIENT
         return loss
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -195,10 +218,9 @@ class LowPrecisionOptimizer(Optimizer):
             gradient = gradients.get(parameter)
             if gradient is None:
                 continue
-            state = self._state(group, parameter)
-            state["step"] += 1
-            step = int(state["step"])
-            update, moments = _update(group, parameter), kept_moments(group, state)
+            kept = self._task_of(stream, group, parameter, gradient)
+            step, update, moments = int(kept.number) + 1, kept.update, kept.moments
+            kept.number[...] = step
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
                 plan = Plan(
@@ -211,8 +233,32 @@ class LowPrecisionOptimizer(Optimizer):
                     step,
                 )
                 found[key] = (plan, [])
-            found[key][1].append((parameter, self._task(parameter, gradient, state, stream)))
+            found[key][1].append((parameter, kept.task))
         return list(found.values())
+
+    def _task_of(
+        self, stream: int, group: dict[str, Any], parameter: nn.Parameter, gradient: Tensor
+    ) -> _Kept:
+        """A parameter's task with this gradient: the kept one, unless something has changed."""
+        kept, state = self._kept.get(stream), self.state[parameter]
+        if kept is not None and kept.parameter is parameter:
+            if kept.facts == _facts(group, parameter, gradient, state):
+                kept.task.gradient = gradient
+                return kept
+            del self._kept[stream]
+        state = self._state(group, parameter)
+        task = self._task(parameter, gradient, state, stream)
+        update, moments = _update(group, parameter), kept_moments(group, state)
+        facts = _facts(group, parameter, gradient, state)
+        number = state["step"].numpy()
+        kept = _Kept(parameter, facts, task, update, moments, number)
+        # a copy, as of a parameter that is part of a larger tensor, serves one step only
+        tensors = (task.weight, task.gradient, *task.moments, *task.tops, task.remainder)
+        own = (parameter, gradient, *state.values())
+        places = {tensor.data_ptr() for tensor in own}
+        if all(t is None or not t.numel() or t.data_ptr() in places for t in tensors):
+            self._kept[stream] = kept
+        return kept
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -419,6 +465,19 @@ class LowPrecisionOptimizer(Optimizer):
         )
 
 
+def _facts(
+    group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """All that a parameter's task depends on, but for the gradient's address.
+
+    The addresses are of memory that the kept task holds, so that nothing else can have them.
+    """
+    strides = parameter.stride()
+    addresses = [value.data_ptr() for value in state.values()]
+    layout = parameter.data_ptr(), parameter.dtype, parameter.shape, strides
+    return *layout, gradient.stride() == strides, group["update"], group["moments"], addresses
+
+
 def _write_back(parameter: Tensor, data: Tensor) -> None:
     """Copy stepped weights back to the parameter if they were stepped in a dense copy."""
     if data.data_ptr() != parameter.data_ptr():
@@ -450,111 +509,3 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-# Checks that an optimizer makes before anything is changed.
-
-
-_WEIGHTS = (torch.float32, torch.bfloat16)
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_group(group: dict[str, Any], owner: str) -> None:
-    """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
-    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
-        if group[key] is not None and group[key] not in allowed:
-            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
-    _check_options(group, owner)
-    for parameter in group["params"]:
-        shape = tuple(parameter.shape)
-        if parameter.dtype not in _WEIGHTS:
-            raise PrecisionError(
-                f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
-                f"weights. {_way_out(parameter.dtype, owner)}"
-            )
-        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
-            raise PrecisionError(
-                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
-                "share memory; give each element its own (parameter.data = parameter.data.clone())"
-            )
-
-
-def _way_out(dtype: torch.dtype, owner: str) -> str:
-    """Advice for a parameter of an unsupported dtype."""
-    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
-    if dtype.is_complex:
-        return (
-            "Its update rules are for real numbers: make the parameter "
-            f"torch.view_as_real(value), or keep it complex with {theirs}"
-        )
-    if dtype == torch.float64:
-        return (
-            "Its steps are computed in fp32 and would round fp64 weights: keep them with "
-            f"{theirs}, or call model.float() first"
-        )
-    return (
-        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
-        "casts the model and gives it fp32 masters"
-    )
-
-
-def _check_options(group: dict[str, Any], owner: str) -> None:
-    """Refuse options of ``torch.optim`` that no kernel honours, partly with torch's messages."""
-    if group.get("fused") and group.get("differentiable"):
-        raise RuntimeError("`fused` does not support `differentiable`")
-    if group.get("fused") and group.get("foreach"):
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        raise PrecisionError(
-            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
-            "number or a CPU tensor"
-        )
-    if group.get("amsgrad"):
-        raise PrecisionError(
-            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
-            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
-        )
-    if group.get("capturable"):
-        raise PrecisionError(
-            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
-            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
-        )
-    if group.get("differentiable"):
-        raise PrecisionError(
-            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
-            "one of torch.optim for a step to differentiate through"
-        )
-
-
-def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
-    """Refuse trainable bf16 weights in groups that give no rounding mode."""
-    silent = [
-        parameter
-        for group in groups
-        if group["update"] is None
-        for parameter in group["params"]
-        if parameter.dtype == torch.bfloat16 and parameter.requires_grad
-    ]
-    if silent:
-        modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
-        raise PrecisionError(
-            f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
-            f"updates: make {owner} with update={modes}, in brackets the bytes per parameter; "
-            "'split' is exact, 'nearest' loses them"
-        )
-
-
-def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel accepts: sparse, or of another shape or dtype."""
-    shape = tuple(parameter.shape)
-    if gradient.is_sparse:
-        raise PrecisionError(
-            f"the gradient of a parameter of shape {shape} is sparse; use torch.optim.SparseAdam "
-            "for it, or sparse=False"
-        )
-    if gradient.shape != parameter.shape or gradient.dtype not in _GRADIENTS:
-        raise PrecisionError(
-            f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
-            f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
-        )

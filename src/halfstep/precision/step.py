@@ -231,7 +231,7 @@ class Precision:
                 )
                 self.loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
             with self.masters.arrivals.running(self.loss_scale.value, loss, asked):
-                scalar = loss.reshape(())
+                scalar = loss.reshape(()) if loss.dim() else loss
                 scaled = self.loss_scale.scale(scalar) if self._scaled else scalar
                 scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
@@ -239,7 +239,9 @@ class Precision:
         if inputs is not None and not self.masters.trains(asked):
             return  # such as a gradient for an adversarial attack: it belongs to no step
         self._last = weakref.ref(loss)
-        value = loss.detach().float().reshape(())
+        value = loss.detach()
+        if value.dim() or value.dtype is not torch.float32:
+            value = value.float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
         self.masters.note()
 

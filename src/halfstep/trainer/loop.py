@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
-from halfstep.trainer.run.metrics import MetricsFile, Record, peak_memory_bytes
+from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
@@ -58,7 +59,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """Train to the end of the run, or until a signal or the time limit; yield after every step.
 
     Rank 0 writes metrics before each yield; all ranks save a checkpoint every ``save_every`` steps
-    and at the end, and must iterate together.
+    and at the end, and must iterate together. Outside the main thread, where Python allows no
+    signal handlers, no signal ends the run early.
 
     Args:
         session: A new one, or one restored from a checkpoint.
@@ -305,21 +307,22 @@ def _record(
         tokens_per_second=tokens / seconds,
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
-        peak_memory_bytes=peak_memory_bytes(session.device),
+        peak_memory_bytes=pace.memory.bytes(),
     )
 
 
-# Speed of a run, for the rates in the metrics and for the estimate of the time left.
+# Speed and memory of a run, for the metrics and for the estimate of the time left.
 
 
 class Pace:
-    """Remembers how long recent steps and evaluations took, and estimates the time left."""
+    """What the metrics say of the machine: how fast the steps are, the time left, the memory."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         policy, world = session.precision.policy, session.world
         one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
         self.gemm = one * world.size
+        self.memory = PeakMemory(session.device)
         self._steps: list[float] = []
         self._evaluations: list[float] = []
 
@@ -363,6 +366,8 @@ class Interrupt:
     Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
     has ended by then. A later one restores the old handlers and acts at once; without one, the old
     handlers come back when the block ends.
+
+    In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -371,7 +376,8 @@ class Interrupt:
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGTERM, signal.SIGINT) if main else ():
             self._old[number] = signal.signal(number, self._handle)
         return self
 

@@ -42,8 +42,13 @@ def run(tmp_path):
     return run
 
 
+def ids(file):
+    """All tokens of a file."""
+    return file.windows([0], file.count)[0]
+
+
 def text_of(prepared, part):
-    return prepared.tokenizer.decode(getattr(prepared, part).tokens.tolist())
+    return prepared.tokenizer.decode(ids(getattr(prepared, part)).tolist())
 
 
 def test_one_file_is_split_and_no_byte_is_lost(run, write):
@@ -66,7 +71,7 @@ def test_validation_files_leave_train_whole(run, write):
 def test_bpe_separates_by_end_of_text_and_counts_text_bytes(run, write):
     paths = [write("a.txt", LINES), write("b.txt", LINES[::-1])]
     prepared = run(*paths, tokenizer="bpe:290")
-    tokens = np.concatenate([prepared.train.tokens, prepared.validation.tokens]).tolist()
+    tokens = np.concatenate([ids(prepared.train), ids(prepared.validation)]).tolist()
     assert prepared.tokenizer.vocab_size == prepared.train.vocab_size == 290
     assert tokens.count(prepared.tokenizer.end_of_text) == 1
     assert prepared.tokenizer.decode(tokens) == LINES + "<|endoftext|>" + LINES[::-1]
@@ -171,11 +176,11 @@ def test_bin_files_are_used_in_place(run, write, tmp_path, tokenizer):
         ByteTokenizer().save(tokenizer)
     prepared = run(train, tokenizer=tokenizer)
     assert prepared.train.path == prepared.validation.path == train
-    assert prepared.train.tokens.tolist() == list(range(225))
-    assert prepared.validation.tokens.tolist() == list(range(225, 250))
+    assert ids(prepared.train).tolist() == list(range(225))
+    assert ids(prepared.validation).tolist() == list(range(225, 250))
     assert not (tmp_path / "own").exists()
     other = write("val.bin", np.arange(9, dtype="<u2").tobytes())
-    assert run(train, validation=[other]).validation.tokens.tolist() == list(range(9))
+    assert ids(run(train, validation=[other]).validation).tolist() == list(range(9))
     prepared = run(train, validation=[write("v.txt", "text")])
     assert prepared.train.path == train
     assert text_of(prepared, "validation") == "text"
@@ -239,7 +244,7 @@ def test_the_whole_standard_library_is_prepared_in_a_minute(tmp_path):
     assert prepared.tokenizer.vocab_size == 8192
     assert prepared.train.count > 1_000_000
     assert prepared.validation.text_bytes > 0.09 * prepared.train.text_bytes
-    decoded = prepared.tokenizer.decode(prepared.validation.tokens[:2000].tolist())
+    decoded = prepared.tokenizer.decode(ids(prepared.validation)[:2000].tolist())
     assert "def " in decoded
     assert json.dumps(decoded)
 
@@ -310,8 +315,8 @@ def token_span(path):
 def test_the_last_tokens_are_validation(run, tokens, count, fraction, held_out):
     path = tokens(range(count))
     prepared = run(path, validation_fraction=fraction)
-    assert prepared.train.tokens.tolist() == list(range(count - held_out))
-    assert prepared.validation.tokens.tolist() == list(range(count - held_out, count))
+    assert ids(prepared.train).tolist() == list(range(count - held_out))
+    assert ids(prepared.validation).tolist() == list(range(count - held_out, count))
     tail = path.read_bytes()[-2 * held_out :]
     assert prepared.validation.sha256 == hashlib.sha256(tail).hexdigest()
 

@@ -149,6 +149,11 @@ def _by_twin(
     samples: Sequence[Sample],
     gradients: Sequence[Tensor],
 ) -> list[Tensor]:
+    if kind in _ELEMENTWISE and len(samples) > 1:
+        whole = _joined(samples)
+        if whole is not None:  # one tensor steps in a fraction of the time of many small ones
+            (moved,) = _by_twin(kind, options, [whole], [torch.cat([*gradients])])
+            return [*torch.split(moved, [len(gradient) for gradient in gradients])]
     values = [sample.value().double() for sample in samples]
     twins = [nn.Parameter(value.clone()) for value in values]
     plain = options | {key: value for key, value in _PLAIN.items() if key in options}
@@ -162,6 +167,23 @@ def _by_twin(
             twin.state[parameter] = {k: _in_fp64(v) for k, v in sample.state.items()}
     twin.step()
     return [t.detach() - value for t, value in zip(twins, values, strict=True)]
+
+
+def _joined(samples: Sequence[Sample]) -> Sample | None:
+    """All samples as one, with their exact weights; None where their states differ in more."""
+    first = samples[0]
+    shared = {k: v for k, v in first.state.items() if not isinstance(v, Tensor) or not v.dim()}
+    for sample in samples:
+        if sample.state.keys() != first.state.keys():
+            return None
+        if any(bool(sample.state[key] != value) for key, value in shared.items()):
+            return None
+    state = {
+        key: torch.cat([sample.state[key] for sample in samples])
+        for key in first.state.keys() - shared.keys()
+    }
+    weight = torch.cat([sample.value().double() for sample in samples])
+    return Sample("", len(weight), "nearest", weight, state={**shared, **state})
 
 
 def _in_fp64(value: Any) -> Any:

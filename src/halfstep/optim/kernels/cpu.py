@@ -73,16 +73,11 @@ class NativeKernel:
 
     def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
-        table = (_Task * len(tasks))()
-        for entry, task in zip(table, tasks, strict=True):
-            entry.weight = task.weight.data_ptr()
-            entry.remainder = 0 if task.remainder is None else task.remainder.data_ptr()
-            entry.gradient = task.gradient.data_ptr()
-            for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
-                entry.moment[i] = codes.data_ptr()
-                entry.top[i] = tops.data_ptr()
-            entry.count = task.weight.numel()
-            entry.stream = 2 * task.stream & 0xFFFFFFFF
+        for task in tasks:
+            if task.native is None:
+                task.native = _addresses(task)
+            task.native.gradient = task.gradient.data_ptr()
+        table = (_Task * len(tasks))(*(task.native for task in tasks))
         shared = _Plan(
             RULES[plan.algorithm.name],
             _DTYPES[tasks[0].weight.dtype],
@@ -111,6 +106,20 @@ class NativeKernel:
         )
         length = math.sqrt(total) if total >= 0 else math.nan
         return torch.tensor(length, dtype=torch.float32)
+
+
+def _addresses(task: StepTask) -> _Task:
+    """A task for the compiled kernel, without its gradient, which each step has anew."""
+    entry = _Task(
+        weight=task.weight.data_ptr(),
+        remainder=0 if task.remainder is None else task.remainder.data_ptr(),
+        count=task.weight.numel(),
+        stream=2 * task.stream & 0xFFFFFFFF,
+    )
+    for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
+        entry.moment[i] = codes.data_ptr()
+        entry.top[i] = tops.data_ptr()
+    return entry
 
 
 @cache

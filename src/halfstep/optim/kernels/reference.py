@@ -55,7 +55,7 @@ def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
         decode(codes[part], tops[blocks], signed=i == 0)
         for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True))
     ]
-    gradient = task.gradient[part].float() * plan.multiplier
+    gradient = task.flat_gradient[part].float() * plan.multiplier
     value, *new = plan.algorithm.move(
         master(weight, remainder, plan.update), gradient, held[0], held[-1], plan.constants
     )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer, check_gradient, check_updates, kept_moments
+from halfstep.optim.base import LowPrecisionOptimizer, kept_moments
+from halfstep.optim.checks import check_gradient, check_updates
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.state import StepTask, is_dense, mark_written
 from halfstep.precision.masters.rounding import Update

@@ -85,7 +85,7 @@ def wide_moments(task: StepTask, multiplier: float, correction: float) -> tuple[
             decode(codes[part], tops[blocks], signed=i == 0)
             for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True))
         )
-        g = task.gradient[part].float() * multiplier
+        g = task.flat_gradient[part].float() * multiplier
         anew = ((g * correction) * g).clamp_(min=smallest)
         first[part].copy_(m)
         below = _below(task, part)
@@ -100,7 +100,7 @@ def _below(task: StepTask, part: slice) -> Tensor | None:
     # out ten times as fast as a comparison.
     if codes.device.type == "cpu" and int((codes - _FLOOR).amin()) > 0:
         return None
-    below = (codes == _FLOOR) & (task.gradient[part] != 0)
+    below = (codes == _FLOOR) & (task.flat_gradient[part] != 0)
     # In a block with a NaN all elements are lost, and the codes are meaningless.
     whole = task.tops[1][part.start // BLOCK : part.stop // BLOCK] != BROKEN
     return below & whole.repeat_interleave(BLOCK)[: below.numel()]

@@ -47,7 +47,7 @@ def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, T
 
 def new_step(count: float) -> Tensor:
     """A step counter: a tensor as in ``torch.optim``, but fp64, as fp32 stops at 2^24 steps."""
-    return torch.tensor(count, dtype=torch.float64)
+    return torch.tensor(count, dtype=torch.float64, device="cpu")
 
 
 def zero_moment(name: str, parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
@@ -168,17 +168,23 @@ def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 # The memory layout of state, and how it is passed to kernels.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTask:
-    """One tensor's part of a step; every tensor is flat, contiguous and on one device."""
+    """One tensor's part of a step; every tensor is on one device, and but the gradient flat."""
 
     weight: Tensor  # fp32 or bf16, shape (n,); updated in place, as are the next three
     remainder: Tensor | None  # the bits that the weight cannot hold, shape (n,), or None
     moments: tuple[Tensor, ...]  # codes, shape (n,) each, in the order of ``Algorithm.moments``
     # the 8-bit moments' block tops, uint8 of shape (ceil(n / 128),); 0 elements otherwise
     tops: tuple[Tensor, ...]
-    gradient: Tensor  # fp32, bf16 or fp16, shape (n,); read only
+    gradient: Tensor  # fp32, bf16 or fp16, n elements in the order of the weight's; read only
     stream: int  # number of this tensor's random streams
+    native: Any = None  # the addresses of the others in the form of the compiled kernel
+
+    @property
+    def flat_gradient(self) -> Tensor:
+        """The gradient in shape (n,)."""
+        return self.gradient.detach().as_strided((self.gradient.numel(),), (1,))
 
 
 def mark_written(tasks: Iterable[StepTask]) -> None:
@@ -187,9 +193,12 @@ def mark_written(tasks: Iterable[StepTask]) -> None:
     Without it, a step between a forward and its backward would silently give wrong gradients,
     where torch's own optimizers raise "modified by an inplace operation".
     """
+    written: list[Tensor] = []
     for task in tasks:
-        held = () if task.remainder is None else (task.remainder,)
-        increment_version((task.weight, *held, *task.moments, *task.tops))
+        written += (task.weight, *task.moments, *task.tops)
+        if task.remainder is not None:
+            written.append(task.remainder)
+    increment_version(written)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import platform
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -32,6 +32,7 @@ from halfstep.precision.policy.spelling import parse_policy
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Context = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +170,14 @@ class Autocast:
     def __enter__(self) -> None:
         if self.on_enter is not None:
             self.on_enter()
-        with contextlib.ExitStack() as stack:
-            if self.policy.rules and self.casts_per_op:
-                # Otherwise torch.compile traces the backward under the autocast around the whole
-                # graph and so rounds in fp32 modules' backward. The patch is local to this thread.
-                stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-            self._enter_casts(stack, self.pins())
-            if self._root_per_op:
-                low = self.policy.compute_dtype
-                stack.enter_context(torch.autocast(self.device.type, dtype=low))
-            _active().append((self, stack.pop_all()))
+        contexts = self._casts(self.pins())
+        if self.policy.rules and self.casts_per_op:
+            # Otherwise torch.compile traces the backward under the autocast around the whole
+            # graph and so rounds in fp32 modules' backward. The patch is local to this thread.
+            contexts.insert(0, functorch_config.patch(backward_pass_autocast="off"))
+        if self._root_per_op:
+            contexts.append(torch.autocast(self.device.type, dtype=self.policy.compute_dtype))
+        _active().append((self, _entered_all(contexts)))
 
     def __exit__(self, *error: Any) -> None:
         entries = _active()
@@ -195,12 +194,12 @@ class Autocast:
         outer ``torch.autocast``, which would change the requested precision, and gives what
         activation checkpointing recomputes the same casts as in the forward.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.pins() or contextlib.nullcontext())
-            self._enter_casts(stack, None)
-            if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
-                # autograd would otherwise use its own thread, in which no mode is entered
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        pins = self.pins()
+        contexts = [*([] if pins is None else [pins]), *self._casts(None)]
+        if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
+            # autograd would otherwise use its own thread, in which no mode is entered
+            contexts.append(torch.autograd.set_multithreading_enabled(False))
+        with _entered_all(contexts):
             yield
 
     def pins(self) -> Pins | None:
@@ -209,17 +208,21 @@ class Autocast:
         wrong = tuple(s for s in switches if setting_of(*s) not in meant)
         return Pins(wrong, self._rounding) if wrong else None
 
-    def _enter_casts(self, stack: contextlib.ExitStack, held: Pins | None) -> None:
+    def _casts(self, held: Pins | None) -> list[_Context]:
+        """The contexts of the policy's casts, the outermost first."""
         policy, device = self.policy, self.device
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+        found: list[_Context] = []
+        if torch.is_autocast_enabled(device.type):
+            found.append(torch.autocast(device.type, enabled=False))
         if self._simulated:
-            stack.enter_context(SimulatedProducts(policy.compute_dtype))
+            found.append(SimulatedProducts(policy.compute_dtype))
         if policy.param_dtype != torch.float32:
-            stack.enter_context(StoredCasts(policy.compute_dtype, held))
+            found.append(StoredCasts(policy.compute_dtype, held))
         elif device.type == "cpu" and self.casts_per_op:
-            stack.enter_context(AutocastCasts(held))
+            found.append(AutocastCasts(held))
         elif held is not None or inside_casts():  # shadows outer casts, which are another policy's
-            stack.enter_context(OpCasts(held))
+            found.append(OpCasts(held))
+        return found
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function so that every call of it runs inside the context."""
@@ -232,11 +235,24 @@ class Autocast:
         return inside
 
 
+def _entered_all(
+    contexts: Sequence[_Context],
+) -> _Context:
+    """Enter these contexts; the result's exit leaves them."""
+    if not contexts:
+        return _NOTHING
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all()
+
+
+_NOTHING = contextlib.nullcontext()
 _entered = threading.local()
 
 
-def _active() -> list[tuple[Autocast, contextlib.ExitStack]]:
-    found: list[tuple[Autocast, contextlib.ExitStack]] | None = getattr(_entered, "stack", None)
+def _active() -> list[tuple[Autocast, _Context]]:
+    found: list[tuple[Autocast, _Context]] | None = getattr(_entered, "stack", None)
     if found is None:
         found = _entered.stack = []
     return found

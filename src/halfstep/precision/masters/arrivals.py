@@ -168,9 +168,9 @@ class Arrivals:
         return handles
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the gradients as a backward has left them."""
-        self._left = [(p, id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
-        self._left.sort(key=lambda left: left[0].numel())
+        """Remember the gradients of these, the smallest first, as a backward has left them."""
+        found = ((parameter, parameter.grad) for parameter in parameters)
+        self._left = [(p, id(grad), grad._version) for p, grad in found if grad is not None]
 
     def cleared(self) -> bool:
         """Whether all gradients left by the last backward were since dropped or set to zero.

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -76,14 +77,35 @@ class Weight:
 
     def require_unconverted(self) -> None:
         """Refuse a parameter that was converted or moved since it was taken in."""
-        parameter, device = self.parameter, self.target.device
-        if parameter.dtype == self.dtype and parameter.device == device:
+        parameter, target = self.parameter, self.target
+        if parameter.dtype is self.dtype and (
+            target is parameter or parameter.device == target.device
+        ):
             return
+        device = target.device
         raise PrecisionError(
             f"{self.name} is {dtype_name(parameter.dtype)} on {parameter.device} now, and was "
             f"{dtype_name(self.dtype)} on {device} when Precision took it: the model was since "
             "converted or moved (model.to, .half, .float, .cuda). Do that first, then make "
             "the optimizer and Precision"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What the optimizers hold, and what follows from it; looked up once as long as it stays so."""
+
+    lists: list[tuple[Tensor, ...]]  # of each group, its tensors when this was made
+    by_parameter: dict[Tensor, KeepsMasters | None]  # each with its optimizer if that is ours
+    weights: list[Weight]  # of those that are trained, in this order
+    by_size: list[nn.Parameter]  # the same ones' parameters, the smallest first
+    waiting: list[Tensor]  # the others: frozen, or not adopted yet
+
+    def is_of(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether the groups hold the same tensors still."""
+        return len(lists) == len(self.lists) and all(
+            len(now) == len(then) and all(map(is_, now, then))
+            for now, then in zip(lists, self.lists, strict=True)
         )
 
 
@@ -103,17 +125,19 @@ class MasterWeights:
                 is changed then.
         """
         policy, model = placed.policy, placed.model
-        own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-        for optimizer in own:
+        # halfstep's own; asked once, as asking takes as long as a small kernel
+        self._own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+        for optimizer in self._own:
             optimizer.check_precision(policy.update, policy.moment_format)
-        for optimizer in own:
+        for optimizer in self._own:
             optimizer.set_precision(policy.update, policy.moment_format)
         self.arrivals = Arrivals(policy, model)
         self._policy = policy
         self._model = model
         self._optimizers = optimizers
         self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
-        self._settled: set[int] = set()  # ids of held parameters that have been adopted
+        self._dtypes: list[torch.dtype] = []  # of the parameters, in this order
+        self._last: _Held | None = None  # what was last found to be held
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
         self._installed = False
@@ -145,18 +169,15 @@ class MasterWeights:
                 parameter was converted since it was taken in.
         """
         self._install(False)  # in case loading a state has raised half-way
-        settled = self._settled
-        held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
-        for weight in self._weights.values():
-            weight.require_unconverted()
-        if all(id(p) in settled or not p.requires_grad for p in held):
+        self._require_unconverted()
+        if not any(p.requires_grad for p in self._held().waiting):
             return
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, KeepsMasters):
-                self._take_in(optimizer)
+        for optimizer in self._own:
+            self._take_in(optimizer)
         with torch.inference_mode(False):  # a master made in inference mode cannot be updated
             self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
-        strangers = [p for p in self._held() if p.requires_grad and p not in self._weights]
+        held = self._held().by_parameter
+        strangers = [p for p in held if p.requires_grad and p not in self._weights]
         if strangers:
             raise PrecisionError(
                 f"the optimizer was given a tensor of shape {tuple(strangers[0].shape)} that is "
@@ -164,9 +185,16 @@ class MasterWeights:
                 "optimizer"
             )
 
+    def _require_unconverted(self) -> None:
+        """Refuse parameters that were converted or moved since they were taken in."""
+        if [p.dtype for p in self._weights] == self._dtypes and not self._to_target:
+            return  # all are the tensors that the optimizers step, wherever these are
+        for weight in self._weights.values():
+            weight.require_unconverted()
+
     @torch.no_grad()
     def _adopt_all(self, placed: PlacedModel) -> None:
-        held, dtypes = self._held(), placed.dtypes()
+        held, dtypes = self._held().by_parameter, placed.dtypes()
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -174,8 +202,8 @@ class MasterWeights:
             if known is None or (parameter in held and not known.held):
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
-            if parameter in held:
-                self._settled.add(id(parameter))
+                self._last = None
+        self._dtypes = [weight.dtype for weight in self._weights.values()]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -202,15 +230,27 @@ class MasterWeights:
                 keeper.write_master_(target, exact.float())
         return Weight(name, parameter, target, dtype, copied, sharded, parameter in held, keeper)
 
-    def _held(self) -> dict[Tensor, KeepsMasters | None]:
-        """The model's parameters that optimizers hold, each with its optimizer if that is ours."""
+    def _held(self) -> _Held:
+        """The model's parameters that optimizers hold now."""
+        lists = [group["params"] for o in self._optimizers for group in o.param_groups]
+        if self._last is not None and self._last.is_of(lists):
+            return self._last
         found: dict[Tensor, KeepsMasters | None] = {}
         for optimizer in self._optimizers:
             keeper = optimizer if isinstance(optimizer, KeepsMasters) else None
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     found[self._to_parameter.get(parameter, parameter)] = keeper
-        return found
+        known = {parameter: self._weights.get(parameter) for parameter in found}
+        weights = [weight for weight in known.values() if weight is not None]
+        self._last = _Held(
+            [tuple(tensors) for tensors in lists],
+            found,
+            weights,
+            sorted((w.parameter for w in weights), key=Tensor.numel),
+            [parameter for parameter, weight in known.items() if weight is None or not weight.held],
+        )
+        return self._last
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizers update, by name: masters, local parts or parameters."""
@@ -218,7 +258,7 @@ class MasterWeights:
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
         """The model's own parameter that a target stands for."""
-        return self._to_parameter.get(target, target)
+        return self._to_parameter.get(target, target) if self._to_parameter else target
 
     def _take_in(self, optimizer: Any) -> None:
         """Set the policy's rounding mode and moments on groups added to halfstep's optimizers."""
@@ -267,15 +307,13 @@ class MasterWeights:
         The targets are those given, or all that the optimizers hold, in their order.
         """
         if targets is None:
-            parameters = [*self._held()]
+            weights = self._held().weights
         else:
             parameters = [self._to_parameter.get(target, target) for target in targets]
+            weights = [self._weights[p] for p in parameters if p in self._weights]
+        self._require_unconverted()
         found = {}
-        for parameter in parameters:
-            weight = self._weights.get(parameter)
-            if weight is None:  # frozen
-                continue
-            weight.require_unconverted()
+        for weight in weights:
             gradient = weight.gradient
             if gradient is not None:
                 found[weight.target] = gradient
@@ -296,15 +334,15 @@ class MasterWeights:
 
     def note(self) -> None:
         """Remember the gradients as a backward has left them: see :meth:`Arrivals.cleared`."""
-        self.arrivals.note(weight.parameter for weight in self._weights.values() if weight.held)
+        self.arrivals.note(self._held().by_size)
 
     def clear(self) -> None:
         """Drop the gradients of all parameters that the optimizers hold."""
-        for parameter in self._held():
+        held, apart = self._held(), bool(self._to_target)
+        for parameter in held.by_parameter:
             parameter.grad = None
-            target = self._to_target.get(parameter)
-            if target is not None:
-                target.grad = None
+        for weight in held.weights if apart else ():
+            weight.target.grad = None
 
     @torch.no_grad()
     def take_written_(self) -> None:
@@ -355,9 +393,8 @@ class MasterWeights:
     def _step(self, gradients: Gradients, factor: float) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one checks for itself
-            for keeper in self._optimizers:
-                if isinstance(keeper, KeepsMasters):
-                    keeper.check_step(gradients)
+            for keeper in self._own:
+                keeper.check_step(gradients)
         for optimizer in self._optimizers:
             if optimizer in self._looking:
                 optimizer.step()
@@ -374,18 +411,20 @@ class MasterWeights:
         """
         given: list[Tensor] = []
         for optimizer in optimizers:
-            takes_any = isinstance(optimizer, KeepsMasters)
+            takes_any = any(optimizer is one for one in self._own)
             for group in optimizer.param_groups:
                 for target in group["params"]:
-                    if target not in gradients:
+                    gradient = gradients.get(target)
+                    if gradient is None:
                         continue
                     if takes_any:
                         target.grad_dtype = None
-                        target.grad = gradients[target]
-                    else:
-                        target.grad = gradients[target].to(target.dtype)
-                    given.append(target.grad)
-                    if target in self._to_parameter:
+                    elif gradient.dtype is not target.dtype:
+                        gradient = gradient.to(target.dtype)
+                    if target.grad is not gradient:
+                        target.grad = gradient
+                    given.append(gradient)
+                    if self._to_parameter and target in self._to_parameter:
                         self._to_parameter[target].grad = None
         multiply_(given, factor)
 

@@ -70,14 +70,14 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     values = _values(gradients)
     # On a CPU torch's fp32 norm of a 16-bit tensor is 14 times slower than that of an fp32 copy.
-    narrow = [v for v in values if v.element_size() == 2 and v.device.type == "cpu"]
+    narrow = [v for v in values if v.is_cpu and v.element_size() == 2]
     norms = [
         torch.linalg.vector_norm(part.float())
         for value in narrow
         for part in torch.split(value.reshape(-1), _PIECE)
     ]
     if len(narrow) < len(values):
-        wide = [v for v in values if v.element_size() != 2 or v.device.type != "cpu"]
+        wide = [v for v in values if not (v.is_cpu and v.element_size() == 2)] if narrow else values
         norms.extend(torch._foreach_norm(wide, 2, dtype=torch.float32))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
@@ -164,8 +164,10 @@ class OneRank:
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """This process's own loss and norm."""
         every = [gradient for some in gradients.values() for gradient in some]
-        total = norm(every).to(loss.device)
-        value, length = torch.stack([loss.to(total.dtype), total]).tolist()
+        total = norm(every)
+        if total.is_cpu and loss.is_cpu:
+            return float(loss), float(total)
+        value, length = torch.stack([loss.to(total), total]).tolist()  # the host waits once
         return value, length
 
     def cannot(self) -> None:
@@ -235,9 +237,12 @@ class Examiner:
     def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         """Judge this rank's loss, and the gradient of each target; the host waits once."""
         by_parts: dict[int, list[Tensor]] = {}
-        for target, gradient in gradients.items():
-            parts = self._ranks.parts_of(self._masters.parameter_of(target))
-            by_parts.setdefault(parts, []).append(gradient)
+        if isinstance(self._ranks, OneRank):
+            by_parts[1] = [*gradients.values()]
+        else:
+            for target, gradient in gradients.items():
+                parts = self._ranks.parts_of(self._masters.parameter_of(target))
+                by_parts.setdefault(parts, []).append(gradient)
         value, norm = self._ranks.measure(loss, by_parts, self._norm)
         if not math.isfinite(value):
             return Judged(value, norm, None)

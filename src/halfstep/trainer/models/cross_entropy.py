@@ -37,10 +37,10 @@ MAX_ROWS_ON_CPU = 512
 and V = 50257 (98 MiB) alike.
 """
 
-IN_PLACE_BYTES = 24 * 2**20
+IN_PLACE_BYTES = 32 * 2**20
 """Maximal size of a chunk of bf16 logits that become their gradients in place.
 
-**Source:** table 4 of docs/decisions/0002.
+**Source:** table 3 of docs/decisions/0002.
 """
 
 VOCABULARY_BLOCK = 4096
@@ -220,6 +220,7 @@ def _sum_and_gradients(
     on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
     if on_cpu and dtype == torch.bfloat16 and may_run():
         rows = max(MIN_ROWS, min(rows, IN_PLACE_BYTES // (2 * len(weight))))
+        rows = -(-len(x_ND) // -(-len(x_ND) // rows))  # the same number in every chunk
         return _by_kernel(xs_ND, weight, targets_N, rows, need_x, need_weight)
     accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
     counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)

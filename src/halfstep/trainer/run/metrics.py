@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,16 +74,20 @@ class Record:
     gemm_share: float | None = None
     """flops_per_second as a share of the matrix-product rate measured when the run started."""
     peak_memory_bytes: int | None = None
-    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
+    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far. Of a moment
+    up to a tenth of a second before the step's end."""
 
     def to_json(self) -> str:
         """Format the record as one line of JSON, without absent values."""
-        kept = {
-            key: value
-            for key, value in asdict(self).items()
-            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
-        }
+        kept = {}
+        for key in _FIELDS:
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
+                kept[key] = value
         return json.dumps(kept)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
 
 
 class MetricsFile:
@@ -130,6 +135,21 @@ def _kept(path: Path, last_step: int) -> list[str]:
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
     return kept
+
+
+class PeakMemory:
+    """The peak memory so far, which it takes the system longer to tell than the trainer a line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes, self._asked = 0, -math.inf
+
+    def bytes(self) -> int:
+        """Return the peak as the system told it last, at most a tenth of a second ago."""
+        now = time.monotonic()
+        if now - self._asked > 0.1:
+            self._bytes, self._asked = peak_memory_bytes(self._device), now
+        return self._bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
 from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
-from halfstep.trainer.step import Batch, count_targets
+from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 
@@ -143,8 +144,8 @@ class TextTask(Task):
         )
 
     def targets(self, batch: Batch) -> float:
-        """Return the number of target tokens that enter the loss."""
-        return count_targets(batch)
+        """Return the number of target tokens, all of which enter the loss: no window is padded."""
+        return int(batch[1].numel())
 
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch, the same number in every step."""
@@ -152,7 +153,11 @@ class TextTask(Task):
 
     def flops(self, tokens: float) -> float:
         """Return the floating-point operations of a step over this many tokens."""
-        return self.model.flops_per_token(self.config.block_size) * tokens
+        return self._flops_per_token * tokens
+
+    @cached_property
+    def _flops_per_token(self) -> int:
+        return self.model.flops_per_token(self.config.block_size)
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure the loss on the same validation windows every time."""

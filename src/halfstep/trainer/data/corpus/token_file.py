@@ -1,10 +1,11 @@
-"""A token file is raw little-endian integers on disk, read through a memory map, never loaded."""
+"""A token file is raw little-endian integers on disk, of which only single windows are read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -22,7 +23,7 @@ Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
 READ_BYTES = 4 << 20
-"""One read when a whole file is checked; a memory map would count as memory of the process."""
+"""One read when a whole file is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,31 +47,42 @@ class TokenFile:
     sha256: str
     """SHA-256 of the stored bytes of these tokens, 64 hexadecimal digits."""
 
-    @property
-    def tokens(self) -> Tokens:
-        """The tokens as a read-only memory map of shape (count,).
+    def windows(self, starts: Sequence[int], length: int) -> Tokens:
+        """Reads the ``length`` tokens from each start on; zeros where the tokens end before.
 
-        It is mapped anew on each access: a map that lives on keeps every page it ever touched in
-        the memory of the process. **Source:** nanoGPT's ``get_batch``, which does it for that.
+        They are read and not mapped: a map that lives on keeps every page it ever touched in the
+        memory of the process, and making one takes longer than reading some windows.
+
+        Returns:
+            A read-only array of shape (len(starts), length).
 
         Raises:
             DataError: The file is gone or has become too short.
         """
         stored = _stored(self.dtype)
+        wide, end = stored.itemsize, self.offset + self.count
         try:
-            size, needed = self.path.stat().st_size, (self.offset + self.count) * stored.itemsize
-            if size < needed:
-                raise DataError(
-                    f"{self.path}: {size} bytes are left of at least {needed}; restore the file or "
-                    f"prepare it again"
-                )
-            start = self.offset * stored.itemsize
-            return np.memmap(self.path, stored, mode="r", offset=start, shape=(self.count,))
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                size = os.fstat(file).st_size
+                if size < end * wide:
+                    raise DataError(
+                        f"{self.path}: {size} bytes are left of at least {end * wide}; restore the "
+                        f"file or prepare it again"
+                    )
+                rows = []
+                for start in starts:
+                    first = self.offset + start
+                    raw = os.pread(file, (min(first + length, end) - first) * wide, first * wide)
+                    rows.append(raw.ljust(length * wide, b"\0"))
+            finally:
+                os.close(file)
         except OSError as error:
             raise DataError(
                 f"{self.path}: token file cannot be read: {error.strerror or error}; "
                 f"restore it or prepare it again"
             ) from None
+        return np.frombuffer(b"".join(rows), stored).reshape(len(starts), length)
 
 
 @dataclass(frozen=True, slots=True)

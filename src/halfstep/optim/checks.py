@@ -1,0 +1,117 @@
+"""What an optimizer of halfstep refuses before anything is changed: options, weights, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.optim.storage.moments import Moments
+from halfstep.precision.masters.rounding import ROUNDING, Update
+
+_WEIGHTS = (torch.float32, torch.bfloat16)
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_group(group: dict[str, Any], owner: str) -> None:
+    """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
+    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
+        if group[key] is not None and group[key] not in allowed:
+            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
+    _check_options(group, owner)
+    for parameter in group["params"]:
+        shape = tuple(parameter.shape)
+        if parameter.dtype not in _WEIGHTS:
+            raise PrecisionError(
+                f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
+                f"weights. {_way_out(parameter.dtype, owner)}"
+            )
+        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
+            raise PrecisionError(
+                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
+                "share memory; give each element its own (parameter.data = parameter.data.clone())"
+            )
+
+
+def _way_out(dtype: torch.dtype, owner: str) -> str:
+    """Advice for a parameter of an unsupported dtype."""
+    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
+    if dtype.is_complex:
+        return (
+            "Its update rules are for real numbers: make the parameter "
+            f"torch.view_as_real(value), or keep it complex with {theirs}"
+        )
+    if dtype == torch.float64:
+        return (
+            "Its steps are computed in fp32 and would round fp64 weights: keep them with "
+            f"{theirs}, or call model.float() first"
+        )
+    return (
+        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
+        "casts the model and gives it fp32 masters"
+    )
+
+
+def _check_options(group: dict[str, Any], owner: str) -> None:
+    """Refuse options of ``torch.optim`` that no kernel honours, partly with torch's messages."""
+    if group.get("fused") and group.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if group.get("fused") and group.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        raise PrecisionError(
+            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
+            "number or a CPU tensor"
+        )
+    if group.get("amsgrad"):
+        raise PrecisionError(
+            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
+            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
+        )
+    if group.get("capturable"):
+        raise PrecisionError(
+            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
+            "repeat; capture halfstep.optim.DeviceScaler.step, and leave capturable out"
+        )
+    if group.get("differentiable"):
+        raise PrecisionError(
+            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
+            "one of torch.optim for a step to differentiate through"
+        )
+
+
+def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
+    """Refuse trainable bf16 weights in groups that give no rounding mode."""
+    silent = [
+        parameter
+        for group in groups
+        if group["update"] is None
+        for parameter in group["params"]
+        if parameter.dtype == torch.bfloat16 and parameter.requires_grad
+    ]
+    if silent:
+        modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
+        raise PrecisionError(
+            f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
+            f"updates: make {owner} with update={modes}, in brackets the bytes per parameter; "
+            "'split' is exact, 'nearest' loses them"
+        )
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Refuse a gradient that no kernel accepts: sparse, or of another shape or dtype."""
+    shape = tuple(parameter.shape)
+    if gradient.is_sparse:
+        raise PrecisionError(
+            f"the gradient of a parameter of shape {shape} is sparse; use torch.optim.SparseAdam "
+            "for it, or sparse=False"
+        )
+    if gradient.shape != parameter.shape or gradient.dtype not in _GRADIENTS:
+        raise PrecisionError(
+            f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
+            f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
+        )

@@ -1,0 +1,113 @@
+"""Tasks and addresses are kept from step to step; whatever moves or changes is noticed."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.optim import AdamW
+
+
+def make():
+    torch.manual_seed(0)
+    values = torch.randn(6, 4), torch.randn(300), torch.randn(3, 8)
+    parameters = [nn.Parameter(v.bfloat16()) for v in values[:2]] + [nn.Parameter(values[2])]
+    return parameters, AdamW(parameters, lr=0.1, update="split", moments="bf16")
+
+
+def new_memory(parameters, optimizer):
+    for parameter in parameters:
+        parameter.data = parameter.data.clone()
+
+
+def other_layout(parameters, optimizer):
+    parameters[0].data = parameters[0].data.t().contiguous().t()
+    state = optimizer.state[parameters[0]]
+    for key in ("exp_avg", "exp_avg_sq", "remainder"):
+        state[key] = state[key].t().contiguous().t()
+
+
+def a_part(parameters, optimizer):
+    """As many bytes further on: same strides, another address, elements between them."""
+    wide = torch.zeros(6, 8, dtype=torch.bfloat16)
+    wide[:, 4:] = parameters[0].data
+    parameters[0].data = wide[:, 4:]
+
+
+def new_moments(parameters, optimizer):
+    optimizer.state[parameters[1]]["exp_avg"] = torch.ones_like(parameters[1])
+
+
+def moments_written(parameters, optimizer):
+    optimizer.state[parameters[1]]["exp_avg_sq"].fill_(2.0)
+
+
+def another_step_number(parameters, optimizer):
+    optimizer.state[parameters[2]]["step"].fill_(40)
+
+
+def new_options(parameters, optimizer):
+    optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5, maximize=True, seed=3)
+
+
+def no_state(parameters, optimizer):
+    optimizer.state.clear()
+
+
+def loaded(parameters, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def a_group_more(parameters, optimizer):
+    parameters.append(nn.Parameter(torch.ones(5)))
+    optimizer.add_param_group({"params": parameters[-1:]})
+
+
+def a_parameter_less(parameters, optimizer):
+    del optimizer.param_groups[0]["params"][0]
+
+
+CHANGES = (
+    new_memory, other_layout, a_part, new_moments, moments_written, another_step_number,
+    new_options,
+    no_state, loaded, a_group_more, a_parameter_less,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_is_noticed(change):
+    found = []
+    for kept in (True, False):
+        parameters, optimizer = make()
+        for number in range(6):
+            if number == 3:
+                change(parameters, optimizer)
+            generator = torch.Generator().manual_seed(number)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+            if not kept:
+                optimizer._kept.clear()
+            optimizer.step()
+        states = [v for p in parameters for v in optimizer.state.get(p, {}).values()]
+        found.append([*(p.detach() for p in parameters), *states])
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_tasks_are_kept_but_gradients_are_not():
+    parameters, optimizer = make()
+    tasks = []
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        gradients = [weakref.ref(parameter.grad) for parameter in parameters]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [gradient() for gradient in gradients] == [None] * 3
+        tasks.append([kept.task for kept in optimizer._kept.values()])
+    assert len(tasks[0]) == 3
+    assert all(a is b for a, b in zip(*tasks, strict=True))
