@@ -1,9 +1,10 @@
 """One classifier, one data set, all the ways to train it: the tutorials' table with our rows in it.
 
     python benchmarks/classify_methods.py [--train FILE --dev FILE] [--max-steps N | --epochs N]
-        [--rounds N] [--rows NAME ...] [--layers N --width N] [--full] [--no-save]
+        [--rounds N] [--rows NAME ...] [--layers N --width N | --model FOLDER] [--full] [--no-save]
 
-A BERT with random weights and a WordPiece tokenizer made on the data are written to a folder once;
+A BERT with random weights and a WordPiece tokenizer made on the data, or the pretrained encoder of
+--model with a new head, are written to a folder once (--model minilm: english_encoder.py's);
 every row loads them, in a process of its own (rows of "2 x": two), and takes the same number of
 steps over the same examples with the same optimizer and learning rates. Without --train the data is
 docstring_data.py's. Peers train on random batches padded to the longest text of the batch, as their
@@ -31,15 +32,24 @@ import time
 from importlib import metadata
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tokenizers import BertWordPieceTokenizer
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 import docstring_data
 from classify_rows import ROWS
 from common import save
+from english_encoder import pretrained_folder
 from halfstep.precision.casting.autocast import cpu_has_bf16
 from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.labelled import read_labelled
@@ -50,6 +60,7 @@ TWO = [name for name in ROWS if name.startswith("2 x ")]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
            "sep_token": "[SEP]", "mask_token": "[MASK]"}  # fmt: skip
 ROW_SECONDS = 3600
+MINILM = "minilm"
 PACKAGES = ("accelerate", "transformers")
 
 
@@ -65,18 +76,13 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
         rows = zip(part.texts, (labels[i] for i in part.labels), strict=True)
         docstring_data.write_jsonl(folder / f"{name}.jsonl", rows)
     model = folder / "model"
-    make_tokenizer(data.train.texts, arguments.vocabulary).save_pretrained(model)
     torch.manual_seed(arguments.seed)
     names = dict(enumerate(labels))
-    shape = BertConfig(
-        vocab_size=PreTrainedTokenizerFast.from_pretrained(model).vocab_size,
-        hidden_size=arguments.width, num_hidden_layers=arguments.layers,
-        num_attention_heads=max(1, arguments.width // 64), intermediate_size=4 * arguments.width,
-        max_position_embeddings=arguments.max_length, id2label=names,
-        label2id={name: i for i, name in names.items()},
-    )  # fmt: skip
-    network = BertForSequenceClassification(shape)
-    network.save_pretrained(model)
+    classes: dict[str, Any] = {"id2label": names, "label2id": {n: i for i, n in names.items()}}
+    if arguments.model:
+        network = pretrained(arguments.model, classes, model)
+    else:
+        network = from_scratch(arguments, data.train.texts, classes, model)
     examples = len(data.train.texts)
     steps = arguments.max_steps
     if arguments.epochs:
@@ -91,9 +97,36 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
     about |= {
         "examples": {"train": examples, "dev": len(data.dev.texts)}, "classes": len(labels),
         "parameters": sum(p.numel() for p in network.parameters()),
-        "layers": arguments.layers, "width": arguments.width,
+        "layers": network.config.num_hidden_layers, "width": network.config.hidden_size,
+        "pretrained": arguments.model,
     }  # fmt: skip
     return job, about
+
+
+def pretrained(source: str, classes: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """An encoder with a new head, and its tokenizer; both are written to the folder."""
+    given = pretrained_folder(None if source == MINILM else Path(source))
+    AutoTokenizer.from_pretrained(given).save_pretrained(folder)
+    network = AutoModelForSequenceClassification.from_pretrained(given, **classes)
+    network.save_pretrained(folder)
+    return network
+
+
+def from_scratch(
+    arguments: argparse.Namespace, texts: list[str], classes: dict[str, Any], folder: Path
+) -> PreTrainedModel:
+    """A BERT with random weights and a tokenizer of the texts; both are written to the folder."""
+    tokenizer = make_tokenizer(texts, arguments.vocabulary)
+    tokenizer.save_pretrained(folder)
+    shape = BertConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=arguments.width,
+        num_hidden_layers=arguments.layers, num_attention_heads=max(1, arguments.width // 64),
+        intermediate_size=4 * arguments.width, max_position_embeddings=arguments.max_length,
+        **classes,
+    )  # fmt: skip
+    network = BertForSequenceClassification(shape)
+    network.save_pretrained(folder)
+    return network
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -238,6 +271,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="over all processes")
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--model", help=f"a pretrained encoder's folder, or {MINILM}")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--vocabulary", type=int, default=8000)

@@ -231,6 +231,7 @@ ROWS: dict[str, tuple] = {
     "trainer fp32": (with_trainer, "fp32"),
     "trainer bf16": (with_trainer, "bf16"),
     "trainer fp32, length groups": (with_trainer, "fp32", True),
+    "trainer bf16, length groups": (with_trainer, "bf16", True),
     "accelerate fp32 + halfstep": (with_accelerate, "fp32", True),
     "accelerate + halfstep fp16-mixed": (precision_in_accelerate, "fp16-mixed"),
     "trainer fp32 + halfstep": (with_trainer, "fp32", False, True),

@@ -12,8 +12,15 @@ from torch import nn
 
 from halfstep import POLICIES, Precision
 from halfstep.errors import PrecisionError
-from halfstep.precision.casting.cast import cast_at_border, cast_floating, cast_parameters_
+from halfstep.precision.casting.cast import (
+    around_model,
+    cast_at_border,
+    cast_floating,
+    cast_parameters_,
+    keeping_casts,
+)
 from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
 from reference.training import MASTERS, OPTIMIZERS, PURE, STORED, mlp, scaled
 
 BF16 = torch.bfloat16
@@ -236,3 +243,26 @@ def test_close_gives_the_model_back(name):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     Precision("fp32", model, optimizer)
+
+
+def test_forwards_of_an_evaluation_cast_each_weight_once():
+    model, x, device = (
+        nn.Linear(8, 8, bias=False),
+        torch.ones(2, 8, dtype=BF16),
+        torch.device("cpu"),
+    )
+    around = around_model(parse_policy("bf16-mixed"), model, device)
+
+    def casts() -> int:
+        with torch.profiler.profile() as seen, torch.no_grad():
+            for _ in range(3):
+                with around:
+                    model(x)
+        return sum(event.name == "aten::_to_copy" for event in seen.events())
+
+    assert casts() == 3
+    with keeping_casts(device):
+        assert casts() == 1
+    model.weight.data.zero_()
+    with torch.no_grad(), around:
+        assert not model(x).any()  # what was kept is gone

@@ -11,6 +11,7 @@ from halfstep.precision.scaling.gradients import (
     exact_global_norm,
     find_nonfinite,
     global_norm,
+    is_finite,
     multiply_,
 )
 
@@ -161,3 +162,20 @@ def test_multiply_reaches_sparse_gradients(coalesced):
 def test_clip_factor_by_definition(norm, max_norm, expected):
     # exact up to the rounding of one division in fp64
     assert clip_factor(norm, max_norm) == pytest.approx(expected, rel=2**-52, abs=0)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_element_makes_a_tensor_not_finite(dtype, bad):
+    for place in (0, 37, 99):  # at both ends and in what vectors leave over
+        x = normal(100, dtype=dtype)
+        assert is_finite(x)
+        x[place] = bad
+        assert not is_finite(x)
+
+
+def test_what_has_no_largest_element_is_looked_through_too():
+    assert is_finite(torch.zeros(0))
+    assert is_finite(torch.tensor([1 + 1j]))
+    assert not is_finite(torch.tensor([1 + 1j, complex(0, INF)]))
+    assert not is_finite(torch.tensor([1.0, NAN]).to(torch.float8_e5m2))

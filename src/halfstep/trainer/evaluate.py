@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from halfstep.errors import DataError
+from halfstep.precision.casting.cast import keeping_casts
 from halfstep.trainer.data.corpus.token_file import TokenFile
 from halfstep.trainer.step import Batch, LossSum, to_device
 
@@ -78,11 +79,12 @@ def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
         DataError: If there is no target at all.
     """
     total = count = 0.0
-    for batch in batches:
-        with judge.around():
-            loss, n = judge.loss_sum(to_device(batch, judge.device))
-        total += float(loss)
-        count += float(n)
+    with keeping_casts(judge.device):
+        for batch in batches:
+            with judge.around():
+                loss, n = judge.loss_sum(to_device(batch, judge.device))
+            total += float(loss)
+            count += float(n)
     total, count = judge.sum([total, count])
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")

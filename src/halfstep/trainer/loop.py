@@ -204,7 +204,8 @@ class _Books:
         if saving or _due(session.step, run.agree_every):  # never save ranks that disagree
             session.check_agreement()
         if saving:
-            self._saver.save(session.step, session.checkpoint(), spared=_spared(session))
+            state, spared = session.checkpoint(), _spared(session)
+            self._saver.save(session.step, state, spared=spared, still=last)
         checkpoint = self._saver.wait() if last else self._saver.finished()
         if saving:
             world.wait_for_save()

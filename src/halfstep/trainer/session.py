@@ -311,6 +311,8 @@ def _open_task(
 
 AVERAGE, BUFFER = "ema", "buffer"
 """The KEY in ``NAME/KEY`` of tensors saved beside the optimizer's: averaged weights, buffers."""
+EXPORTED = (AVERAGE, BUFFER)
+"""What :func:`exported` needs of a checkpoint, besides its weights."""
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:

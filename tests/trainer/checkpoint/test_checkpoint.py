@@ -57,6 +57,14 @@ def test_never_from_non_finite_numbers_and_the_last_good_one_stays(tmp_path, whe
     assert_equal(example(), load_checkpoint(good))
 
 
+def test_only_the_kinds_that_are_asked_for_are_read(tmp_path):
+    path = save_checkpoint(tmp_path, 1, example(), keep=1)
+    found = load_checkpoint(path, kinds=("step", "ema"))
+    assert_same(found.weights, example().weights)
+    assert [*found.optimizer] == ["a/step"]
+    assert not load_checkpoint(path, kinds=()).optimizer
+
+
 def first_format(folder) -> Checkpoint:
     """A checkpoint as halfstep 0.1.0 wrote it: no index, files of fixed names."""
     original = example()

@@ -276,3 +276,13 @@ def test_device_tensors_are_copied_before_save_returns(tmp_path):
     got = load_checkpoint(saver.wait())
     assert_same(got.weights, mine.weights)
     assert_same(got.optimizer, mine.optimizer)
+
+
+def test_a_state_that_stays_as_it_is_is_saved_without_a_copy(tmp_path, monkeypatch):
+    def copied(_):
+        raise AssertionError("a copy was made")
+
+    monkeypatch.setattr(Part, "copied", copied)
+    saver = Saver(tmp_path, keep=1)
+    saver.save(3, state(), still=True)
+    assert_same(load_checkpoint(saver.wait()).optimizer, state().optimizer)

@@ -90,13 +90,25 @@ def exact_global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or inf; makes nothing of the tensor's size. Waits for its device.
+
+    ``tensor.isfinite().all()`` makes six bytes an element and takes ten times as long on a CPU.
+    """
+    if not tensor.numel():
+        return True
+    if tensor.element_size() == 1 or tensor.is_complex():  # torch has no least and largest of them
+        return bool(tensor.isfinite().all())
+    return all(bool(end.isfinite()) for end in torch.aminmax(tensor))  # a NaN is both
+
+
 def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
     """Find the parameters whose gradients hold NaN or inf. Synchronises with the host."""
     nan: list[str] = []
     inf: list[str] = []
     for name, gradient in named_gradients:
         (value,) = _values([gradient])
-        if not value.isfinite().all():
+        if not is_finite(value):
             (nan if value.isnan().any() else inf).append(name)
     return NonFinite(tuple(nan), tuple(inf))
 

@@ -60,10 +60,13 @@ class Saver:
         self._error: BaseException | None = None  # an error that was not yet raised
         atexit.register(self._last_words)
 
-    def save(self, step: int, checkpoint: Checkpoint, *, spared: int | None = None) -> None:
+    def save(
+        self, step: int, checkpoint: Checkpoint, *, spared: int | None = None, still: bool = False
+    ) -> None:
         """Save the state as it is now; the caller may change it as soon as this returns.
 
-        The checkpoint of the step ``spared`` is not removed, whatever its age.
+        The checkpoint of the step ``spared`` is not removed, whatever its age. A caller who says
+        ``still`` changes nothing before :meth:`wait` returns, and saves the memory of a copy.
 
         This first waits for the save before it, whose error it raises instead of beginning. In the
         background, it then only copies memory; otherwise the checkpoint is complete on return, on
@@ -81,7 +84,7 @@ class Saver:
             token = self._team.token
             team = replace(self._team, token=token and f"{token}.{self._saves}")
             part = checkpoint.part(team.rank, step)
-            held = [part.copied() if self._background else part]
+            held = [part.copied() if self._background and not still else part]
             self._thread = threading.Thread(
                 target=self._work,
                 args=(step, held, team, spared),

@@ -18,6 +18,7 @@ from halfstep.errors import CheckpointError
 from halfstep.files import sync
 from halfstep.optim.storage.moments import BLOCK, BROKEN
 from halfstep.optim.storage.state import TOPS, in_dtype, tops_of
+from halfstep.precision.scaling.gradients import is_finite
 from halfstep.trainer.checkpoint.index import (
     DTYPES,
     EMPTY_CODES,
@@ -152,7 +153,7 @@ class Part:
     def first_nonfinite(self) -> str:
         """Return the name of the first tensor with a NaN or inf; empty if there is none."""
         for own in chain.from_iterable(self.tensors.values()):
-            if own.tensor.is_floating_point() and not bool(own.tensor.isfinite().all()):
+            if own.tensor.is_floating_point() and not is_finite(own.tensor):
                 return own.name
             if own.tops is not None and bool((own.tops == BROKEN).any()):
                 return tops_of(own.name)

@@ -399,13 +399,16 @@ def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
             raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
 
 
-def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: Path, wanted: Mapping[str, Piece] | None = None, kinds: Collection[str] | None = None
+) -> Checkpoint:
     """Read a checkpoint, or a rank's pieces of it, whatever layout saved it.
 
     Args:
         path: The checkpoint's folder.
         wanted: For every parameter, the piece that this rank holds; its moments are read in the
             same piece. None reads whole tensors.
+        kinds: The KEYs of the optimizer's tensors ``NAME/KEY`` that are read; None reads them all.
 
     Returns:
         Tensors in new memory. A moment in 8-bit codes comes with its block tops, bit for bit, if
@@ -434,6 +437,9 @@ def load_checkpoint(path: Path, wanted: Mapping[str, Piece] | None = None) -> Ch
                 reader.open(name)
         for section, tensors in found.items():
             for name, entry in index.tensors[section].items():
+                kind = name.rpartition("/")[2]
+                if section == OPTIMIZER and kinds is not None and kind not in kinds:
+                    continue
                 piece = _wanted(path, section, name, entry, wanted or {})
                 tensors |= reader.tensor(section, name, piece)
     return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))

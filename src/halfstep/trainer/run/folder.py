@@ -27,7 +27,7 @@ from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints,
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment
-from halfstep.trainer.session import Session, exported
+from halfstep.trainer.session import EXPORTED, Session, exported
 from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
@@ -143,7 +143,7 @@ def finish_run(session: Session, path: Path) -> str:
     def best() -> Exported:
         step = session.best.step if session.best and session.task.keeps_best else None
         found = list_checkpoints(folder)[-1] if step is None else checkpoint_path(folder, step)
-        return exported(load_checkpoint(found))
+        return exported(load_checkpoint(found, kinds=EXPORTED))
 
     return session.task.finish(path, best)
 

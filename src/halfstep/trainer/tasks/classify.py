@@ -16,7 +16,7 @@ import torch
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
 from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.casting.cast import cast_to_policy_
+from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.tasks import ClassifyConfig
@@ -29,7 +29,6 @@ from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import Need, require_room
 from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
-from halfstep.trainer.models.pretrained.folder import open_folder
 from halfstep.trainer.models.pretrained.scratch import (
     SCRATCH,
     make_classifier,
@@ -279,9 +278,8 @@ class Predictor(InUse):
         self.policy = parse_policy(precision)
         require_support(self.policy, device)
         self.device = device
-        names = open_folder(folder, trust_remote_code=trust_remote_code).config.id2label
-        self.labels: tuple[str, ...] = tuple(names[number] for number in sorted(names))
-        self.model = open_classifier(folder, self.labels, trust_remote_code=trust_remote_code)
+        self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
+        self.labels: tuple[str, ...] = self.model.names
         if self.model.head_is_new:
             raise ConfigError(
                 f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
@@ -301,13 +299,15 @@ class Predictor(InUse):
         """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
         examples = encode_examples(self.tokenizer, LabelledTexts(texts, [0] * len(texts)))
         found = np.zeros((len(texts), len(self.labels)))
-        for indices in evaluation_batches(examples.lengths, batch_size):
-            ids_BT, mask_BT, labels_B = (
-                part.to(self.device) for part in padded(examples, indices, self.tokenizer.pad_id)
-            )
-            with self.around():
-                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
-            found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
+        with keeping_casts(self.device):
+            for indices in evaluation_batches(examples.lengths, batch_size):
+                ids_BT, mask_BT, labels_B = (
+                    part.to(self.device)
+                    for part in padded(examples, indices, self.tokenizer.pad_id)
+                )
+                with self.around():
+                    logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
+                found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
         if not np.isfinite(found).all():
             first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
             raise NonFiniteError(

@@ -16,6 +16,7 @@ import torch
 from rich.cells import cell_len
 from torch.nn import functional
 
+from halfstep.precision.casting.cast import keeping_casts
 from halfstep.trainer.data.labelled.examples import Examples, padded
 from halfstep.trainer.data.labelled.length_batches import evaluation_shares
 from halfstep.trainer.evaluate import Evaluation, Judge
@@ -50,17 +51,18 @@ def classifier_scores(
     size = len(labels)
     confusion = torch.zeros(size * size, dtype=torch.float64)
     total = 0.0
-    for batch in batches:
-        *_, labels_B = here = to_device(batch, judge.device)
-        with judge.around():
-            logits_BC = model.logits(here)
-        losses_B = functional.cross_entropy(
-            logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
-        )
-        total += float(losses_B.double().sum())
-        counted = labels_B != IGNORED_LABEL
-        cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
-        confusion += torch.bincount(cells, minlength=size * size).cpu()
+    with keeping_casts(judge.device):
+        for batch in batches:
+            *_, labels_B = here = to_device(batch, judge.device)
+            with judge.around():
+                logits_BC = model.logits(here)
+            losses_B = functional.cross_entropy(
+                logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
+            )
+            total += float(losses_B.double().sum())
+            counted = labels_B != IGNORED_LABEL
+            cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
+            confusion += torch.bincount(cells, minlength=size * size).cpu()
     total, *cells_of_all = judge.sum([total, *confusion.tolist()])
     counts = [round(cell) for cell in cells_of_all]
     rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))

@@ -25,7 +25,7 @@ from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
-from halfstep.trainer.session import exported
+from halfstep.trainer.session import EXPORTED, exported
 from halfstep.trainer.tasks.task import InUse, Measured, Progress, Trained
 from halfstep.trainer.tasks.text import FAMILIES
 
@@ -138,7 +138,7 @@ def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
     found = list_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / 'checkpoints'}: no checkpoint has been written yet")
-    checkpoint = load_checkpoint(found[-1])
+    checkpoint = load_checkpoint(found[-1], kinds=EXPORTED)
     config = _config_of(checkpoint.state.get("config"), found[-1])
     model = FAMILIES[type(config.model)].make(config.model, seed=0)
     expected, weights = dict(model.named_parameters()), exported(checkpoint).weights

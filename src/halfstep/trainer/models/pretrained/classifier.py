@@ -26,7 +26,7 @@ ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 def open_classifier(
     source: str | os.PathLike[str],
-    names: Sequence[str],
+    names: Sequence[str] | None,
     *,
     dropout: float | None = None,
     class_weights: Sequence[float] | None = None,
@@ -42,7 +42,7 @@ def open_classifier(
 
     Args:
         source: A folder or a hub name.
-        names: Names of two or more classes, in the order of their labels.
+        names: Names of two or more classes, in the order of their labels; None: the folder's own.
         dropout: All the model's dropout probabilities; None keeps its own.
         class_weights: A weight for each class in the loss; None: 1.
         label_smoothing: Share in [0, 1) of each target that is spread over all classes.
@@ -54,8 +54,7 @@ def open_classifier(
         ConfigError: If an argument, the source or the architecture cannot be used.
         CheckpointError: If the folder is damaged or lacks weights of the encoder.
     """
-    names = _checked_names(names)
-    weights_C = class_weights_tensor(class_weights, names)
+    names = None if names is None else _checked_names(names)
     folder = open_folder(source, trust_remote_code=trust_remote_code, revision=revision)
     model_class = folder.model_class("AutoModelForSequenceClassification", "classifier")
     config = folder.config
@@ -65,6 +64,9 @@ def open_classifier(
             "classification take an encoder (BERT, RoBERTa, DistilBERT, ELECTRA, ...)"
         )
     own = getattr(config, "id2label", None) or {}
+    if names is None:
+        names = _checked_names([own[number] for number in sorted(own)])
+    weights_C = class_weights_tensor(class_weights, names)
     same = tuple(own.get(i) for i in range(len(own))) == names
     config.id2label = dict(enumerate(names))
     config.label2id = {name: i for i, name in enumerate(names)}

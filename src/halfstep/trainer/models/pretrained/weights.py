@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync, sync_folder
+from halfstep.precision.scaling.gradients import is_finite
 from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_line, read_json_object
 from halfstep.trainer.models.pretrained.hub import quiet, require_library
 
@@ -143,7 +144,7 @@ def load_weights(
             + ": config.json and weights are of different models"
         )
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not is_finite(parameter):
             raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
@@ -249,7 +250,7 @@ def save_model(
         if id(tensor) not in cast:
             to = dtype if tensor.is_floating_point() else None
             own = tensor.detach().to("cpu", to or tensor.dtype).contiguous()
-            if own.is_floating_point() and not bool(torch.isfinite(own).all()):
+            if own.is_floating_point() and not is_finite(own):
                 raise CheckpointError(
                     f"{folder}: tensor {name!r} holds NaN or inf as {own.dtype}; nothing was "
                     "written"
