@@ -175,14 +175,14 @@ def _joined(samples: Sequence[Sample]) -> Sample | None:
     first = samples[0]
     shared = {k: v for k, v in first.state.items() if not isinstance(v, Tensor) or not v.dim()}
     for sample in samples:
-        if not sample.weight.dim() or sample.state.keys() != first.state.keys():
+        if sample.state.keys() != first.state.keys():
             return None
         if any(bool(sample.state[key] != value) for key, value in shared.items()):
             return None
-    state = {
-        key: torch.cat([sample.state[key] for sample in samples])
-        for key in first.state.keys() - shared.keys()
-    }
+    apart = first.state.keys() - shared.keys()
+    if not all(sample.state[key].dim() for sample in samples for key in apart):
+        return None  # a weight without dimensions
+    state = {key: torch.cat([sample.state[key] for sample in samples]) for key in apart}
     weight = torch.cat([sample.value().double() for sample in samples])
     return Sample("", len(weight), "nearest", weight, state={**shared, **state})
 
