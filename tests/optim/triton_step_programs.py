@@ -485,6 +485,19 @@ def captured_steps():
         assert "a result was read inside" in refused(lambda: greedy(torch.ones(6, 50)))
         cuda.is_capturing = lambda device: True
         assert "a CUDA graph of your own" in refused(lambda: train_step(ours)(torch.ones(6, 50)))
+    # the host compares 8-bit moments with their gradients in step 8, which is no step to capture;
+    # nor is the next, with which the device learns what the host did
+    ours, theirs = Run("bf16-split,moments=8bit"), Run("bf16-split,moments=8bit")
+    with imitated_graphs(ours):
+        step, plain = ours.precision.captured(train_step(ours)), train_step(theirs)
+        Graph.step = step
+        for number in range(10):
+            x = torch.randn(6, 50, generator=torch.Generator().manual_seed(number))
+            take = step if number >= 4 else train_step(ours)
+            assert take(x).applied
+            assert plain(x).applied
+            assert (step._graph is not None) is (number >= 9), number
+        alike(ours, theirs)
     model = Model()
     several = [SGD([p], lr=1.0) for p in model.parameters()]
     precision = Precision("fp32", model, several)

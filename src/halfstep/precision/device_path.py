@@ -154,10 +154,17 @@ class DevicePath:
 
         A user's hooks on the optimizer must not run on a skipped step, so the host decides then.
         """
-        if any(has_users(hooks() or {}) for hooks in self._hooks):
+        if self._is_hooked():
             return False
         with self._installed():
             return self.steps.takes(gradients)
+
+    def asks_host(self) -> bool:
+        """Whether the host decides about the next step, with gradients like the last ones."""
+        return self._is_hooked() or self.steps.is_due()
+
+    def _is_hooked(self) -> bool:
+        return any(has_users(hooks() or {}) for hooks in self._hooks)
 
     def scale(self, scale: LossScale) -> float | Tensor:
         """The loss scale of the next backward, given the host's; a tensor where it adapts."""
@@ -287,7 +294,7 @@ class CapturedStep:
         path.follow(precision.loss_scale)
         if self._graph is not None and path.places() != self._places:
             self._forget()  # other parameters, or a state that was loaded since
-        if self._graph is None and self._left > 0:
+        if self._graph is None and (self._left > 0 or path.asks_host()):
             self._left -= 1
             return self._aside(inputs)
         if self._graph is None:

@@ -104,16 +104,20 @@ class DeviceStep:
     def takes(self, gradients: Gradients) -> bool:
         """Whether the device can take a step with these gradients alone; it is attached to them.
 
-        Not where 8-bit moments are to be compared with their gradients (``storage/fallback.py``),
-        which the host decides about.
-
         Raises:
             PrecisionError: As the optimizer's ``step``.
         """
         if self._bundle.attach(gradients):
             self._attach()
+        return not self.is_due()
+
+    def is_due(self) -> bool:
+        """Whether 8-bit moments are compared with their gradients in the step after the last.
+
+        The host decides about such a step (``storage/fallback.py``).
+        """
         second = len(self._optimizer.algorithm.moments) > 1
-        return not any(
+        return any(
             second and bound.plan.moments == "8bit" and is_due(bound.step + 1)
             for bound in self._bundle.bounds
         )

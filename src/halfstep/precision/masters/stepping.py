@@ -60,6 +60,9 @@ class StepsOnDevice(Protocol):
     def takes(self, gradients: Gradients) -> bool:
         """Whether a step with these gradients needs no decision by the host."""
 
+    def is_due(self) -> bool:
+        """Whether the host must look at the step after the last."""
+
     def examine(self, loss: Tensor, gradients: Gradients, max_norm: float | None) -> None:
         """Decide on a step; the optimizer's ``step`` with this as multiplier then applies it."""
 
