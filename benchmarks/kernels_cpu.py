@@ -2,8 +2,9 @@
 
     python benchmarks/kernels_cpu.py [--rounds N] [--threads N] [--only attention activation ...]
 
-Each line is one call forward and backward, ours and torch's in turn in one process; the ratio is
-the median over the rounds of torch's time over ours. Freed memory is kept, as in `halfstep train`.
+Each line is one call forward and backward ("queries": forward alone), ours and torch's in turn in
+one process; the ratio is the median over the rounds of torch's time over ours. Freed memory is
+kept, as in `halfstep train`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,30 @@ def attentions() -> Iterator[Pair]:
         lengths, ((12, 64), (6, 64), (8, 32), (4, 128), (12, 80))
     ):
         yield _attention(batch, heads, length, channels, next(kinds))
+
+
+def queries() -> Iterator[Pair]:
+    """Forward alone: a step of generation, few queries, and heads that share keys."""
+    for batch, heads, key_heads, count, keys in (
+        *((1, 12, 12, n, 512) for n in (1, 8, 16, 32)),
+        *((8, 12, 12, 1, 512), (1, 8, 1, 512, 512), (1, 8, 2, 512, 512), (1, 1, 1, 1024, 1024)),
+    ):
+        yield _queries(batch, heads, key_heads, count, keys)
+
+
+def _queries(batch: int, heads: int, key_heads: int, count: int, keys: int) -> Pair:
+    q = torch.randn(batch, heads, count, 64).to(LOW)
+    k, v = torch.randn(2, batch, key_heads, keys, 64).to(LOW)
+
+    @torch.no_grad()
+    def ours() -> None:
+        attention.attention(q, k, v, None, 0.0, False, None)
+
+    @torch.no_grad()
+    def torchs() -> None:
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != key_heads)
+
+    return f"attention of {count} queries, {keys} keys, {batch} x {heads}|{key_heads}", ours, torchs
 
 
 def _attention(batch: int, heads: int, length: int, channels: int, kind: str) -> Pair:
@@ -124,6 +149,7 @@ def _norm(count: int, width: int, kind: str, of: torch.dtype) -> Pair:
 
 GROUPS = {
     "attention": attentions,
+    "queries": queries,
     "activation": activations,
     "loss": losses,
     "norm": norms,

@@ -335,25 +335,27 @@ def command(
     original, execute.train = execute.train, in_turn
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        text.write_text(_text(), encoding="utf-8")
+        text.write_text(_text(1200 * shape["vocab_size"]), encoding="utf-8")
         options = {
             "data": text, "output-dir": f"{folder}/run", "precision": policy,
             "tokenizer": f"bpe:{shape['vocab_size']}", "n-layer": shape["n_layer"],
-            "n-head": shape["n_head"], "n-embd": shape["n_embd"], "block-size": shape["length"],
+            "n-head": shape["n_head"], "n-embd": shape["n_embd"],
+            "model.block-size": shape["length"], "run.block-size": shape["length"],
             "batch-size": shape["rows"], "max-steps": steps, "learning-rate": RATE, "seed": 0,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in options.items()]
         main(["train", "--quiet", *given, *words])
 
 
-def _text() -> str:
-    """The source text of the standard library, some 10 MB of it."""
-    folder, found, size = Path(os.__file__).parent, [], 0
-    for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):
-        if "site-packages" in path.parts or size > 10_000_000:
-            continue
-        found.append(path.read_text(encoding="utf-8", errors="replace"))
-        size += len(found[-1])
+def _text(limit: int) -> str:
+    """Source text of the standard library, and of torch after it, of about so many characters."""
+    found, size = [], 0
+    for folder in (Path(os.__file__).parent, Path(torch.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            if size > limit or "site-packages" in path.relative_to(folder).parts:
+                continue
+            found.append(path.read_text(encoding="utf-8", errors="replace"))
+            size += len(found[-1])
     return "\n".join(found)
 
 

@@ -45,6 +45,7 @@ OTHERS = {
 # How the objects whose private attributes are used are called in the source.
 OBJECTS = {
     "_parameters": "Module._parameters",
+    "_modules": "Module._modules",
     "_forward_pre_hooks": "Module._forward_pre_hooks",
     "_forward_hooks": "Module._forward_hooks",
     "_forward_pre_hooks_with_kwargs": "Module._forward_pre_hooks_with_kwargs",

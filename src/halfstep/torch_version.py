@@ -51,9 +51,10 @@ def _have(path: str) -> Callable[[], Any]:
         parts = path.split(".")
         found: Any = importlib.import_module(parts[0])
         for i, part in enumerate(parts[1:], start=2):
-            if not hasattr(found, part):
-                importlib.import_module(".".join(parts[:i]))
-            found = getattr(found, part)
+            if hasattr(found, part):
+                found = getattr(found, part)
+            else:  # not imported so far; or hidden by its package, as torch.optim.optimizer is
+                found = importlib.import_module(".".join(parts[:i]))
         return True
 
     return probe
@@ -172,9 +173,13 @@ PRIVATE: tuple[Private, ...] = (
         for name in (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.nn.modules.batchnorm._NormBase",
+            "torch.nn.modules.module._has_any_global_hook",
+            "torch.optim.optimizer._global_optimizer_pre_hooks",
+            "torch.optim.optimizer._global_optimizer_post_hooks",
         )
     ),
     Private("Module._parameters", EVERYTHING, lambda: "weight" in nn.Linear(1, 1)._parameters),
+    Private("Module._modules", EVERYTHING, lambda: "0" in nn.Sequential(nn.ReLU())._modules),
     Private("Module._forward_pre_hooks", EVERYTHING, lambda: not nn.Module()._forward_pre_hooks),
     Private("Module._forward_hooks", EVERYTHING, lambda: not nn.Module()._forward_hooks),
     Private(

@@ -1,5 +1,6 @@
 """Which calls of a stranger's model the compiled kernels take, and which stay torch's."""
 
+import contextlib
 import math
 
 import pytest
@@ -42,7 +43,7 @@ def taken(monkeypatch):
 
 
 def heads(*shape, dtype=torch.float32):
-    return torch.randn(*(shape or (2, 3, 8, 16)), dtype=dtype, requires_grad=True)
+    return torch.randn(*(shape or (2, 3, 32, 16)), dtype=dtype, requires_grad=True)
 
 
 FEW = 4, native_ops.MANY // 4
@@ -97,6 +98,18 @@ class Own(torch.Tensor):
 LOW = torch.ones(4, dtype=torch.bfloat16)
 LOGITS, CLASSES = torch.ones(2, 3), torch.tensor([0, 1])
 MANY_LOGITS = torch.ones(2, native_ops.MANY // 2)
+
+
+@contextlib.contextmanager
+def many_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 STAY = {
     "a mode that looks at operators": lambda: (Seen(), CALLS["gelu"]),
     "attention by a kernel that was chosen": lambda: (
@@ -130,7 +143,15 @@ STAY = {
     ),
     "a mask that learns": lambda: (
         None,
-        lambda: F.scaled_dot_product_attention(heads(), heads(), heads(), heads(8, 8)),
+        lambda: F.scaled_dot_product_attention(heads(), heads(), heads(), heads(32, 32)),
+    ),
+    "few queries": lambda: (
+        None,
+        lambda: F.scaled_dot_product_attention(heads(2, 3, 31, 16), heads(), heads()),
+    ),
+    "fewer heads than half of the threads": lambda: (
+        many_threads(),
+        lambda: F.scaled_dot_product_attention(*(heads(1, 1, 32, 16) for _ in range(3))),
     ),
     "three dimensions": lambda: (
         None,

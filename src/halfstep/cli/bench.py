@@ -36,6 +36,10 @@ def run(request: BenchRequest) -> int:
         if not asked.quiet:
             print(text, file=sys.stderr, flush=True)
 
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before minutes of measurement
+    except OSError as error:
+        raise _not_written(folder, error) from error
     report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
     if not report.measured:
         reasons = "; ".join(dict.fromkeys(row.why_not for row in report.rows))
@@ -44,7 +48,7 @@ def run(request: BenchRequest) -> int:
         path = report.write(folder)
         missing = draw(report, folder / "bench.png")
     except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be written: {error}") from error
+        raise _not_written(folder, error) from error
     if asked.json:
         print(json.dumps(report.to_json(), indent=1, allow_nan=False))
     else:
@@ -53,6 +57,10 @@ def run(request: BenchRequest) -> int:
     if missing:
         say(f"note: {missing}")
     return 0
+
+
+def _not_written(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {folder} cannot be written: {error}")
 
 
 def split_policies(words: Sequence[str]) -> list[str]:

@@ -42,7 +42,11 @@ def run(arguments: Env) -> int:
             or "none seen by torch",
         ),
         ("device", report["device"]),
-        ("kernel", f"halfstep.optim runs by {report['optimizer_kernel']}"),
+        (
+            "kernels",
+            f"halfstep.optim runs by {report['optimizer_kernel']}; attention, norms and losses in "
+            f"bf16 by {report['forward_kernels']}",
+        ),
     ]
     print("\n".join(f"{key:<9} {value}" for key, value in lines))
     print(f"\n{'precision':<12} {'here':<10} reason")

@@ -27,28 +27,35 @@ inline Floats dot(Floats sum, uint32_t pair, Words columns) {
 #endif
 }
 
-// 16 x 16 words, rows become columns.
+// 16 words of two vectors by their constant positions in both.
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// 16 x 16 words, rows become columns: rows that are 1, 2, 4 and 8 apart exchange halves.
 inline void transpose16(Words r[LANES]) {
-    const Ints low1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    const Ints high1 = low1 + 1;
-    const Ints low2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const Ints high2 = low2 + 2;
-    const Ints low4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const Ints high4 = low4 + 4;
-    const Ints low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const Ints high8 = low8 + 8;
-#define EXCHANGE(step, low, high)                        \
-    for (int i = 0; i < LANES; i++)                      \
-        if (!(i & step)) {                               \
-            Words a = r[i], b = r[i + step];             \
-            r[i] = __builtin_shuffle(a, b, low);         \
-            r[i + step] = __builtin_shuffle(a, b, high); \
-        }
-    EXCHANGE(1, low1, high1)
-    EXCHANGE(2, low2, high2)
-    EXCHANGE(4, low4, high4)
-    EXCHANGE(8, low8, high8)
-#undef EXCHANGE
+    for (int i = 0; i < LANES; i += 2) {
+        Words a = r[i], b = r[i + 1];
+        r[i] = MIXED(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        r[i + 1] = MIXED(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    for (int i = 0; i < LANES; i += (i & 1) ? 3 : 1) {
+        Words a = r[i], b = r[i + 2];
+        r[i] = MIXED(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        r[i + 2] = MIXED(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    for (int i = 0; i < LANES; i += (i & 3) == 3 ? 5 : 1) {
+        Words a = r[i], b = r[i + 4];
+        r[i] = MIXED(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        r[i + 4] = MIXED(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 8; i++) {
+        Words a = r[i], b = r[i + 8];
+        r[i] = MIXED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        r[i + 8] = MIXED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
 }
 
 // to[c][row] = from[row][c] for `rows` rows of `columns` words (a multiple of 8); rows beyond, up

@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import Address, address, drawn_seed, library
+from halfstep.kernels.forward import (
+    Address,
+    address,
+    by_torch,
+    differentiated,
+    drawn_seed,
+    library,
+    new,
+)
 
 _Stride = ctypes.c_int64 * 3
 
@@ -87,7 +95,7 @@ def _added(mask: Tensor) -> Tensor:
     """A mask as what is added to the scores, in fp32."""
     if mask.dtype != torch.bool:
         return mask.float()
-    return torch.zeros(mask.shape).masked_fill_(~mask, -math.inf)
+    return new(*mask.shape).zero_().masked_fill_(~mask, -math.inf)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -115,11 +123,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the mark of create_graph=True
+        grads: tuple[Tensor | None, ...]
+        if by_torch(grad):
             grads = _differentiable(q, k, v, mask, grad, *ctx.settings)
         else:
-            grads = (_like(q), _like(k), _like(v))
-            attend_backward(grads, grad, q, k, v, mask, out, lse, *ctx.settings)
+            grads = into = (_like(q), _like(k), _like(v))
+            attend_backward(into, grad, q, k, v, mask, out, lse, *ctx.settings)
         return (*grads, None, None, None, None, None)
 
 
@@ -175,7 +184,7 @@ def _place(call: _Call, name: str, x: Tensor) -> None:
 def _differentiable(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor,
     dropout: float, causal: bool, scale: float, seed: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients by torch's operations, which can be differentiated again."""
     if dropout:
         raise NotImplementedError(
@@ -187,4 +196,4 @@ def _differentiable(
         out = F.scaled_dot_product_attention(
             q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
-        return torch.autograd.grad(out, (q, k, v), grad, create_graph=True)
+        return differentiated(out, (q, k, v), grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -78,7 +79,36 @@ def may_run() -> bool:
 
 def drawn_seed() -> int:
     """A seed for a kernel that draws, from torch's global generator of the CPU."""
-    return int(torch.randint(2**62, ()))
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+def new(*shape: int) -> Tensor:
+    """Memory for fp32 numbers, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def by_torch(grad: Tensor) -> bool:
+    """Whether a backward must be made of torch's operations, and not by a kernel.
+
+    So it is where it may be differentiated again (``create_graph=True``), and under ``vmap``, as
+    in ``torch.autograd.grad(is_grads_batched=True)``, whose tensors have no memory of their own.
+    """
+    if torch.is_grad_enabled():
+        return True
+    try:
+        grad.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
+
+
+def differentiated(
+    y: Tensor, given: Sequence[Tensor | None], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of what was given, to be differentiated again; None where none is wanted."""
+    wanted = [t for t in given if t is not None and t.requires_grad]
+    made = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return tuple(next(made) if t is not None and t.requires_grad else None for t in given)
 
 
 def address(x: Tensor | None) -> int | None:

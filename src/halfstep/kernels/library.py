@@ -23,8 +23,10 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math"),
 )
-# On x86, compilers use half of AVX-512's width unless told. OpenMP is not installed everywhere.
-_OPTIONAL = ("-mprefer-vector-width=512", "-fopenmp")
+# On x86, compilers use half of AVX-512's width unless told.
+_WIDE = ("-mprefer-vector-width=512",)
+# OpenMP is not installed everywhere: "defs" refuses a library that would lack its functions.
+_THREADS = ("-fopenmp", "-Wl,-z,defs")
 
 
 def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
@@ -55,7 +57,7 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
     texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
     fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
     parts = (*texts.values(), _identity(compiler).encode(), _cpu().encode())
-    parts = (*parts, " ".join((*fixed, *_OPTIONAL)).encode())
+    parts = (*parts, " ".join((*fixed, *_WIDE, *_THREADS)).encode())
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "halfstep" / "kernels"
@@ -68,7 +70,8 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
             (Path(work) / name).write_bytes(text)
         files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
         target = Path(work) / "library.so"
-        for flags in ((*fixed, *_OPTIONAL), (*fixed, _OPTIONAL[1]), fixed):
+        for optional in ((*_WIDE, *_THREADS), _THREADS, _WIDE, ()):
+            flags = (*fixed, *optional)
             command = [*compiler, *flags, "-o", str(target), *files]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode == 0:

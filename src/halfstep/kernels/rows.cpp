@@ -42,7 +42,7 @@ inline Floats gelu_tanh_slope(Floats x) {
     return s + 2.0f * x * s * (1.0f - s) * TANH_SCALE * (1.0f + 3.0f * TANH_CUBE * x * x);
 }
 
-// One task of elements for each thread, in whole vectors.
+// Calls work(start, end) for chunks of 4,096 elements, which the threads share.
 template <class F>
 void for_chunks(int64_t count, int threads, F work) {
     constexpr int64_t CHUNK = 4096;
@@ -249,7 +249,7 @@ void halfstep_dropout(const void* x, int32_t is_bf16, void* y, float p, float sc
         dropout((const float*)x, (float*)y, p, scale, seed, count, threads);
 }
 
-// The same over rows of x + bias, a bias for each column. With `grad`, each of `threads` blocks of
+// The tanh GELU of rows of x + bias, a bias for each column. With `grad`, each of `threads` blocks of
 // rows adds up the columns of its results in `sums` (threads x columns, zeros before).
 void halfstep_gelu_tanh_rows(const uint16_t* x, const float* bias, const uint16_t* grad,
                              uint16_t* out, float* sums, int64_t rows, int64_t columns,

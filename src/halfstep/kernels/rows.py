@@ -1,7 +1,6 @@
 """GELU, dropout, norms and the cross-entropy over bf16 or fp32 rows on a CPU, by ``rows.cpp``.
 
-Each computes in fp32 whatever it reads and writes, so no widened copy is made, in the backward
-neither.
+Each computes in fp32 whatever it reads and writes, so no widened copy is made, nor in the backward.
 
 Shapes: N rows, V columns.
 """
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import address, drawn_seed, library
+from halfstep.kernels.forward import address, by_torch, differentiated, drawn_seed, library, new
 
 
 def is_bf16(dtype: torch.dtype) -> bool:
@@ -46,10 +45,10 @@ class _GeluTanh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the mark of create_graph=True
+        if by_torch(grad):
             with torch.enable_grad():
-                y = F.gelu(x, approximate="tanh")
-                made: Tensor = torch.autograd.grad(y, x, grad, create_graph=True)[0]
+                (made,) = differentiated(F.gelu(x, approximate="tanh"), (x,), grad)
+                assert made is not None, "x requires a gradient, as this is its backward"
                 return made
         return gelu_tanh_or_slope(x, grad)
 
@@ -82,9 +81,9 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():  # the mark of create_graph=True
-            made: Tensor = _Dropout.apply(grad, *ctx.draw)  # type: ignore[no-untyped-call]
-            return made, None, None
+        if by_torch(grad):
+            ones = torch.ones(grad.shape, dtype=grad.dtype, device="cpu")
+            return grad * _dropped(ones, *ctx.draw), None, None
         return _dropped(grad, *ctx.draw), None, None
 
 
@@ -138,7 +137,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, bias, mean, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the mark of create_graph=True
+        if by_torch(grad):
             grads = _norm_differentiable(x, gain, bias, ctx.epsilon, mean is not None, grad)
         else:
             grad_x, sums = norm_gradients(x, gain, grad, mean, inverse)
@@ -159,9 +158,9 @@ def normalised(
     """What :func:`norm` returns, and each row's mean (if centred) and inverse deviation, fp32."""
     x = x.contiguous()
     rows = x.numel() // x.shape[-1]
-    gain, bias = (None if p is None else p.float() for p in (gain, bias))
-    y, inverse = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
-    mean = torch.empty(rows) if centred else None
+    gain, bias = (None if p is None else p.float().contiguous() for p in (gain, bias))
+    y, inverse = x.new_empty(x.shape, dtype=dtype), new(rows)
+    mean = new(rows) if centred else None
     library().halfstep_norm(
         address(x), is_bf16(x.dtype), None, None, None, address(gain), address(bias), epsilon,
         address(y), is_bf16(dtype), address(mean), address(inverse),
@@ -183,9 +182,10 @@ def norm_gradients(
     ``passed``, contiguous and of the dtype of ``x``, is the gradient of what went past the norm,
     and becomes part of that of ``x``, whose sum over rows is the last of the three.
     """
-    x, grad, gain = x.contiguous(), grad.contiguous(), None if gain is None else gain.float()
+    x, grad = x.contiguous(), grad.contiguous()
+    gain = None if gain is None else gain.float().contiguous()
     made, threads = torch.empty_like(x), torch.get_num_threads()
-    sums = torch.zeros(threads, 3, x.shape[-1])
+    sums = new(threads, 3, x.shape[-1]).zero_()
     library().halfstep_norm_backward(
         address(x), is_bf16(x.dtype), address(gain), address(grad), is_bf16(grad.dtype),
         address(passed), address(mean), address(inverse), address(made), address(sums),
@@ -211,7 +211,7 @@ def add_and_normalise(
         The sum in the dtype of ``x``, and its LayerNorm.
     """
     total, y = torch.empty_like(x), torch.empty_like(added)
-    mean, inverse = torch.empty(2, len(x))
+    mean, inverse = new(2, len(x))
     library().halfstep_norm(
         address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
         address(gain), address(bias), epsilon, address(y), True, address(mean), address(inverse),
@@ -243,7 +243,7 @@ def gelu_of_rows(x: Tensor, bias: Tensor) -> Tensor:
 def gelu_of_rows_backward_(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     """Turn the gradient of :func:`gelu_of_rows` into that of ``x``; return that of ``bias``."""
     threads = torch.get_num_threads()
-    sums = torch.zeros(threads, x.shape[-1])
+    sums = new(threads, x.shape[-1]).zero_()
     library().halfstep_gelu_tanh_rows(
         address(x), address(bias), address(grad), address(grad), address(sums), *x.shape, threads
     )
@@ -261,9 +261,7 @@ def _norm_differentiable(
             y = F.layer_norm(wide[0], shape, wide[1], wide[2], epsilon)  # type: ignore[arg-type]
         else:
             y = F.rms_norm(wide[0], shape, wide[1], epsilon)  # type: ignore[arg-type]
-        given = [t for t in (x, gain, bias) if t is not None]
-        made = iter(torch.autograd.grad(y, given, grad.float(), create_graph=True))
-        return tuple(None if t is None else next(made) for t in (x, gain, bias))
+        return differentiated(y, (x, gain, bias), grad.float())
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -292,7 +290,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         targets = targets.contiguous()
-        loss, base = torch.empty(len(logits)), torch.empty(len(logits), 2)
+        loss, base = new(len(logits)), new(len(logits), 2)
         library().halfstep_cross_entropy(
             address(logits), is_bf16(logits.dtype), logits.stride(0), address(targets),
             ignore_index, address(loss), address(base), *logits.shape, torch.get_num_threads(),
@@ -304,14 +302,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, base = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the mark of create_graph=True
+        if by_torch(grad):
             with torch.enable_grad():
                 losses = F.cross_entropy(
                     logits.float(), targets, ignore_index=ctx.ignore_index, reduction="none"
                 )
-                return (*torch.autograd.grad(losses, logits, grad, create_graph=True), None, None)
+                return (*differentiated(losses, (logits,), grad), None, None)
         grad = grad.float().masked_fill(targets == ctx.ignore_index, 0)
-        made = torch.empty(logits.shape, dtype=logits.dtype)
+        made = logits.new_empty(logits.shape)
         library().halfstep_cross_entropy_backward(
             address(logits), is_bf16(logits.dtype), logits.stride(0), address(targets),
             address(base), address(grad), address(made), made.stride(0), *logits.shape,
@@ -324,10 +322,10 @@ def softmax_errors_(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> 
     """Turn logits into ``softmax(logits) - onehot(target)`` in place; return the losses, fp32.
 
     What :func:`cross_entropy` computes, and its gradient in the memory of its operand. A row whose
-    target is ignored becomes 0, and so is its loss.
+    target is ignored becomes 0, and so does its loss.
     """
     targets_N = targets_N.contiguous()
-    loss, base = torch.empty(len(logits_NV)), torch.empty(len(logits_NV), 2)
+    loss, base = new(len(logits_NV)), new(len(logits_NV), 2)
     scale = (targets_N != ignore_index).float()
     narrow, threads = is_bf16(logits_NV.dtype), torch.get_num_threads()
     logits, stride = address(logits_NV), logits_NV.stride(0)

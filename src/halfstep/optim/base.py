@@ -56,7 +56,7 @@ _NO_GRADIENT = torch.empty(0)
 
 @dataclass(slots=True)
 class _Kept:
-    """A parameter's task, kept from step to step for as long as nothing that it is of changes."""
+    """A parameter's task, kept from step to step as long as none of its inputs change."""
 
     parameter: Tensor
     facts: tuple[Any, ...]  # see _facts

@@ -18,10 +18,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.stepping import (
     Decision,
     Gradients,
@@ -44,7 +46,7 @@ Installed = Callable[[], AbstractContextManager[None]]
 """A context in which optimizers hold what they update: :meth:`MasterWeights.installed`."""
 
 
-class Learned(Generic[T]):
+class KnownLater(Generic[T]):
     """An attribute of Precision that the device may have to tell first."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
@@ -52,12 +54,12 @@ class Learned(Generic[T]):
         self._name = f"_{name}"
 
     @overload
-    def __get__(self, precision: None, owner: type[Any]) -> Learned[T]: ...
+    def __get__(self, precision: None, owner: type[Any]) -> KnownLater[T]: ...
 
     @overload
     def __get__(self, precision: object, owner: type[Any]) -> T: ...
 
-    def __get__(self, precision: Any, owner: type[Any]) -> Learned[T] | T:
+    def __get__(self, precision: Any, owner: type[Any]) -> KnownLater[T] | T:
         """The value after the last step; waits for that step on the device."""
         if precision is None:
             return self
@@ -99,6 +101,7 @@ class Stepping(Protocol):
     """The part of :class:`~halfstep.Precision` that :class:`CapturedStep` uses."""
 
     path: DevicePath | None
+    masters: MasterWeights
 
     @property
     def loss_scale(self) -> LossScale:
@@ -119,8 +122,8 @@ class DevicePath:
         self._installed = installed
         self.capturing = False
         """Whether :class:`CapturedStep` is capturing a step."""
-        self.seen: Gradients = {}
-        """The gradients of the step that was captured last."""
+        self.captured: Gradients = {}
+        """The gradients of the step that is being captured."""
         self._told: ScaleState | None = None  # the loss scale on the device, if that is known
         self._undecided: Undecided | None = None  # the decision about the step in progress
         self._pending: Pending | None = None  # the last step, until its outcome is known
@@ -164,7 +167,9 @@ class DevicePath:
         return self._is_hooked() or self.steps.is_due()
 
     def _is_hooked(self) -> bool:
-        return any(has_users(hooks() or {}) for hooks in self._hooks)
+        own = [hooks() or {} for hooks in self._hooks]
+        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        return any(map(has_users, (*own, *of_all)))
 
     def scale(self, scale: LossScale) -> float | Tensor:
         """The loss scale of the next backward, given the host's; a tensor where it adapts."""
@@ -197,7 +202,8 @@ class DevicePath:
         self.follow(scale)
         with self._installed():
             self.steps.examine(loss, gradients, max_norm)
-        self.seen = gradients if self.capturing else {}
+        if self.capturing:
+            self.captured = gradients
         self._told, self._undecided = None, None
         if not self.capturing:
             self.examined()
@@ -206,17 +212,17 @@ class DevicePath:
         """Begin to copy the decision about the step that the device is taking to the host."""
         self._undecided = self.steps.decision()
 
-    def places(self) -> tuple[int | None, ...]:
-        """What the step that was captured last depends on."""
+    def places(self, gradients: Gradients) -> tuple[int | None, ...]:
+        """What a captured step with these gradients depends on."""
         with self._installed():
-            return self.steps.places(self.seen)
+            return self.steps.places(gradients)
 
     def result(self, learn: Callable[[Decision], StepResult], *, waits: bool) -> StepResult:
         """The result of the step just taken, for which ``learn`` is called now or later."""
         if self._undecided is None:
             return StepResult.later(unread)
         undecided, self._undecided = self._undecided, None
-        pending = self._pending = Pending(undecided, partial(self._settled, learn))
+        pending = self._pending = Pending(undecided, partial(self._counted, learn))
         if waits:
             self.settle()
         return StepResult.later(pending.result)
@@ -230,7 +236,7 @@ class DevicePath:
         if self._pending is not None:
             self._pending.result()
 
-    def _settled(self, learn: Callable[[Decision], StepResult], decision: Decision) -> StepResult:
+    def _counted(self, learn: Callable[[Decision], StepResult], decision: Decision) -> StepResult:
         self._pending, self._told = None, decision.scale
         if math.isfinite(decision.loss) and not decision.nonfinite:
             with self._installed():
@@ -292,15 +298,15 @@ class CapturedStep:
         self._require_alike(inputs)
         precision.settle()
         path.follow(precision.loss_scale)
-        if self._graph is not None and path.places() != self._places:
+        if self._graph is not None and path.places(self._gradients) != self._places:
             self._forget()  # other parameters, or a state that was loaded since
         if self._graph is None and (self._left > 0 or path.asks_host()):
             self._left -= 1
             return self._aside(inputs)
         if self._graph is None:
             self._capture(inputs)
-        elif not path.takes(path.seen):  # a step about which the host decides
-            return self._aside(inputs)
+        elif precision.masters.were_loaded() or not path.takes(self._gradients):
+            return self._aside(inputs)  # the host takes over weights, or decides about the step
         assert self._graph is not None, "captured above"
         for held, given in zip(self._inputs, inputs, strict=True):
             held.copy_(given, non_blocking=True)
@@ -314,6 +320,7 @@ class CapturedStep:
         self._left = _WARM_UPS
         self._inputs: list[Tensor] = []
         self._places: tuple[int | None, ...] = ()
+        self._gradients: Gradients = {}  # in the graph's own memory
         self._held: list[Any] = []  # what the graph reads
 
     def _require_alike(self, inputs: Sequence[object]) -> None:
@@ -351,6 +358,7 @@ class CapturedStep:
                 self._function(*self._inputs)
         finally:
             self._path.capturing = False
+            self._gradients, self._path.captured = self._path.captured, {}
         self._graph = graph
         self._held = self._path.steps.held()
-        self._places = self._path.places()
+        self._places = self._path.places(self._gradients)

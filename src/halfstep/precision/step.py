@@ -44,7 +44,7 @@ from halfstep.precision.checks import (
     one_device,
     require_one,
 )
-from halfstep.precision.device_path import CapturedStep, DevicePath, Learned, device_path
+from halfstep.precision.device_path import CapturedStep, DevicePath, KnownLater, device_path
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
@@ -82,10 +82,10 @@ class Precision:
         (True, 1.0)
     """
 
-    loss_scale = Learned[LossScale]()
-    applied_total = Learned[int]()
-    skipped_total = Learned[int]()
-    skipped_in_a_row = Learned[int]()
+    loss_scale = KnownLater[LossScale]()
+    applied_total = KnownLater[int]()
+    skipped_total = KnownLater[int]()
+    skipped_in_a_row = KnownLater[int]()
 
     def __init__(
         self,
@@ -133,7 +133,9 @@ class Precision:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         self._applied_total = self._skipped_total = self._skipped_in_a_row = 0
         self._scaled = self.policy.loss_scale.kind != "none"
-        self._settled = self.policy.loss_scale.kind != "dynamic"  # the scale has found its level
+        self._scale_found = (
+            self.policy.loss_scale.kind != "dynamic"
+        )  # the scale has found its level
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self._loss: Tensor | None = None
@@ -429,12 +431,12 @@ class Precision:
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        scale, calibrating = self._loss_scale.value, not self._settled
+        scale, calibrating = self._loss_scale.value, not self._scale_found
         if self._scaled:
             self._loss_scale.update(found_nonfinite=False)
         self._skipped_in_a_row = 0
         self._applied_total += 1
-        self._settled = True
+        self._scale_found = True
         if self._schedulers or self._ema is not None:
             self._after(True, self.masters.items())
         if self._guard is not None:
@@ -488,7 +490,7 @@ class Precision:
         masters = check_state(state, self.policy, self.named_parameters(), weights)
         if load_scale(self._loss_scale, state, str(self.policy)):
             self._uncalibrated = False
-            self._settled |= state["applied_total"] > 0
+            self._scale_found |= state["applied_total"] > 0
         self._applied_total = state["applied_total"]
         self._skipped_total = state["skipped_total"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
@@ -551,7 +553,7 @@ class Precision:
 
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
-        scale, calibrating = self._loss_scale.value, not self._settled
+        scale, calibrating = self._loss_scale.value, not self._scale_found
         found = judged.found
         self._skipped_total += 1
         self._skipped_in_a_row += 1

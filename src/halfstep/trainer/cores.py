@@ -17,7 +17,7 @@ import torch
 
 BUSY = 0.2
 """Share of the time that a thread waits for a core from which a machine counts as busy. Of two
-threads on two idle cores it was 0.02 at most, with one neighbour 0.33 to 0.66."""
+threads on two idle cores it was 0.04 at most, with one neighbour 0.33 to 0.66."""
 WINDOW_SECONDS = 10.0
 """A run is told after two such spans, one after the other, in which its machine was busy: a save or
 another program's start is none of them."""

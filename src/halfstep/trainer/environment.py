@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
+from halfstep.kernels.forward import loaded
 from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.precision.casting.autocast import Autocast, cpu_has_bf16, support
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
@@ -83,8 +84,20 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         # cut off the reason in parentheses, which may name one of the user's folders
         "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
+        "forward_kernels": _forward_kernels(device),
         "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
+
+
+def _forward_kernels(device: torch.device) -> str:
+    """What computes attention, norms and losses in bf16; why torch does, where it does."""
+    if device.type != "cpu":
+        return "torch"
+    found = loaded()
+    if not isinstance(found, str):
+        return "compiled C++"
+    # the compiler's own words may name one of the user's folders
+    return f"torch ({'the C++ compiler failed' if 'failed' in found else found})"
 
 
 def gemm_flops_per_second(

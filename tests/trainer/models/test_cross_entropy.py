@@ -166,6 +166,28 @@ def test_nan_in_an_ignored_row_leaves_the_loss_alone():
     assert (x.grad[3] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_ignored_row_that_is_not_finite_leaves_gradients_alone(value, dtype):
+    x = torch.randn(20, 16).to(dtype)
+    weight = torch.randn(40, 16).to(dtype).requires_grad_()
+    targets = torch.arange(20)
+    targets[3] = -100
+    x[3] = value
+    x.requires_grad_()
+    linear_cross_entropy_sum(x, weight, targets)[0].backward()
+    assert weight.grad.isfinite().all()
+    assert torch.equal(x.grad[3], torch.zeros(16, dtype=dtype))
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_targets_of_another_width_are_refused(dtype):
+    x, weight = torch.randn(4, 8).to(dtype), torch.randn(9, 8).to(dtype)
+    with pytest.raises(DataError, match=r"torch\.int32; allowed: torch\.int64"):
+        linear_cross_entropy_sum(x, weight, torch.arange(4, dtype=torch.int32))
+
+
 def test_logits_of_1e4_do_not_overflow():
     x, w, targets = problem(50, 16, 33, torch.float32, seed=6, gain=1.0)
     with torch.no_grad():

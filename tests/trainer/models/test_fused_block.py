@@ -160,3 +160,98 @@ def test_a_copy_of_a_model_runs_by_itself(fused):
     first, second = (results(m, x, upstream, autocast=True) for m in (model, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert fused == [1, 1]
+
+
+class LowRank(nn.Linear):
+    """A layer with weight and bias, as the block's own, and with more in its forward."""
+
+    def __init__(self, inner):
+        super().__init__(inner.in_features, inner.out_features)
+        self.down = nn.Linear(inner.in_features, 2)
+        self.up = nn.Linear(2, inner.out_features)
+        self.load_state_dict(inner.state_dict(), strict=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("place", ["attn.qkv", "attn.proj", "mlp.up", "mlp.down"])
+@pytest.mark.parametrize("kind", [LowRank, Adapter])
+def test_a_layer_of_another_class_runs_itself(kind, place, fused):
+    model = block()
+    model.set_submodule(place, kind(model.get_submodule(place)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 10, 128)).sum().backward()
+    assert fused == []
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["attn", "mlp"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_part_of_another_class_runs_itself(name, bf16, fused):
+    model = block()
+
+    class Doubled(nn.Module):
+        def forward(self, x, cache=None):
+            return 2 * x
+
+    setattr(model, name, Doubled())
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model(torch.randn(2, 10, 128))
+    assert fused == []
+
+
+def test_what_attention_alone_drops_is_dropped(fused):
+    model = block()
+    model.attn.dropout = 0.5  # the block's own is 0
+    x = torch.randn(2, 10, 128)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(model(x), model(x))
+        assert fused == []
+        model.eval()(x)
+    assert fused == [1]
+
+
+def test_a_hook_on_all_modules_is_called(fused):
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            block()(torch.randn(2, 10, 128))
+    finally:
+        handle.remove()
+    assert fused == []
+    assert seen.count(nn.Linear) == 4
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x[..., :128], lambda x: x[:1, :, :128].expand(3, -1, -1)]
+)
+def test_a_stream_that_lies_apart(make, fused):
+    """A slice of a wider tensor, or one row for all of the batch."""
+    x = make(torch.randn(3, 20, 256).bfloat16().float())
+    model = block()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, true = model(x), model(x.contiguous().clone())
+    assert fused == [1, 1]
+    assert torch.equal(found, true)
+
+
+def test_no_product_for_a_frozen_weight(fused):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def products(model):
+        x = torch.randn(2, 16, 128, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x).float().sum()
+        with FlopCounterMode(display=False) as counter:
+            y.backward()
+        return counter.get_total_flops()
+
+    model = block()
+    whole = products(model)
+    for m in (model.attn.qkv, model.attn.proj, model.mlp.up, model.mlp.down):
+        m.weight.requires_grad_(False)
+    assert fused == [1]
+    assert products(model) == whole / 2
+    assert fused == [1, 1]

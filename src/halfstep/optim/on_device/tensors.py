@@ -165,12 +165,15 @@ class Bundle:
             self._places = places
 
     def places(self, gradients: Gradients) -> tuple[int | None, ...]:
-        """The addresses of all tensors; None if a gradient needs a copy in the weight's layout."""
+        """The addresses of all tensors; None for a gradient that is missing or needs a copy."""
         return tuple(self._places_now(gradients))
 
     def _places_now(self, gradients: Gradients) -> Iterator[int | None]:
         for parameter, _ in self.members():
-            gradient = gradients[parameter]
+            gradient = gradients.get(parameter)
+            if gradient is None:
+                yield None
+                continue
             if gradient.stride() != parameter.stride():
                 yield None
             yield parameter.data_ptr()

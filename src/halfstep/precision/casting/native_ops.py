@@ -26,9 +26,15 @@ MANY = 2**18
 
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
-_PLAIN = (Tensor, nn.Parameter)
 SEVERAL = 2**14
-"""The same for dropout."""
+"""Dropout of fewer numbers is torch's, for the same reason."""
+FEW_QUERIES = 32
+"""Attention of fewer queries, as of a step of generation, is torch's: a tile holds 64.
+
+**Source:** ``benchmarks/kernels_cpu.py``.
+"""
+_PLAIN = (Tensor, nn.Parameter)
+_REDUCTIONS = ("none", "sum", "mean")
 
 
 def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,12 +57,16 @@ def _attention(
         return NotImplemented
     if not (torch.is_autocast_enabled("cpu") or any(x.dtype == _LOW for x in given)):
         return NotImplemented  # under 16-bit weights, operands all in fp32 mean fp32
-    if not (attn_mask is None or (_plain(attn_mask) and not is_causal)):
+    if attn_mask is not None and (is_causal or not _plain(attn_mask)):
         return NotImplemented
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, _LOW, torch.float32):
+        return NotImplemented  # torch refuses a mask of whole numbers
     if not (torch._C._get_flash_sdp_enabled() and 0 <= dropout_p < 1):
         return NotImplemented
-    if not attention.fits(*given, attn_mask, enable_gqa):
+    if not attention.fits(*given, attn_mask, enable_gqa) or query.shape[2] < FEW_QUERIES:
         return NotImplemented
+    if 2 * key.shape[0] * key.shape[1] < torch.get_num_threads():
+        return NotImplemented  # each head of keys is one thread's work; torch divides it further
     query, key, value = (x.to(_LOW) for x in given)
     return attention.attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
@@ -114,7 +124,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     plain = _plain(input) and _plain(target) and input.ndim == 2 and target.ndim == 1
-    if not plain or weight is not None or label_smoothing or size_average or reduce:
+    if not plain or weight is not None or label_smoothing:
+        return NotImplemented
+    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
         return NotImplemented
     if input.dtype not in (_LOW, torch.float32) or target.dtype != torch.int64:
         return NotImplemented
@@ -129,7 +141,7 @@ def _cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / counted.sum() if reduction == "mean" else NotImplemented
+    return losses.sum() / counted.sum()
 
 
 KERNELS: Mapping[Callable[..., Any], Kernel] = {

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 
 from halfstep.errors import DataError
-from halfstep.kernels.forward import may_run
-from halfstep.kernels.rows import gradient_dtype, softmax_errors_
+from halfstep.kernels.forward import may_run, new
+from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
@@ -44,7 +44,7 @@ IN_PLACE_BYTES = 32 * 2**20
 """
 
 VOCABULARY_BLOCK = 4096
-"""Rows of the weight whose gradient is multiplied at a time there, before it is added in fp32."""
+"""How many rows of the weight get their gradient in one product there."""
 
 
 # The interface by which head and loss reach the vocabulary's rows, whether local or split by ranks.
@@ -135,11 +135,15 @@ def linear_cross_entropy_sum(
         target is ignored, both of them and all gradients are 0.
 
     Raises:
-        DataError: If a target is out of range, on CPU. CUDA stops with a device-side assertion
-            instead, because checking the targets would make the host wait.
+        DataError: If targets are not int64; or, on CPU, if one is out of range. There CUDA stops
+            with a device-side assertion, because checking the targets would make the host wait.
 
     **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
     """
+    if targets_N.dtype != torch.int64:
+        raise DataError(
+            f"targets are {targets_N.dtype}; allowed: torch.int64, which targets.long() makes"
+        )
     vocab, device_type = weight_VD.shape[0], x_ND.device.type
     x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
     dtype = matmul_dtype(x_ND, local_VD)
@@ -217,13 +221,14 @@ def _sum_and_gradients(
     """The loss sum and its gradients of hidden states and weight, where needed, at least fp32."""
     # Cast once, not once per chunk; a no-op for tensors that have the dtype already.
     xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
+    counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
+    xs_ND = xs_ND.masked_fill(~counted_N1, 0)  # of anything; and 0 times NaN were no 0 below
     on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
     if on_cpu and dtype == torch.bfloat16 and may_run():
         rows = max(MIN_ROWS, min(rows, IN_PLACE_BYTES // (2 * len(weight))))
         rows = -(-len(x_ND) // -(-len(x_ND) // rows))  # the same number in every chunk
         return _by_kernel(xs_ND, weight, targets_N, rows, need_x, need_weight)
     accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
-    counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
     # Compute ignored rows as if their target were 0, and mask their results.
     safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
 
@@ -252,7 +257,7 @@ def _sum_and_gradients(
             grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
             grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
         if grad_w_VD is not None:
-            x_RD = scales.input(x_RD).masked_fill(~counted_R1, 0)
+            x_RD = scales.input(x_RD)
             if dtype == accumulate:
                 grad_w_VD.addmm_(error_RV.t(), x_RD)
             else:
@@ -276,14 +281,15 @@ def _by_kernel(
     vocab, rows = len(weight_VD), min(rows, len(x_ND))
     _require_targets_in_range(targets_N, vocab)
     logits = x_ND.new_empty(rows, vocab)
-    loss_sum = torch.zeros(())
-    grad_x_ND = torch.empty(x_ND.shape) if need_x else None
-    grad_w_VD = torch.empty(weight_VD.shape) if need_weight else None
+    loss_sum = new().zero_()
+    grad_x_ND = new(*x_ND.shape) if need_x else None
+    grad_w_VD = new(*weight_VD.shape) if need_weight else None
     block = x_ND.new_empty(min(vocab, VOCABULARY_BLOCK), x_ND.shape[1])
     for start in range(0, len(x_ND), rows):
         x_RD = x_ND[start : start + rows]
         error_RV = torch.mm(x_RD, weight_VD.t(), out=logits[: len(x_RD)])
-        loss_sum += softmax_errors_(error_RV, targets_N[start : start + rows], IGNORE_INDEX).sum()
+        losses_of = softmax_errors_ if need_x or need_weight else cross_entropy
+        loss_sum += losses_of(error_RV, targets_N[start : start + rows], IGNORE_INDEX).sum()
         if grad_x_ND is not None:
             grad_x_ND[start : start + rows] = torch.mm(error_RV, weight_VD)
         for low in range(0, vocab if grad_w_VD is not None else 0, len(block)):

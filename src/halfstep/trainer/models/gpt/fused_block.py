@@ -11,10 +11,12 @@ Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
 from halfstep.kernels.rows import (
@@ -50,21 +52,41 @@ class Weights(NamedTuple):
         """Matrices (and the one bias that a matmul adds) in bf16, vectors in fp32."""
         low = [p.ndim == 2 or p is self.qkv_bias for p in self]
         return Weights(
-            *(p.to(_LOW if is_low else torch.float32) for p, is_low in zip(self, low, strict=True))
+            *(
+                p.to(_LOW if is_low else torch.float32).contiguous()
+                for p, is_low in zip(self, low, strict=True)
+            )
         )
 
 
-def weights_of(layers: tuple[nn.Module, ...], outer: tuple[nn.Module, ...]) -> Weights | None:
+def weights_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Weights | None:
     """The parameters of a block's six layers in order; None where somebody changed one.
 
-    Such are hooks (tensor parallelism, diagnostics), a ``forward`` of the instance, and parameters
-    of a subclass of tensors. ``outer`` are modules around the layers, which count too.
+    Changed are a module of another class (a subclass, too), one with hooks (tensor parallelism,
+    diagnostics) or a ``forward`` of its own, and parameters of a subclass of tensors.
+
+    Args:
+        block: The block.
+        classes: The class of each of its modules, by name. The layers are the norms and
+            ``nn.Linear``, in the order of :class:`Weights`; what is between must not be changed.
     """
-    for m in (*layers, *outer):
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return None
+    layers = []
+    for name, expected in classes.items():
+        m: Any = block
+        for part in name.split("."):
+            m = m._modules.get(part)
+            if m is None:
+                return None
+        if type(m) is not expected:
+            return None
         if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
             return None
         if m._backward_hooks or m._backward_pre_hooks:
             return None
+        if m._parameters:
+            layers.append(m)
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None
     found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
@@ -85,7 +107,7 @@ class _Block(torch.autograd.Function):
         ctx: Any, x_BTC: Tensor, head_dim: int, epsilon: float, *parameters: Tensor
     ) -> Tensor:
         w, batch = Weights(*parameters).ready(), len(x_BTC)
-        x = x_BTC.reshape(-1, x_BTC.shape[-1])
+        x = x_BTC.reshape(-1, x_BTC.shape[-1]).contiguous()
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
         q, k, v = _heads(qkv, batch, head_dim)
@@ -112,33 +134,38 @@ class _Block(torch.autograd.Function):
         p, w = Weights(*rest[: len(rest) // 2]), Weights(*rest[len(rest) // 2 :])
         dy = grad_BTC.reshape(x.shape).contiguous()
 
+        wanted = Weights(*ctx.needs_input_grad[3:])
+
         dy_low = dy.to(_LOW)
-        down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias))
+        down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias)) if wanted.down else None
         down_bias = dy.sum(0, dtype=torch.float32)
         du = torch.mm(dy_low, w.down)
         up_bias = gelu_of_rows_backward_(du, u, w.up_bias)
         h, mean, inverse = normalised(middle, w.norm2, w.shift2, ctx.epsilon, _LOW, True)
-        up, dh = torch.mm(du.t(), h), torch.mm(du, w.up)
+        up, dh = torch.mm(du.t(), h) if wanted.up else None, torch.mm(du, w.up)
         d_middle, (norm2, shift2, proj_bias) = norm_gradients(
             middle, w.norm2, dh, mean, inverse, passed=dy
         )
 
         d_low = d_middle.to(_LOW)
-        proj = torch.mm(d_low.t(), _flat(mixed))
+        proj = torch.mm(d_low.t(), _flat(mixed)) if wanted.proj else None
         d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
         d_qkv, batch = torch.empty_like(qkv), len(mixed)
         q, k, v = _heads(qkv, batch, ctx.head_dim)
         into, scale = _heads(d_qkv, batch, ctx.head_dim), 1 / math.sqrt(ctx.head_dim)
         attend_backward(into, d_mixed, q, k, v, None, mixed, lse, 0.0, True, scale, 0)
         h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, _LOW, True)
-        qkv_weight, dh = torch.mm(d_qkv.t(), h), torch.mm(d_qkv, w.qkv)
+        qkv_weight, dh = torch.mm(d_qkv.t(), h) if wanted.qkv else None, torch.mm(d_qkv, w.qkv)
         qkv_bias = d_qkv.sum(0, dtype=torch.float32)
         dx, (norm1, shift1, _) = norm_gradients(x, w.norm1, dh, mean, inverse, passed=d_middle)
-        made = Weights(
+        made = (
             norm1, shift1, qkv_weight, qkv_bias, proj, proj_bias, norm2, shift2, up, up_bias, down,
             down_bias,
         )  # fmt: skip
-        grads = (g.to(gradient_dtype(q)) for g, q in zip(made, p, strict=True))
+        grads = (
+            g.to(gradient_dtype(q)) if g is not None and want else None
+            for g, q, want in zip(made, p, wanted, strict=True)
+        )
         return dx.view(ctx.shape), None, None, *grads
 
 

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -445,11 +445,24 @@ class Block(nn.Module):
     def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
         """The parameters for one pass by the compiled kernels; None where that does not apply."""
         known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
-        if not known or matmul_dtype(x_BTC, self.attn.qkv.weight) != torch.bfloat16:
+        weights = weights_of(self, _AS_BUILT) if known and may_run() else None
+        if weights is None or matmul_dtype(x_BTC, weights.qkv) != torch.bfloat16:
             return None
-        drops = self.training and self.dropout.p > 0
-        if drops or self.attn.head_dim % 16 or self.attn.head_dim > 256 or not may_run():
+        attn = self.attn
+        drops = (self.training and self.dropout.p > 0) or (attn.training and attn.dropout > 0)
+        if drops or attn.head_dim % 16 or attn.head_dim > 256:
             return None
-        attn, mlp = self.attn, self.mlp
-        inner = (self.attn_norm, attn.qkv, attn.proj, self.mlp_norm, mlp.up, mlp.down)
-        return weights_of(inner, outer=(attn, mlp))
+        return weights if self.attn_norm.eps == self.mlp_norm.eps else None
+
+
+_AS_BUILT: Mapping[str, type[nn.Module]] = {
+    "attn_norm": LayerNorm,
+    "attn": CausalSelfAttention,
+    "attn.qkv": nn.Linear,
+    "attn.proj": nn.Linear,
+    "mlp_norm": LayerNorm,
+    "mlp": MLP,
+    "mlp.up": nn.Linear,
+    "mlp.down": nn.Linear,
+}
+"""The modules that a block's one pass takes the place of."""
