@@ -174,6 +174,23 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write one page about one or several runs: what happened to them, and what to do.
+
+    The page is a single file without scripts or network. Runs that differ in their seed alone are
+    drawn with the band of their spread.
+    """
+
+    runs: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Folders of runs."""
+    out: str = ""
+    """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
+    folder, for several runs in the current one."""
+    lang: str = "en"
+    """Language of the report: en or zh."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """Print a script that makes a shell complete commands and options."""
 
@@ -197,6 +214,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "configs cp": CopyConfig,
     "demo": Demo,
     "bench": Bench,
+    "report": Report,
     "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""

@@ -67,6 +67,8 @@ def _train(
         print(_summary(session, path, outcome.last))
         if outcome.written:
             print(outcome.written)
+        if outcome.verdict:
+            print(f"{outcome.verdict} (halfstep report {path} makes a page of it)")
     return INTERRUPTED if outcome.interrupted else 0
 
 

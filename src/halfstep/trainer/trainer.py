@@ -247,6 +247,8 @@ class Trainer:
                 self._session = None
             if outcome.written:
                 self._say(outcome.written)
+            if outcome.verdict:
+                self._say(outcome.verdict)
             last, best = outcome.last, session.best
             return TrainResult(
                 path,

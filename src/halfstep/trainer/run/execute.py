@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 
 from halfstep.errors import NonFiniteError
+from halfstep.report.figures import draw_curves
+from halfstep.report.findings import verdict
+from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint.store import passed_over
 from halfstep.trainer.cores import Watch
 from halfstep.trainer.loop import Tick, train
@@ -26,6 +29,9 @@ from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
 
 Say = Callable[[str], None]
+CURVES = "curves.png"
+_LEAST_STEPS = 20
+"""Steps of a run of which curves are drawn; fewer show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +42,12 @@ class RunOutcome:
         last: The last step's tick; None where there was nothing left to do.
         written: Message about the files that the run leaves to its user; empty if there are none,
             and on ranks other than 0.
+        verdict: How the run went, in a line: healthy, or what was wrong; likewise.
     """
 
     last: Tick | None
     written: str
+    verdict: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -75,7 +83,7 @@ def execute(
     opened = reopen_run if resuming else partial(create_run, session=session)
     folder = world.main_only(lambda: opened(path))
     every = [*sinks] if world.is_main else []
-    last, written = None, ""
+    last, written, judged = None, "", ""
     try:
         if resuming:
             _go_on(session, path, say)
@@ -93,7 +101,9 @@ def execute(
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
+        judged = world.main_only(lambda: _conclude(path, say)) or ""
     except NonFiniteError as error:
+        world.main_only(lambda: _conclude(path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
@@ -105,7 +115,18 @@ def execute(
             sink.close()
         if folder is not None:
             folder.close()
-    return RunOutcome(last, written)
+    return RunOutcome(last, written, judged)
+
+
+def _conclude(path: Path, say: Say) -> str:
+    """Draw the run's curves, and return its verdict; on rank 0, however the run ended."""
+    record = read_run(path)
+    try:
+        if len(record.steps) >= _LEAST_STEPS:
+            draw_curves(record, path / CURVES)
+    except OSError as error:
+        say(f"note: {path / CURVES} cannot be written: {error}")
+    return verdict(record)
 
 
 def _introduce(session: Session, say: Say) -> None:

@@ -1,0 +1,268 @@
+"""Draws a report's curves as SVG that follows the page's light or dark colours, or as one PNG."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from halfstep.report.record import RunRecord, number
+from halfstep.report.words import phrase
+
+MOST_POINTS = 600
+"""Of a curve in a figure: two for each column of pixels of the widest page."""
+# Colours that matplotlib writes and the page replaces by its own, so that one figure serves both.
+INK, PAPER, GRID = "#010203", "#fdfcfb", "#c1c2c3"
+# Okabe and Ito's palette, which colour-blind readers can tell apart; the page has a lighter one for
+# a dark background.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b57c00", "#56b4e9")
+_OF_THE_PAGE = {
+    **{INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)"},
+    **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
+}
+_LINES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a page: its title, and SVG without a header."""
+
+    title: str
+    svg: str
+
+
+Draw = Callable[[Any, Sequence[RunRecord], str], bool]
+"""Draws runs into axes, in a language; False where there is nothing to draw."""
+
+
+def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
+    """The curves of some runs; empty without matplotlib."""
+    found = []
+    for title, draw in CURVES.items():
+        figure = _new()
+        if figure is None:
+            return []
+        axes = figure.subplots()
+        if draw(axes, runs, language):
+            _finish(axes, language)
+            found.append(Figure(phrase(title, language), as_svg(figure, salt=title)))
+    return found
+
+
+def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
+    """Draw all curves of one run into one PNG; whether matplotlib is there to do it."""
+    probe = _new()
+    if probe is None:
+        return False
+    empty = dict(zip(CURVES, probe.subplots(len(CURVES)), strict=True))
+    titles = [title for title, draw in CURVES.items() if draw(empty[title], [run], language)]
+    if not titles:
+        return True
+    columns = 1 if len(titles) == 1 else 2
+    rows = math.ceil(len(titles) / columns)
+    figure = _new((5.5 * columns, 3.2 * rows))
+    cells = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, title in zip(cells, titles, strict=False):
+        CURVES[title](axes, [run], language)
+        _finish(axes, language)
+        axes.set_title(phrase(title, language), fontsize=10)
+    for axes in cells[len(titles) :]:
+        axes.set_axis_off()
+    figure.patch.set_facecolor("white")
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=130, format="png", facecolor="white")
+    temporary.replace(path)
+    return True
+
+
+def _new(size: tuple[float, float] = (5.6, 2.9)) -> Any:
+    """An empty figure; None without matplotlib."""
+    try:  # optional dependency
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        return None
+    return Canvas(figsize=size, layout="constrained", facecolor=PAPER)
+
+
+def _finish(axes: Any, language: str) -> None:
+    axes.set_xlabel(phrase("step", language), color=INK)
+    axes.set_facecolor("none")
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.tick_params(colors=INK, which="both")
+    axes.yaxis.label.set_color(INK)
+    for side, spine in axes.spines.items():
+        spine.set_color(INK)
+        spine.set_visible(side in ("left", "bottom"))
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        kept = dict(zip(labels, handles, strict=True))
+        axes.legend([*kept.values()], [*kept], frameon=False, fontsize=8, labelcolor=INK)
+
+
+def as_svg(figure: Any, salt: str) -> str:
+    """A figure as SVG to put into a page: text stays text, colours become the page's."""
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    # The page's reader has the fonts: matplotlib need not have a glyph for each character.
+    with (
+        rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):
+        figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for ours, pages in _OF_THE_PAGE.items():
+        svg = re.sub(re.escape(ours), pages, svg, flags=re.IGNORECASE)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure"', svg, count=1)
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """At most :data:`MOST_POINTS` of a curve: each bucket's smallest and largest value."""
+    if len(values) <= MOST_POINTS:
+        return [*steps], [*values]
+    wide = math.ceil(2 * len(values) / MOST_POINTS)
+    kept = set()
+    for start in range(0, len(values), wide):
+        here = [i for i in range(start, min(start + wide, len(values)))]
+        finite = [i for i in here if math.isfinite(values[i])] or here
+        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    at = sorted(kept)
+    return [steps[i] for i in at], [values[i] for i in at]
+
+
+def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
+    steps, values = run.series(key)
+    if not values:
+        return False
+    # matplotlib breaks a line at NaN, and an infinity would take the axis with it
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    if all(map(math.isnan, finite)):
+        return False
+    axes.plot(*thinned(steps, finite), linewidth=1.2, **how)
+    return True
+
+
+def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        faint = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
+        name = _label(run, runs, phrase("training", language))
+        drawn |= _plot(axes, run, "loss", label=name, **faint)
+        name = _label(run, runs, phrase("validation", language))
+        dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
+        drawn |= _plot(axes, run, "val_loss", label=name, **dark)
+        skips = [line["step"] for line in run.skipped]
+        if skips and drawn:
+            low = axes.get_ylim()[0]
+            mark = {"marker": "x", "color": "#d00000", "s": 18, "clip_on": False, "zorder": 5}
+            axes.scatter(skips, [low] * len(skips), label=phrase("skip_mark", language), **mark)
+    _bands(axes, runs, language)
+    axes.set_ylabel(phrase("loss_axis", language))
+    return drawn
+
+
+def _bands(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
+    """Mean and standard deviation of validation losses over runs that differ in their seed."""
+    ordered = sorted(runs, key=lambda run: run.policy)
+    for policy, group in groupby(ordered, key=lambda run: run.policy):
+        alike = [*group]
+        if len(alike) < 2:
+            continue
+        tables = [dict(zip(*run.series("val_loss"), strict=True)) for run in alike]
+        steps = sorted(set.intersection(*(set(table) for table in tables)))
+        if not steps:
+            continue
+        means = [fmean(table[s] for table in tables) for s in steps]
+        spread = [stdev(table[s] for table in tables) for s in steps]
+        low = [m - s for m, s in zip(means, spread, strict=True)]
+        high = [m + s for m, s in zip(means, spread, strict=True)]
+        label = f"{_plain(policy)}: {phrase('band', language, {'count': len(alike)})}"
+        axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, label=label, color=GRID)
+
+
+def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        _, values = run.series("loss_scale")
+        if any(value != 1.0 for value in values):
+            how = {"color": colour, "drawstyle": "steps-post"}
+            drawn |= _plot(axes, run, "loss_scale", label=_label(run, runs), **how)
+    if drawn:
+        axes.set_yscale("log", base=2)
+    return drawn
+
+
+def _norm(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        drawn |= _plot(axes, run, "grad_norm", label=_label(run, runs), color=colour)
+    if drawn and all(v > 0 for run in runs for v in run.series("grad_norm")[1]):
+        axes.set_yscale("log")
+    return drawn
+
+
+def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, of_run in zip(runs, _colours(runs), strict=True):
+        groups = run.groups("lost_updates")
+        for i, (group, curve) in enumerate(groups.items()):
+            colour, line = of_run, _LINES[i % len(_LINES)]
+            name = f"{_plain(run.name)}: {_plain(group)}"
+            if len(runs) == 1:
+                colour, line, name = COLOURS[i % len(COLOURS)], "-", _plain(group)
+            how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
+            axes.plot(*thinned(*curve), label=name, **how)
+            drawn = True
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_ylabel(phrase("lost_axis", language))
+    return drawn
+
+
+def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        drawn |= _plot(axes, run, "tokens_per_second", label=_label(run, runs), color=colour)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(phrase("speed_axis", language))
+    return drawn
+
+
+CURVES: dict[str, Draw] = {
+    "loss": _loss,
+    "scale": _scale,
+    "norm": _norm,
+    "lost": _lost,
+    "speed_title": _speed,
+}
+"""A figure's title in words.py to the function that draws it."""
+
+
+def _colours(many: Sequence[Any]) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(len(many))]
+
+
+def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:
+    if len(runs) == 1:
+        return what or None
+    return f"{_plain(run.name)} {what}".strip()
+
+
+def _plain(text: str) -> str:
+    """A name that matplotlib takes for text: no formula, no hidden label, not endless."""
+    shown = "".join(c if c.isprintable() else "?" for c in text.replace("$", r"\$"))
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def largest(run: RunRecord, key: str) -> float | None:
+    """The largest number that a run's lines have under a key."""
+    found = [value for line in run.steps if (value := number(line.get(key))) is not None]
+    return max(found, default=None)

@@ -1,0 +1,213 @@
+"""Builds a report of runs, and writes it as one HTML page, as Markdown or as JSON.
+
+The page is one file without scripts or network: figures are SVG inside it, and its own content
+policy forbids everything else. Every string of a run is escaped by the template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from halfstep.errors import ConfigError
+from halfstep.report.figures import figures, largest
+from halfstep.report.findings import Finding, findings, verdict
+from halfstep.report.record import RunRecord
+from halfstep.report.words import LANGUAGES, phrase
+
+SUFFIXES: Mapping[str, str] = {".html": "html", ".md": "md", ".json": "json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run's part of a report.
+
+    Attributes:
+        record: What was read.
+        verdict: The run in one line.
+        findings: What its user should know, worst first.
+        card: Label to value, both as shown.
+    """
+
+    record: RunRecord
+    verdict: str
+    findings: Sequence[Finding]
+    card: Mapping[str, str]
+
+    @property
+    def level(self) -> str:
+        """The worst finding's level, or "healthy"."""
+        worst = self.findings[0].level if self.findings else "note"
+        return "healthy" if worst == "note" and self.record.steps else worst
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Runs beside each other, in a language."""
+
+    rows: Sequence[Row]
+    language: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the same in every language but for sentences."""
+        return {
+            "runs": [
+                {
+                    "name": row.record.name,
+                    "precision": row.record.policy,
+                    "level": row.level,
+                    "verdict": row.verdict,
+                    "findings": [
+                        {**asdict(f), "text": f.text(self.language), "do": f.remedy(self.language)}
+                        for f in row.findings
+                    ],
+                    "card": dict(row.card),
+                    "steps": len(row.record.steps),
+                    "skipped": len(row.record.skipped),
+                    "causes": _strict([*row.record.causes]),
+                    "damaged": dict(row.record.damaged),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def to_html(self) -> str:
+        """One page of HTML that needs nothing else."""
+        drawn = figures([row.record for row in self.rows], self.language)
+        shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
+        return self._written("page.html.j2", figures=shown)
+
+    def to_markdown(self) -> str:
+        """The same without figures."""
+        return self._written("page.md.j2")
+
+    def _written(self, template: str, **more: Any) -> str:
+        def say(key: str, **values: Any) -> str:
+            return phrase(key, self.language, values)
+
+        environment = Environment(
+            loader=PackageLoader("halfstep.report", "templates"),
+            autoescape=template.endswith(".html.j2"),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.filters["line"] = _one_line
+        made = environment.get_template(template)
+        return made.render(report=self, say=say, flat=_flat, language=self.language, **more)
+
+    def write(self, path: Path) -> Path:
+        """Write the report in the form that the path's suffix names; whole or not at all.
+
+        Raises:
+            ConfigError: For another suffix, or a path that cannot be written.
+        """
+        form = SUFFIXES.get(path.suffix.lower())
+        if form is None:
+            raise ConfigError(f"--out {path}; allowed: a name that ends in {', '.join(SUFFIXES)}")
+        text = {"html": self.to_html, "md": self.to_markdown, "json": self._json_text}[form]()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--out {path} cannot be written: {error}") from error
+        return path
+
+    def _json_text(self) -> str:
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
+    """A report of runs that were read.
+
+    Raises:
+        ConfigError: For a language that there are no words in.
+    """
+    if language not in LANGUAGES:
+        raise ConfigError(f"--lang {language}; allowed: {', '.join(LANGUAGES)}")
+    rows = [Row(run, verdict(run, language), findings(run), _card(run, language)) for run in runs]
+    return Report(rows, language)
+
+
+def _card(run: RunRecord, language: str) -> dict[str, str]:
+    """What a reader wants to know first of a run."""
+    planned = run.planned_steps
+    card = {
+        "run": run.name,
+        "precision": run.policy,
+        "model": _model(run),
+        "machine": _machine(run),
+        "steps": f"{len(run.steps):,}" + (f" / {planned:,}" if planned else ""),
+        "skipped": f"{len(run.skipped):,}",
+    }
+    for label, key, which in (
+        ("first_loss", "loss", 0),
+        ("last_loss", "loss", -1),
+        ("val_loss", "val_loss", -1),
+    ):
+        _, values = run.series(key)
+        if values:
+            card[label] = f"{values[which]:.4f}"
+    speeds = [value for value in run.series("tokens_per_second")[1] if math.isfinite(value)]
+    if speeds:
+        card["speed"] = f"{median(speeds):,.0f}"
+    peak = largest(run, "peak_memory_bytes")
+    if peak is not None and math.isfinite(peak):
+        card["memory"] = f"{peak / 1e6:,.0f} MB"
+    return {phrase(label, language): value for label, value in card.items() if value}
+
+
+def _model(run: RunRecord) -> str:
+    shape = run.config.get("model")
+    name = run.config.get("name")
+    parts = [name] if isinstance(name, str) else []
+    if isinstance(shape, dict):
+        keys = ("n_layer", "n_head", "n_embd", "vocab_size", "path")
+        parts += [f"{key} {shape[key]}" for key in keys if shape.get(key)]
+    return ", ".join(parts)
+
+
+def _machine(run: RunRecord) -> str:
+    cpu, gpus = run.environment.get("cpu"), run.environment.get("gpus")
+    if str(run.environment.get("device")).startswith("cuda") and isinstance(gpus, list):
+        return ", ".join(str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict))
+    return str(cpu.get("name", "")) if isinstance(cpu, dict) else ""
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+    """Nested tables as ``(table.key, value)``."""
+    found = []
+    for key, value in table.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{name}.")
+        else:
+            found.append((name, str(value)))
+    return found
+
+
+def _strict(value: Any) -> Any:
+    """The same without numbers that JSON does not have, which become text."""
+    if isinstance(value, Mapping):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_strict(each) for each in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _one_line(value: Any) -> str:
+    """Text for a cell of a Markdown table: one line, in which nothing ends the cell or is HTML."""
+    text = " ".join(str(value).split())
+    for sign in "\\`*_{}[]<>()#+!|&":
+        text = text.replace(sign, f"\\{sign}" if sign not in "<>&" else f"&#{ord(sign)};")
+    return text

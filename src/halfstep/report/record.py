@@ -1,0 +1,186 @@
+"""Reads what a run left in its folder, however it ended.
+
+A report is wanted most of all for a run that broke. So a line that was cut by a crash is counted
+and left out, a file that is missing is named, and a value of the wrong kind is treated as absent.
+Nothing that is read is evaluated, unpickled or fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import ConfigError
+
+METRICS, NUMERICS, CAUSES, EXCLUDED = (
+    "metrics.jsonl",
+    "numerics.jsonl",
+    "causes.jsonl",
+    "exclude.jsonl",
+)
+MOST_BYTES = 512 * 2**20
+"""Of a file that is read; a run of a million steps has half of it."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run's folder holds.
+
+    Attributes:
+        name: The folder's name.
+        config: The resolved configuration, by table and key; empty where it cannot be read.
+        environment: ``env.json``: the machine that the run began on.
+        steps: The lines of ``metrics.jsonl``, by step.
+        numerics: The lines of ``numerics.jsonl``: statistics of tensors on watched steps.
+        causes: What made a step's loss or gradients not finite, where that was found out.
+        excluded: Steps whose batches were left out as spikes.
+        damaged: File name to the number of its lines that could not be read.
+        missing: Files that the folder does not have.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    steps: Sequence[Line]
+    numerics: Sequence[Line] = ()
+    causes: Sequence[Line] = ()
+    excluded: Sequence[Line] = ()
+    damaged: Mapping[str, int] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+
+    @property
+    def policy(self) -> str:
+        """The precision policy; "?" where the configuration does not tell."""
+        found = self.config.get("precision")
+        return found if isinstance(found, str) else "?"
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the run was to take."""
+        run = self.config.get("run")
+        found = run.get("max_steps") if isinstance(run, dict) else None
+        return found if isinstance(found, int) and found > 0 else None
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """The steps whose line has a number under ``key``, and these numbers; NaN is one."""
+        found = [
+            (line["step"], value)
+            for line in self.steps
+            if (value := number(line.get(key))) is not None
+        ]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def groups(self, key: str) -> dict[str, tuple[list[int], list[float]]]:
+        """As :meth:`series`, for a key that holds a number for each of several groups."""
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for line in self.steps:
+            table = line.get(key)
+            for group, given in table.items() if isinstance(table, dict) else ():
+                value = number(given)
+                if value is not None:
+                    steps, values = found.setdefault(group, ([], []))
+                    steps.append(line["step"])
+                    values.append(value)
+        return found
+
+    @property
+    def skipped(self) -> list[Line]:
+        """The lines of steps that did not update the weights."""
+        return [line for line in self.steps if line.get("applied") is False]
+
+
+def number(value: Any) -> float | None:
+    """A number as a run's files write it: JSON's own, or "nan", "inf" and "-inf" as text."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: If it holds neither a configuration nor metrics, so is no run's.
+    """
+    if not (folder / "config.toml").is_file() and not (folder / METRICS).is_file():
+        raise ConfigError(
+            f"{folder} holds no run: neither config.toml nor {METRICS} is there. Give the folder "
+            "that run.output_dir names"
+        )
+    damaged: dict[str, int] = {}
+    missing: list[str] = []
+    lines = {
+        name: _lines(folder / name, damaged, missing)
+        for name in (METRICS, NUMERICS, CAUSES, EXCLUDED)
+    }
+    by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
+    return RunRecord(
+        name=folder.resolve().name,
+        config=_toml(folder / "config.toml", damaged, missing),
+        environment=_json(folder / "env.json", damaged, missing),
+        steps=[by_step[step] for step in sorted(by_step)],
+        numerics=[line for line in lines[NUMERICS] if _is_step(line.get("step"))],
+        causes=lines[CAUSES],
+        excluded=lines[EXCLUDED],
+        damaged=damaged,
+        missing=missing,
+    )
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _text(path: Path, missing: list[str]) -> str | None:
+    if not path.is_file():
+        missing.append(path.name)
+        return None
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no run writes")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _lines(path: Path, damaged: dict[str, int], missing: list[str]) -> list[Line]:
+    return [*_objects((_text(path, missing) or "").splitlines(), path.name, damaged)]
+
+
+def _objects(lines: Sequence[str], name: str, damaged: dict[str, int]) -> Iterator[Line]:
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            yield found
+        else:
+            damaged[name] = damaged.get(name, 0) + 1
+
+
+def _json(path: Path, damaged: dict[str, int], missing: list[str]) -> Line:
+    text = _text(path, missing)
+    return {} if text is None else next(_objects([text], path.name, damaged), {})
+
+
+def _toml(path: Path, damaged: dict[str, int], missing: list[str]) -> Line:
+    text = _text(path, missing)
+    if text is None:
+        return {}
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        damaged[path.name] = 1
+        return {}

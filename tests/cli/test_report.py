@@ -1,0 +1,63 @@
+"""``halfstep report`` on a run that was really trained, and the verdict at a run's end."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, halfstep):
+    folder = tmp_path_factory.mktemp("report")
+    text = folder / "text.txt"
+    text.write_text("to be or not to be, that is the question; " * 400)
+    done = halfstep(
+        *("train", "--config", "gpt-tiny", "--data", text, "--tokenizer", "bytes"),
+        *("--max-steps", 24, "--schedule.warmup-steps", 2, "--batch-size", 4, "--n-layer", 1),
+        *("--output-dir", folder / "run", "--quiet", "--eval-every", 12, "--precision", "fp32"),
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout
+
+
+def test_a_run_ends_with_its_verdict_and_leaves_its_curves(trained):
+    run, out = trained
+    assert (
+        f"healthy: 0 of 24 steps skipped; lost updates were not measured (halfstep report {run}"
+        in out
+    )
+    assert (run / "curves.png").stat().st_size > 10_000
+
+
+def test_a_page_of_a_run(trained, halfstep):
+    run, _ = trained
+    done = halfstep("report", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "run: healthy: 0 of 24 steps skipped; lost updates were not measured",
+        f"Written: {run / 'report.html'}",
+    ]
+    assert (run / "report.html").read_text().count("<svg") >= 3
+
+
+def test_chinese_json_and_several_runs(trained, halfstep, tmp_path):
+    run, _ = trained
+    done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.json")
+    assert done.returncode == 0, done.stderr
+    assert "健康" in done.stdout
+    assert len(json.loads((tmp_path / "r.json").read_text())["runs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give the folder of a run"),
+        (["/nowhere"], "holds no run"),
+        (["RUN", "--lang", "fr"], "allowed: en, zh"),
+        (["RUN", "--out", "r.pdf"], ".html, .md, .json"),
+    ],
+)
+def test_what_cannot_be_reported(trained, halfstep, words, said):
+    done = halfstep("report", *(trained[0] if word == "RUN" else word for word in words))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

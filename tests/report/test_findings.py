@@ -1,0 +1,132 @@
+"""Each rule on runs with one thing wrong, and none of them on healthy runs."""
+
+import math
+import random
+
+import pytest
+
+from halfstep.report.findings import RULES, findings, verdict
+from halfstep.report.record import read_run
+from halfstep.report.words import LANGUAGES, PHRASES
+from report.conftest import line
+
+
+def names(path):
+    return [finding.name for finding in findings(read_run(path))]
+
+
+def noisy(seed, count=300, floor=3.0, noise=0.3):
+    """A loss that falls to a floor, with a batch's noise."""
+    draw = random.Random(seed)
+    return [floor + 4 * math.exp(-step / 40) + draw.gauss(0, noise) for step in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_runs_have_no_finding(folder, seed):
+    draw = random.Random(100 + seed)
+    lines, scale = [], 65536.0
+    for step, loss in enumerate(noisy(seed, noise=0.05 * (seed + 1)), 1):
+        calibrating = seed % 3 == 0 and step <= 6
+        skipped = calibrating or (seed % 2 == 0 and step in (150, 151))
+        scale = scale / 2 if skipped else scale
+        extra = {"applied": not skipped, "loss_scale": scale, "calibrating": calibrating or None}
+        lost = {"lost_updates": {"g": draw.random() * 0.02}} if step % 50 == 0 else {}
+        lines.append(line(step, loss=loss, **extra, **lost))
+    path = folder(lines)
+    assert names(path) == []
+    assert verdict(read_run(path)).startswith("healthy: ")
+
+
+def test_the_healthy_line_counts(folder):
+    lines = [
+        line(s, applied=s != 7, lost_updates={"a": 0.25 / 100, "b": 0.0}) for s in range(1, 41)
+    ]
+    assert (
+        verdict(read_run(folder(lines))) == "healthy: 1 of 40 steps skipped, 0.1% of updates lost"
+    )
+    lines = [line(1), line(2)]
+    text = verdict(read_run(folder(lines, "other")))
+    assert text == "healthy: 0 of 2 steps skipped; lost updates were not measured"
+    assert verdict(read_run(folder([], "none"))) == "the run took no step"
+
+
+def test_a_run_that_ended_in_nan(folder):
+    lines = [line(s) for s in range(1, 10)]
+    lines.append(line(10, applied=False, loss="nan", skip_reason="nonfinite_loss"))
+    path = folder(lines, steps=100)
+    assert names(path) == ["stopped_nonfinite"]
+    text = verdict(read_run(path))
+    assert text == "Step 10 was not finite, and the run ended there (1 of 10 steps skipped)"
+
+
+def test_a_last_step_that_was_skipped_ended_nothing(folder):
+    assert names(folder([line(1), line(2, applied=False)])) == []
+
+
+def test_a_run_that_was_interrupted_is_a_note(folder):
+    path = folder([line(s) for s in range(1, 50)], steps=100)
+    assert names(path) == ["unfinished"]
+    assert verdict(read_run(path)).startswith("healthy")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loss_that_rose_and_stayed(folder, seed):
+    losses = noisy(seed)
+    losses[200:] = [loss + 3 for loss in losses[200:]]
+    path = folder([line(step, loss=loss) for step, loss in enumerate(losses, 1)])
+    assert names(path) == ["diverged"]
+
+
+def test_a_loss_that_became_nan_and_went_on(folder):
+    losses = [*noisy(0)[:200], *["nan"] * 100]
+    path = folder([line(step, loss=loss) for step, loss in enumerate(losses, 1)])
+    assert names(path) == ["diverged"]
+
+
+def test_a_spike_that_came_back_is_none(folder):
+    losses = noisy(3)
+    losses[150:160] = [9.0] * 10
+    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
+
+
+def test_skips_beyond_what_a_growing_scale_explains(folder):
+    lines = [line(s, applied=s % 20 != 0, loss_scale=1024.0) for s in range(1, 201)]
+    assert names(folder([*lines, line(201)])) == ["many_skips"]
+
+
+def test_a_scale_that_fell(folder):
+    lines = [line(s, loss_scale=65536.0 if s < 100 else 64.0) for s in range(1, 201)]
+    assert names(folder(lines)) == ["scale_fell"]
+
+
+def test_lost_updates_name_the_worst_groups(folder):
+    shares = {"a": 0.95, "b": 0.2, "c": 0.05, "d": 0.5, "e": 0.3}
+    path = folder([line(s, lost_updates=shares) for s in range(1, 30)])
+    found = findings(read_run(path))
+    assert [f.values["group"] for f in found] == ["a", "d", "e"]
+    assert "bf16-split" in found[0].remedy("en")
+
+
+def test_roll_backs(folder):
+    path = folder([line(1), line(2, applied=False, rolled_back=True), line(3)])
+    assert names(path) == ["rolled_back"]
+
+
+def test_faults_come_first(folder):
+    lines = [line(s, lost_updates={"a": 0.9}) for s in range(1, 9)]
+    path = folder([*lines, line(9, applied=False, loss="nan")], steps=50)
+    assert names(path) == ["stopped_nonfinite", "lost_updates"]
+
+
+def test_every_rule_has_words_in_every_language():
+    """A finding's name, and what to do under the name with "!"."""
+    for key, texts in PHRASES.items():
+        assert tuple(texts) == LANGUAGES, key
+        assert all(text.strip() for text in texts.values()), key
+        blanks = [
+            sorted(part.split("}")[0] for part in text.split("{")[1:]) for text in texts.values()
+        ]
+        assert blanks[0] == blanks[1], key  # the same values in both languages
+    remedies = {key[:-1] for key in PHRASES if key.endswith("!")}
+    assert remedies <= set(PHRASES)
+    assert len(RULES) == 7

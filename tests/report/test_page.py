@@ -1,0 +1,194 @@
+"""The page itself: what it holds, in both languages, and that nothing of a run can break it."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from halfstep.errors import ConfigError
+from halfstep.report.figures import MOST_POINTS, draw_curves, thinned
+from halfstep.report.page import make_report
+from halfstep.report.record import read_run
+from report.conftest import line
+
+HOSTILE = [
+    "<script>document.title='owned'</script>",
+    "\"><img src=x onerror=document.title='owned'>",
+    "</title></style><h1>new</h1>",
+    "{{ 7*7 }}{% raw %}",
+    "$\\frac{1}{2}$ _hidden",
+    "| a | b |\n# heading\n[link](javascript:alert(1))",
+    "\u202eright to left\x00\x07",
+    "名字" * 200,
+    "]]><svg onload=alert(1)>",
+    "&lt;b&gt;",
+]
+
+
+class Outline(html.parser.HTMLParser):
+    """The elements of a page, in order, without their text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+def run_named(folder, text, number):
+    lines = [
+        line(s, lost_updates={text: 0.5}, skip_reason=text, **{f"x{text}": 1}) for s in range(1, 30)
+    ]
+    path = folder(lines, f"run{number}")
+    (path / "config.toml").write_text(
+        f"precision = {json.dumps(text)}\nname = {json.dumps(text)}\n[run]\nmax_steps = 29\n"
+        f"[model]\npath = {json.dumps(text)}\n",
+        encoding="utf-8",
+    )
+    (path / "causes.jsonl").write_text(
+        json.dumps({"module": text, "sample": {"text": text}}) + "\n"
+    )
+    return read_run(path)
+
+
+def test_names_leave_the_structure_of_the_page_unchanged(folder):
+    plain = make_report([run_named(folder, "plain", 0)]).to_html()
+    expected = Outline(plain)
+    for number, text in enumerate(HOSTILE, 1):
+        page = make_report([run_named(folder, text, number)]).to_html()
+        found = Outline(page)
+        outside = [tag for tag in found.tags if tag not in ("g", "path", "use", "defs", "text")]
+        assert outside == [
+            tag for tag in expected.tags if tag not in ("g", "path", "use", "defs", "text")
+        ], text
+        assert not [name for name in found.attributes if name.startswith("on")], text
+        assert "script" not in found.tags
+
+
+def test_a_page_needs_nothing_else(folder):
+    page = make_report([read_run(folder([line(s) for s in range(1, 60)]))]).to_html()
+    assert "default-src 'none'" in page
+    outside = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(target.startswith("#") for target in outside)
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", page)
+    assert "<svg" in page
+    assert "var(--ink)" in page  # figures follow the page's colours
+    assert not re.search("#010203|#fdfcfb", page)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_both_languages(folder, language):
+    run = read_run(folder([line(s, lost_updates={"a": 0.9}) for s in range(1, 30)]))
+    page = make_report([run], language).to_html()
+    assert ('lang="zh-CN"' in page) is (language == "zh")
+    assert ("丢失的更新" in page) is (language == "zh")
+    assert ("Lost updates" in page) is (language == "en")
+
+
+def test_another_language_is_refused(folder):
+    with pytest.raises(ConfigError, match="--lang fr; allowed: en, zh"):
+        make_report([read_run(folder([line(1)]))], "fr")
+
+
+def test_several_runs_with_a_band(folder):
+    runs = [
+        read_run(folder([line(s, val_loss=4 + seed / 10) for s in range(1, 30)], f"s{seed}"))
+        for seed in range(3)
+    ]
+    page = make_report(runs).to_html()
+    assert "mean and spread of 3 runs" in page
+    assert page.count('class="verdict healthy"') == 3
+
+
+def test_a_broken_run_has_a_page(folder):
+    path = folder([])
+    (path / "metrics.jsonl").unlink()
+    page = make_report([read_run(path)]).to_html()
+    assert "the run took no step" in page
+    path = folder(
+        [line(s, loss="nan", grad_norm="inf", applied=False) for s in range(1, 30)], "nan"
+    )
+    make_report([read_run(path)]).to_html()
+
+
+def test_without_matplotlib_the_page_says_so(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    run = read_run(folder([line(1), line(2)]))
+    assert "halfstep[plot]" in make_report([run]).to_html()
+    assert draw_curves(run, folder([], "x") / "curves.png") is False
+
+
+@pytest.mark.parametrize("suffix", ["html", "md", "json"])
+def test_forms(folder, tmp_path, suffix):
+    report = make_report([read_run(folder([line(s) for s in range(1, 30)]))])
+    path = report.write(tmp_path / "new" / f"r.{suffix}")
+    text = path.read_text(encoding="utf-8")
+    assert "healthy" in text
+    assert not [p for p in path.parent.iterdir() if p != path]
+    if suffix == "json":
+        (run,) = json.loads(text, parse_constant=lambda name: pytest.fail(name))["runs"]
+        assert (run["level"], run["steps"], run["findings"]) == ("healthy", 29, [])
+
+
+def test_json_is_strict_for_a_run_of_nans(folder, tmp_path):
+    path = folder([line(s, loss="nan", loss_scale="inf") for s in range(1, 90)])
+    (path / "causes.jsonl").write_text('{"largest": Infinity, "nested": [NaN]}\n')
+    written = make_report([read_run(path)]).write(tmp_path / "r.json")
+    json.loads(written.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_name_that_cannot_be_written(folder, tmp_path):
+    report = make_report([read_run(folder([line(1)]))])
+    with pytest.raises(ConfigError, match=r"ends in \.html, \.md, \.json"):
+        report.write(tmp_path / "r.pdf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report.write(tmp_path / "file" / "r.html")
+
+
+def test_markdown_of_hostile_names(folder):
+    for number, text in enumerate(HOSTILE):
+        page = make_report([run_named(folder, text, number)]).to_markdown()
+        assert "<script" not in page
+        assert "](javascript" not in page
+        assert not re.search(r"^# heading", page, re.MULTILINE)
+
+
+def test_long_curves_keep_their_extremes():
+    values = [float(i % 97) for i in range(100_000)]
+    values[54_321], values[12_345] = 1e6, -1e6
+    steps, kept = thinned(range(100_000), values)
+    assert len(kept) <= MOST_POINTS + 2
+    assert {max(kept), min(kept)} == {1e6, -1e6}
+    assert steps == sorted(steps)
+
+
+def test_a_long_run_makes_a_small_page(folder):
+    lines = [line(s, loss=3 + (s % 7) / 10, lost_updates={"a": 0.0}) for s in range(1, 20_001)]
+    page = make_report([read_run(folder(lines))]).to_html()
+    assert len(page.encode()) < 2e6
+
+
+def test_one_picture_of_all_curves(folder):
+    path = folder([line(s, val_loss=5.0) for s in range(1, 60)])
+    assert draw_curves(read_run(path), path / "curves.png")
+    assert (path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(path.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
+def test_a_browser_runs_nothing_of_a_hostile_run(folder, tmp_path):
+    runs = [run_named(folder, text, number) for number, text in enumerate(HOSTILE)]
+    path = make_report(runs).write(tmp_path / "page.html")
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120)
+    assert "Training report" in done.stdout
+    assert "<title>owned" not in done.stdout
+    assert "<h1>new" not in done.stdout
