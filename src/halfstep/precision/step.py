@@ -146,6 +146,7 @@ class Precision:
         self._schedulers, self._ema = schedulers, ema
         choice = OnNonFinite.parse(on_nonfinite)
         self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
+        self.ranks = self._ranks
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
