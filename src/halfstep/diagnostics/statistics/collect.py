@@ -102,7 +102,7 @@ class Collector:
         if torch.compiler.is_compiling():
             return
         for key, tensor in tensors_in(output):
-            self._output(f"{name}{key}" or type(module).__name__, tensor, counted)
+            self._output(f"{name or type(module).__name__}{key}", tensor, counted)
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
         version = -1 if x.is_inference() else x._version
