@@ -23,6 +23,8 @@ from halfstep.diagnostics.statistics.what_if import (
 from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
 
+NUMERICS = "numerics.jsonl"
+"""The file of a run's watched steps in its folder."""
 _SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
 """What a loss scale multiplies."""
 _SPELLED = {"activation_gradient": "gradient of output", "gradient": "gradient of weight"}
@@ -178,7 +180,7 @@ def load_numerics(path: str | Path) -> Numerics:
         DataError: If there is no such file, or it cannot be read.
     """
     file = Path(path)
-    file = file / "numerics.jsonl" if file.is_dir() else file
+    file = file / NUMERICS if file.is_dir() else file
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -144,7 +144,7 @@ class Watch:
 
     def _arm(self) -> None:
         due = self._step + 1
-        if self._steps is not None and (due % self._every == 0 or due == self._start + 1):
+        if self._steps is not None and (due % self._every == 0 or due == 1):
             self._collector = Collector(self._model, self._steps.scale)
             if isinstance(self._source, Precision):
                 parameters = self._source.masters.parameter_of
@@ -225,8 +225,8 @@ def watch(
         every: Watch every this many steps, skipped ones included.
         to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. It is begun
             anew, unless ``start`` is above 0.
-        start: Steps before this context's first, in a resumed run; later lines of the file are
-            dropped.
+        start: Steps before this context's first, in a resumed run, which watches those that the
+            whole run would; later lines of the file are dropped.
         ranks: The ranks whose counts are merged, which must all watch. None: those of the
             Precision, or all of ``torch.distributed``'s default group. Rank 0 writes the file.
 

@@ -5,6 +5,7 @@
     config.toml     the resolved configuration
     env.json        the machine that it ran on
     metrics.jsonl   one JSON object per step
+    numerics.jsonl  with --watch: one JSON object per watched step
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
     report.txt      for a classifier: scores of its classes; also report.json and confusion.png
