@@ -112,7 +112,7 @@ class Collector:
         self._seen[id(x)] = (weakref.ref(x), version)
         if counted:
             self.add("activation", name, x.detach())
-        if x.requires_grad and x.is_floating_point():
+        if x.requires_grad and x.is_floating_point() and x.dim():  # a loss's is 1 over and over
             wait = partial(self._gradient, name)
             self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
 

@@ -50,8 +50,8 @@ class StepNumerics:
         return tuple(one for one in self.tensors if one.kind in kinds)
 
     def window(self, form: FloatFormat | str = "fp16") -> Window | None:
-        """The loss scales that fit all gradients; None where there are none but zeros."""
-        return common_window(self.of(*_SCALED), form)
+        """The loss scales that fit the gradients; None where there are none but zeros."""
+        return common_window(self.in_16_bits(), form)
 
     def verdicts(self, form: FloatFormat | str = "fp16") -> tuple[str, ...]:
         """What is wrong with the numbers, and what a format would make of them, in sentences."""
@@ -72,14 +72,32 @@ class StepNumerics:
                 f"ends at {form.max:g}"
             )
         fit = self.window(form)
-        if fit is not None:
-            said.append(f"{form.name} gradients: {fit}")
-        flushed = _shares(self.of(*_SCALED), form)
-        if flushed > FLUSHED_AT_MOST and fit is not None:
+        if fit is None:
+            return tuple(said)
+        gradients = self.in_16_bits()
+        said.append(f"{form.name} gradients: {fit}")
+        flushed = _shares(gradients, form)
+        if flushed > FLUSHED_AT_MOST:
+            said[-1] += f"; without a scale {flushed:.1%} of them would be flushed to 0"
+        still = [(what_if(one, form, fit.high).flushed, _title(one)) for one in gradients]
+        still = [pair for pair in still if pair[0] > FLUSHED_AT_MOST]
+        if still:
+            share, name = max(still)
             said.append(
-                f"{form.name} without a loss scale would flush {flushed:.1%} of the gradients to 0"
+                f"even at 2^{fit.high}, {len(still)} of {len(gradients)} gradients lose more than "
+                f"1 % to 0, most {name} with {share:.1%}"
             )
         return tuple(said)
+
+    def in_16_bits(self) -> tuple[TensorStatistics, ...]:
+        """The gradients that a 16-bit format would hold.
+
+        Of outputs, those that are in 16 bits now, or all where none is: a mixed policy leaves the
+        others in fp32. Of weights, all: a 16-bit product makes them, whatever they are kept in.
+        """
+        outputs = self.of("activation_gradient")
+        low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
+        return (*(low or outputs), *self.of("gradient"))
 
     def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
         """The tensors that a format would treat worst, and the verdicts.

@@ -7,10 +7,12 @@ one histogram answers for every loss scale that is a power of two::
 
     flushed    exponents + k below that of half the smallest subnormal: 2^-25 for fp16
     subnormal  those from there to the smallest normal number: 2^-14 for fp16
+               (of the last binade below it, the uppermost part rounds to it)
     overflowed exponents + k above that of the largest number, and a part of its own binade, if the
                largest element is beyond the limit
 
-The answers are exact but for numbers that share a binade with a limit.
+The answers are exact but for numbers that share a binade with a limit; there they are what an even
+spread would give.
 
 **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven) and 7.4 (overflow); Micikevicius et al. 2018,
 "Mixed Precision Training", section 3.2, for the figure and the loss scale.
@@ -22,9 +24,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.diagnostics.statistics.values import TensorStatistics
+from halfstep.diagnostics.statistics.values import TensorStatistics, merged
 from halfstep.errors import PrecisionError
 from halfstep.formats import FORMATS, FloatFormat
+
+_GAPS = {str(form.dtype).removeprefix("torch."): form.eps for form in FORMATS.values()}
+"""By dtype: how much of a binade its first number is."""
 
 FLUSHED_AT_MOST = 0.01
 """The share of the numbers that a loss scale may leave to be flushed.
@@ -58,14 +63,14 @@ class Window:
     Attributes:
         low: The smallest k at which at most one per cent of the numbers is flushed.
         high: The largest k at which none overflows.
-        low_name: The tensor that sets ``low``.
+        low_name: The tensor with the smallest numbers, which needs the largest scale.
         high_name: The tensor that sets ``high``.
     """
 
     low: int
     high: int
-    low_name: str = ""
-    high_name: str = ""
+    low_name: str
+    high_name: str
 
     @property
     def fits(self) -> bool:
@@ -76,8 +81,8 @@ class Window:
         if self.fits:
             return f"loss scales from 2^{self.low} to 2^{self.high} fit"
         return (
-            f"no scale fits: {self.low_name or 'the smallest'} needs 2^{self.low} and "
-            f"{self.high_name or 'the largest'} allows 2^{self.high}"
+            f"no scale fits: at least 2^{self.low} is needed, most for {self.low_name}, and "
+            f"{self.high_name} allows 2^{self.high} at most"
         )
 
 
@@ -103,8 +108,11 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
     """
     form = as_format(form)
     half = form.min_exponent - form.mantissa_bits - 1  # the exponent of what is flushed at most
-    flushed = sum(n for e, n in values.exponents.items() if e + k < half)
-    low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent)
+    at = values.exponents.get
+    ties = at(half - k, 0) * _GAPS.get(values.dtype, 0.0)  # to even, which is 0
+    flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
+    low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent) - ties
+    low -= at(form.min_exponent - 1 - k, 0) * form.eps  # rounds to the smallest normal number
     over = _overflowing(values, form, k)
     whole = max(values.nonzero, 1)
     zeros = (values.zeros + flushed) / max(values.elements, 1)
@@ -166,12 +174,18 @@ def window(values: TensorStatistics, form: FloatFormat | str = "fp16") -> Window
 def common_window(
     several: Sequence[TensorStatistics], form: FloatFormat | str = "fp16"
 ) -> Window | None:
-    """The loss scales that fit all of several gradients; None where all their numbers are 0."""
+    """The loss scales that fit several gradients; None where all their numbers are 0.
+
+    At most one per cent of all numbers together is flushed, so that a bias whose gradient is
+    nothing but rounding noise does not count as much as a layer; and none of any tensor overflows.
+    """
     windows = [found for one in several if (found := window(one, form)) is not None]
     if not windows:
         return None
-    low, high = max(windows, key=lambda w: w.low), min(windows, key=lambda w: w.high)
-    return Window(low.low, high.high, low.low_name, high.high_name)
+    together = window(merged(several), form)
+    assert together is not None, "some of them is not 0"
+    lowest, high = max(windows, key=lambda w: w.low), min(windows, key=lambda w: w.high)
+    return Window(together.low, high.high, lowest.low_name, high.high_name)
 
 
 def as_format(form: FloatFormat | str) -> FloatFormat:
