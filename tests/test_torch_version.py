@@ -218,3 +218,12 @@ def test_no_version_of_torch_is_too_new():
     (wanted,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
     least = ".".join(map(str, torch_version.LEAST))
     assert [(s.operator, s.version) for s in wanted.specifier] == [(">=", least)]
+
+
+def test_probing_draws_no_random_numbers():
+    """The first use of a public name must not change what a seeded script draws next."""
+    before = torch.get_rng_state()
+    torch_version.missing.cache_clear()
+    for feature in {private.needed_by for private in torch_version.PRIVATE}:
+        torch_version.missing(feature)
+    assert torch.equal(torch.get_rng_state(), before)

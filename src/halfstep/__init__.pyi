@@ -4,6 +4,13 @@ from . import distributed as distributed, optim as optim
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.nonfinite.operations import Cause as Cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
+from .diagnostics.statistics.numerics import (
+    StepNumerics as StepNumerics,
+    load_numerics as load_numerics,
+)
+from .diagnostics.statistics.values import TensorStatistics as TensorStatistics
+from .diagnostics.statistics.watch import watch as watch
+from .diagnostics.statistics.what_if import what_if as what_if
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

@@ -250,7 +250,8 @@ def missing(feature: str) -> tuple[str, ...]:
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if version < LEAST:
         return (f"a torch of version {LEAST[0]}.{LEAST[1]} or newer",)
-    return tuple(p.name for p in PRIVATE if p.needed_by == feature and not _works(p))
+    with torch.random.fork_rng(devices=()):  # probes that make layers draw their weights
+        return tuple(p.name for p in PRIVATE if p.needed_by == feature and not _works(p))
 
 
 def _works(private: Private) -> bool:

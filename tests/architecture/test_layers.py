@@ -24,7 +24,7 @@ ALLOWED = {
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
     "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "formats", "precision", "optim"},
+    "diagnostics": {"errors", "formats", "kernels", "precision", "optim"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "formats", "diagnostics"},

@@ -8,7 +8,7 @@ import pytest
 from halfstep.report.findings import RULES, findings, verdict
 from halfstep.report.record import read_run
 from halfstep.report.words import LANGUAGES, PHRASES
-from report.conftest import line
+from report.conftest import line, tensor, watch
 
 
 def names(path):
@@ -118,6 +118,30 @@ def test_faults_come_first(folder):
     assert names(path) == ["stopped_nonfinite", "lost_updates"]
 
 
+@pytest.mark.parametrize(("scale", "found"), [(1.0, True), (2.0**5, False)])
+def test_gradients_that_the_scale_in_force_does_not_save(folder, scale, found):
+    """A fifth of them is below 2^-25; times 32 all are above."""
+    path = folder([line(1), line(2)], precision="fp16-mixed")
+    watch(path, tensor("blocks.3"), scale=scale)
+    assert names(path) == (["fp16_underflow"] if found else [])
+    if found:
+        assert verdict(read_run(path)).startswith("fp16 rounds 20.0% of blocks.3 to zero")
+
+
+def test_other_policies_do_not_underflow_in_fp16(folder):
+    path = folder([line(1), line(2)])
+    watch(path, tensor(), policy="bf16-mixed")
+    assert names(path) == []
+
+
+def test_an_output_near_the_end_of_fp16(folder):
+    path = folder([line(1), line(2)], precision="fp16-mixed")
+    watch(path, tensor("mlp", "activation", {"3": 10}, absmax=12.0))
+    assert names(path) == []
+    watch(path, tensor("mlp", "activation", {"14": 10}, absmax=30000.0), step=2)
+    assert names(path) == ["fp16_headroom"]
+
+
 def test_every_rule_has_words_in_every_language():
     """A finding's name, and what to do under the name with "!"."""
     for key, texts in PHRASES.items():
@@ -129,4 +153,4 @@ def test_every_rule_has_words_in_every_language():
         assert blanks[0] == blanks[1], key  # the same values in both languages
     remedies = {key[:-1] for key in PHRASES if key.endswith("!")}
     assert remedies <= set(PHRASES)
-    assert len(RULES) == 7
+    assert len(RULES) == 9

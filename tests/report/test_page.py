@@ -10,9 +10,10 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, draw_curves, thinned
+from halfstep.report.numbers import MOST_ROWS
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from report.conftest import line
+from report.conftest import line, tensor, watch
 
 HOSTILE = [
     "<script>document.title='owned'</script>",
@@ -54,6 +55,7 @@ def run_named(folder, text, number):
     (path / "causes.jsonl").write_text(
         json.dumps({"module": text, "sample": {"text": text}}) + "\n"
     )
+    watch(path, tensor(text), tensor(text, "activation"), tensor(text, "update"))
     return read_run(path)
 
 
@@ -80,6 +82,34 @@ def test_a_page_needs_nothing_else(folder):
     assert "<svg" in page
     assert "var(--ink)" in page  # figures follow the page's colours
     assert not re.search("#010203|#fdfcfb", page)
+
+
+def test_the_map_of_a_layer_s_numbers(folder):
+    path = folder([line(1), line(2)])
+    assert "--watch" in make_report([read_run(path)]).to_html()
+    watch(path, tensor("first", exponents={"-30": 75, "3": 25}, absmax=9.0))
+    watch(path, tensor("blocks.0", exponents={"-30": 75, "3": 25}, absmax=9.0), step=2)
+    page = make_report([read_run(path)]).to_html()
+    assert "--watch" not in page
+    assert page.count("<rect ") == 2  # of the last watched step
+    # the square roots of 3/4 and 1/4, at their places from the least exponent on
+    assert '<rect x="20" y="0" width="1" height="1" fill-opacity="0.87"/>' in page
+    assert '<rect x="53" y="0" width="1" height="1" fill-opacity="0.50"/>' in page
+    cells = re.search(r"<tr><td>gradient of activation blocks.0</td>(.*?)</tr>", page)[1]
+    # three quarters are below half of 2^-24, and below half of e4m3's 2^-9 and of e5m2's 2^-16
+    lost, kept = ["75.0%", "0.0%"], ["0.0%", "0.0%"]
+    assert re.findall(r"<td>(.*?)</td>", cells) == ["9", *lost, *kept, *lost, *lost]
+
+
+def test_a_deep_model_fits_a_page(folder):
+    path = folder([line(1), line(2)])
+    watch(
+        path,
+        *(tensor(f"layer.{i}", kind) for i in range(900) for kind in ("activation", "gradient")),
+    )
+    page = make_report([read_run(path)]).to_html()
+    assert len(page.encode()) < 2e6
+    assert page.count("<g><title>layer.") <= 2 * MOST_ROWS
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -183,6 +183,8 @@ def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -
             "action": "store_const", "const": True}  # fmt: skip
     elif several:
         more["nargs"] = "+"
+    elif "bare" in option.field.metadata:  # what the option means without a value
+        more |= {"nargs": "?", "const": option.field.metadata["bare"]}
     parser.add_argument(*names, dest=option.key, **more)
 
 

@@ -143,13 +143,13 @@ class Precision:
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self._schedulers, self._ema = schedulers, ema
         choice = OnNonFinite.parse(on_nonfinite)
-        self._ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
+        self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
         check_parameters(placed, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
-        check_replicas(model.named_parameters(), self._ranks)
+        check_replicas(model.named_parameters(), self.ranks)
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
             self._take(model, placed, choice, upcast=upcast_trainable)
@@ -168,10 +168,10 @@ class Precision:
         self._guard: Guard | None = None
         if choice.action != "stop":
             averages = self._ema.averages if self._ema is not None else {}
-            self._guard = Guard(choice, model, self.optimizers, averages, self._ranks)
-        self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks)
+            self._guard = Guard(choice, model, self.optimizers, averages, self.ranks)
+        self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks)
         config, installed = self.policy.loss_scale, self.masters.installed
-        self.path = device_path(self.optimizers, config, self._ranks, installed)
+        self.path = device_path(self.optimizers, config, self.ranks, installed)
         self._scalers = OneScaler()
         self._watch = ForwardWatch(self.policy, self.device)
         self.model = model
@@ -234,13 +234,13 @@ class Precision:
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
         with self._context.arithmetic():
-            if self._uncalibrated and not any(self._ranks.worst([not bool(loss.isfinite())])):
+            if self._uncalibrated and not any(self.ranks.worst([not bool(loss.isfinite())])):
                 self._uncalibrated = False
                 config = self.policy.loss_scale
                 found = largest_finite_scale(
                     loss.reshape(()), minimum=config.min_scale, maximum=config.max_scale
                 )
-                self._loss_scale.start_at(2.0 ** -self._ranks.worst([-round(math.log2(found))])[0])
+                self._loss_scale.start_at(2.0 ** -self.ranks.worst([-round(math.log2(found))])[0])
             held = self._loss_scale
             scale = held.value if self.path is None else self.path.scale(held)
             with self.masters.arrivals.running(scale, loss, asked):
@@ -530,7 +530,7 @@ class Precision:
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """The finished gradient of each tensor that the optimizers are about to update."""
         if self._loss is None:
-            self._ranks.cannot()
+            self.ranks.cannot()
             raise no_backward()
         if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
             self._loss = torch.zeros_like(self._loss)
@@ -541,7 +541,7 @@ class Precision:
             if not gradients:
                 raise no_gradients()
         except PrecisionError:
-            self._ranks.cannot()
+            self.ranks.cannot()
             raise
         return gradients
 
@@ -557,7 +557,7 @@ class Precision:
         self._skipped_in_a_row += 1
         error: NonFiniteError | None
         if found is None:
-            error = broken_loss(self.policy, judged.loss, self.model, self._ranks)
+            error = broken_loss(self.policy, judged.loss, self.model, self.ranks)
         else:
             error = incurable(
                 self.policy, self._loss_scale, found, judged.loss, self._skipped_in_a_row

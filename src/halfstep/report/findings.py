@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Literal
 
+from halfstep.diagnostics.statistics.what_if import what_if
 from halfstep.report.record import RunRecord, number
 from halfstep.report.words import phrase
 
@@ -132,6 +133,32 @@ def _back(run: RunRecord) -> Iterator[Finding]:
         yield Finding("warning", "rolled_back", {"count": count})
 
 
+def _underflow(run: RunRecord) -> Iterator[Finding]:
+    """fp16 gradients that the loss scale in force did not save, in the last watched step."""
+    step = run.numerics[-1] if run.numerics else None
+    if step is None or not step.policy.startswith("fp16") or not 0 < step.loss_scale < math.inf:
+        return
+    k = round(math.log2(step.loss_scale))
+    found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
+    share, name = max(found, default=(0.0, ""))
+    if share > FLUSHED:
+        yield Finding("warning", "fp16_underflow", {"share": f"{share:.1%}", "tensor": name})
+
+
+def _headroom(run: RunRecord) -> Iterator[Finding]:
+    """Outputs of modules near the end of fp16, in any watched step."""
+    outputs = [
+        tensor
+        for step in run.numerics
+        if step.policy.startswith("fp16")
+        for tensor in step.of("activation")
+    ]
+    most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
+    if most is not None and most.absmax > HEADROOM:
+        values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
+        yield Finding("warning", "fp16_headroom", values)
+
+
 def _spikes(run: RunRecord) -> Iterator[Finding]:
     if run.excluded:
         yield Finding("note", "spikes", {"count": len(run.excluded)})
@@ -144,5 +171,7 @@ RULES: Sequence[Callable[[RunRecord], Iterator[Finding]]] = (
     _scale,
     _lost,
     _back,
+    _underflow,
+    _headroom,
     _spikes,
 )

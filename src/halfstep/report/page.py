@@ -20,6 +20,7 @@ from markupsafe import Markup
 from halfstep.errors import ConfigError
 from halfstep.report.figures import figures, largest
 from halfstep.report.findings import Finding, findings, verdict
+from halfstep.report.numbers import FORMATS, heat_maps, what_ifs
 from halfstep.report.record import RunRecord
 from halfstep.report.words import LANGUAGES, phrase
 
@@ -83,7 +84,9 @@ class Report:
         """One page of HTML that needs nothing else."""
         drawn = figures([row.record for row in self.rows], self.language)
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
-        return self._written("page.html.j2", figures=shown)
+        last = [(row, row.record.numerics[-1]) for row in self.rows if row.record.numerics]
+        watched = [(row, step, heat_maps(step), what_ifs(step)) for row, step in last]
+        return self._written("page.html.j2", figures=shown, watched=watched, formats=FORMATS)
 
     def to_markdown(self) -> str:
         """The same without figures."""
@@ -100,7 +103,7 @@ class Report:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters["line"] = _one_line
+        environment.filters |= {"line": _one_line, "tail": _tail, "shade": math.sqrt}
         made = environment.get_template(template)
         return made.render(report=self, say=say, flat=_flat, language=self.language, **more)
 
@@ -203,6 +206,11 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list):
         return [_strict(each) for each in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _tail(name: str, most: int = 36) -> str:
+    """The end of a long name, which tells modules apart."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _one_line(value: Any) -> str:

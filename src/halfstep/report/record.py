@@ -15,14 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
 from halfstep.errors import ConfigError
 
-METRICS, NUMERICS, CAUSES, EXCLUDED = (
-    "metrics.jsonl",
-    "numerics.jsonl",
-    "causes.jsonl",
-    "exclude.jsonl",
-)
+METRICS, CAUSES, EXCLUDED = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
 
@@ -38,7 +34,7 @@ class RunRecord:
         config: The resolved configuration, by table and key; empty where it cannot be read.
         environment: ``env.json``: the machine that the run began on.
         steps: The lines of ``metrics.jsonl``, by step.
-        numerics: The lines of ``numerics.jsonl``: statistics of tensors on watched steps.
+        numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
         damaged: File name to the number of its lines that could not be read.
@@ -49,7 +45,7 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: Sequence[Line]
-    numerics: Sequence[Line] = ()
+    numerics: Sequence[StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)
@@ -121,22 +117,28 @@ def read_run(folder: Path) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     missing: list[str] = []
-    lines = {
-        name: _lines(folder / name, damaged, missing)
-        for name in (METRICS, NUMERICS, CAUSES, EXCLUDED)
-    }
+    lines = {name: _lines(folder / name, damaged, missing) for name in (METRICS, CAUSES, EXCLUDED)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged, missing),
         environment=_json(folder / "env.json", damaged, missing),
         steps=[by_step[step] for step in sorted(by_step)],
-        numerics=[line for line in lines[NUMERICS] if _is_step(line.get("step"))],
+        numerics=_numerics(folder / NUMERICS, damaged, missing),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDED],
         damaged=damaged,
         missing=missing,
     )
+
+
+def _numerics(path: Path, damaged: dict[str, int], missing: list[str]) -> Sequence[StepNumerics]:
+    if _text(path, missing) is None:
+        return ()
+    found = load_numerics(path)
+    if found.damaged:
+        damaged[path.name] = found.damaged
+    return found.steps
 
 
 def _is_step(value: Any) -> bool:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
+from halfstep.diagnostics.statistics.numerics import NUMERICS
+from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 from halfstep.precision.result import StepResult
@@ -78,6 +80,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         _Books(session, path) as books,
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
+        _watched(session, path),
     ):
         while session.step < settings.max_steps and not _patience_is_over(session):
             taken = _take_step(session, books)
@@ -255,6 +258,15 @@ class _Losses:
     def close(self) -> None:
         """Take the meter's hooks off the optimizers."""
         self._meter.close()
+
+
+def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
+    """Count the exponents of the run's numbers, if it asks for that."""
+    every = session.config.run.watch
+    if not every:
+        return nullcontext()
+    file, start = path / NUMERICS, session.step
+    return watch(session.task.model, session.precision, every=every, to=file, start=start)
 
 
 def _due(step: int, every: int) -> bool:

@@ -41,6 +41,9 @@ class RunConfig:
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
     lost_update_every: Count = 50
     """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
+    watch: Count = field(default=0, metadata={"bare": "100"})
+    """Count the exponents of weights, activations, gradients and updates on the first step and on
+    every N-th, into numerics.jsonl (docs/diagnostics.md); --watch alone: every 100th; 0: never."""
     save_every: Count = 100
     """Save a checkpoint every this many steps and at the end; 0: at the end only."""
     keep: AtLeast1 = 2

@@ -6,6 +6,7 @@
     env.json        the machine that it ran on
     metrics.jsonl   one JSON object per step
     curves.png      loss, loss scale, gradient norm, lost updates and speed over the steps
+    numerics.jsonl  with --watch: one JSON object per watched step
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
     report.txt      for a classifier: scores of its classes; also report.json and confusion.png

@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "parallel", "sequence_parallel", "grad_accum", "agree_every",
      "rank_timeout", "background_save", "threads", "max_steps", "max_seconds", "epochs",
-     "eval_every", "eval_batches", "lost_update_every", "save_every", "keep", "patience",
+     "eval_every", "eval_batches", "lost_update_every", "watch", "save_every", "keep", "patience",
      "output_dir", "report_to"}
 )  # fmt: skip
 

@@ -1,0 +1,156 @@
+"""Counts the numbers of one training step as they are made, by hooks on the model's modules.
+
+The hooks exist during a watched step alone. Each module's outputs are counted after its forward,
+and the gradients with respect to them when backward has them complete. Counts stay on the device
+until :meth:`Collector.read`.
+
+Not counted: a forward without gradients outside of one with them, such as an evaluation or a
+teacher; a forward that activation checkpointing repeats in backward; a tensor that a module passes
+on as it got it from a module inside.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
+from halfstep.kernels.exponents import add_, empty_row
+from halfstep.precision.masters.local_part import local_part
+
+_Key = tuple[Kind, str, torch.dtype, torch.device, int]
+
+
+class Collector:
+    """The counts of one step; hooks are attached by making it, and removed by :meth:`close`."""
+
+    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+        """Attach hooks to every module.
+
+        Args:
+            model: The model, whose modules' names are those of the tensors.
+            scale: Tells the loss scale of the backward that is running; asked once.
+        """
+        self._ask, self._scale = scale, 0.0
+        self._rows: dict[_Key, Tensor] = {}
+        self._counted: list[bool] = []  # for each forward that is running, the inner ones last
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            leave = partial(self._leave, name)
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks, those that wait on tensors for their gradients included."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
+        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor."""
+        x = local_part(x)
+        if x.is_sparse:
+            x = x.coalesce().values()
+        if not x.is_floating_point() or x.is_meta:
+            return
+        factor, shift = _parts(scale)
+        key = (kind, name, x.dtype, x.device, shift)
+        if key not in self._rows:
+            self._rows[key] = empty_row(x.device)
+        add_(self._rows[key], x, factor)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the step's backward."""
+        return self._scale or self._ask()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been counted."""
+        return not self._rows
+
+    def read(self) -> list[TensorStatistics]:
+        """Copy the counts to the host, in one transfer for each device."""
+        read: dict[_Key, list[float]] = {}
+        for device in {key[3] for key in self._rows}:
+            keys = [key for key in self._rows if key[3] == device]
+            rows = torch.stack([self._rows[key] for key in keys]).tolist()
+            read |= dict(zip(keys, rows, strict=True))
+        found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
+        for key in self._rows:  # in the order of their first numbers
+            kind, name, dtype, _, shift = key
+            one = TensorStatistics.from_row(kind, name, dtype, read[key], shift)
+            found.setdefault((kind, name, dtype), []).append(one)
+        return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        outer = bool(self._counted and self._counted[-1])
+        # A checkpoint's forward has no gradients on, but is inside of one that has.
+        self._counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        counted = self._counted.pop() if self._counted else False
+        if torch.compiler.is_compiling():
+            return
+        for key, tensor in tensors_in(output):
+            self._output(f"{name or type(module).__name__}{key}", tensor, counted)
+
+    def _output(self, name: str, x: Tensor, counted: bool) -> None:
+        version = -1 if x.is_inference() else x._version
+        last = self._seen.get(id(x))
+        if last is not None and last[0]() is x and last[1] == version:
+            return
+        self._seen[id(x)] = (weakref.ref(x), version)
+        if counted:
+            self.add("activation", name, x.detach())
+        if x.requires_grad and x.is_floating_point() and x.dim():  # a loss's is 1 over and over
+            wait = partial(self._gradient, name)
+            self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._scale = self.scale
+        self.add("activation_gradient", name, gradient.detach(), self._scale)
+
+
+def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's output with their keys: none for one tensor, or the first of some.
+
+    An output may be a tensor, or a tuple, list, mapping or dataclass of outputs.
+    """
+    if isinstance(output, Tensor):
+        yield key, output
+        return
+    if isinstance(output, Mapping):
+        parts = [(f"{key}[{name}]", part) for name, part in output.items()]
+    elif isinstance(output, tuple | list):
+        parts = [(f"{key}[{i}]" if i else key, part) for i, part in enumerate(output)]
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [(f"{key}[{f.name}]", getattr(output, f.name)) for f in fields(output)]
+    else:
+        return
+    for inner, part in parts:
+        yield from tensors_in(part, inner)
+
+
+def _parts(scale: float) -> tuple[float, int]:
+    """1 / scale as a factor and a power of two; the factor of a power of two is 1.
+
+    Factors are between 1/2 and 1, so that a product neither overflows nor becomes 0.
+    """
+    if not 0 < scale < math.inf:
+        return 1.0, 0
+    fraction, exponent = math.frexp(1 / scale)
+    return (1.0, exponent - 1) if fraction == 0.5 else (fraction, exponent)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,248 @@
+"""The statistics of whole steps: one line of ``numerics.jsonl`` each, as values and as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
+from halfstep.diagnostics.statistics.what_if import (
+    FLUSHED_AT_MOST,
+    WhatIf,
+    Window,
+    as_format,
+    beyond,
+    common_window,
+    what_if,
+    window,
+)
+from halfstep.errors import DataError
+from halfstep.formats import FloatFormat
+
+NUMERICS = "numerics.jsonl"
+"""The file of a run's watched steps in its folder."""
+_SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
+"""What a loss scale multiplies."""
+_SPELLED = {"activation_gradient": "gradient of output", "gradient": "gradient of weight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNumerics:
+    """What is known of the numbers of one watched step; ``print`` shows it as a table."""
+
+    step: int
+    """Number of the step, from 1; skipped steps count."""
+    applied: bool
+    """Whether the weights were updated."""
+    loss_scale: float
+    """The loss scale of its backward; NaN where that was not finite."""
+    policy: str
+    """The precision policy, or empty in a loop without one."""
+    tensors: tuple[TensorStatistics, ...]
+    """In the order in which their first numbers were counted."""
+
+    def of(self, *kinds: Kind) -> tuple[TensorStatistics, ...]:
+        """The tensors of some kinds."""
+        return tuple(one for one in self.tensors if one.kind in kinds)
+
+    def window(self, form: FloatFormat | str = "fp16") -> Window | None:
+        """The loss scales that fit the gradients; None where there are none but zeros."""
+        return common_window(self.in_16_bits(), form)
+
+    def verdicts(self, form: FloatFormat | str = "fp16") -> tuple[str, ...]:
+        """What is wrong with the numbers, and what a format would make of them, in sentences."""
+        form, said = as_format(form), []
+        broken = [one for one in self.tensors if one.nan or one.inf]
+        if broken:
+            first = broken[0]
+            said.append(
+                f"{len(broken)} tensors hold NaN or infinities; the first is {_title(first)} with "
+                f"{first.nan:,} NaN and {first.inf:,} infinities"
+            )
+        over = [one for one in self.of("activation", "weight") if beyond(one.absmax, form)]
+        if over:
+            most = max(over, key=lambda one: one.absmax)
+            said.append(
+                f"{form.name} would overflow in {len(over)} weights and outputs, most in "
+                f"{_title(most)}, whose largest magnitude is {most.absmax:.3g} where {form.name} "
+                f"ends at {form.max:g}"
+            )
+        fit = self.window(form)
+        if fit is None:
+            return tuple(said)
+        gradients = self.in_16_bits()
+        said.append(f"{form.name} gradients: {fit}")
+        flushed = _shares(gradients, form)
+        if flushed > FLUSHED_AT_MOST:
+            said[-1] += f"; without a scale {flushed:.1%} of them would be flushed to 0"
+        still = [(what_if(one, form, fit.high).flushed, _title(one)) for one in gradients]
+        still = [pair for pair in still if pair[0] > FLUSHED_AT_MOST]
+        if still:
+            share, name = max(still)
+            said.append(
+                f"even at 2^{fit.high}, {len(still)} of {len(gradients)} gradients lose more than "
+                f"1 % to 0, most {name} with {share:.1%}"
+            )
+        return tuple(said)
+
+    def in_16_bits(self) -> tuple[TensorStatistics, ...]:
+        """The gradients that a 16-bit format would hold.
+
+        Of outputs, those that are in 16 bits now, or all where none is: a mixed policy leaves the
+        others in fp32. Of weights, all: a 16-bit product makes them, whatever they are kept in.
+        """
+        outputs = self.of("activation_gradient")
+        low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
+        return (*(low or outputs), *self.of("gradient"))
+
+    def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
+        """The tensors that a format would treat worst, and the verdicts.
+
+        Args:
+            form: The format of the what-if, or its name.
+            k: Gradients are multiplied by the loss scale 2^k first.
+            rows: How many tensors; None: all, in the order of the step.
+
+        Returns:
+            Text with one line for each tensor.
+        """
+        form, asked = as_format(form), {}
+        for one in self.tensors:
+            asked[id(one)] = what_if(one, form, k if one.kind in _SCALED else 0)
+        chosen = list(self.tensors)
+        if rows is not None:
+            worst = sorted(chosen, key=lambda one: _badness(one, asked[id(one)]), reverse=True)
+            chosen = worst[:rows]
+        scaled = f" at 2^{k}" if k else ""
+        heads = ["tensor", "dtype", "elements", "largest", "rms", "zero", "subnormal", "not finite"]
+        heads += [f"{form.name}{scaled}: {what}" for what in ("flushed", "overflow")]
+        lines: list[tuple[str, ...]] = [(*heads, "scales that fit")]
+        lines += [_line(one, asked[id(one)], form) for one in chosen]
+        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            f"step {self.step}{'' if self.applied else ' (skipped)'}, loss scale "
+            f"{self.loss_scale:g}{', ' + self.policy if self.policy else ''}: "
+            f"{len(chosen)} of {len(self.tensors)} tensors"
+        ]
+        for line in lines:
+            left, *cells = line
+            padded = [cell.rjust(w) for cell, w in zip(cells, width[1:], strict=True)]
+            text.append("  ".join([left.ljust(width[0]), *padded]).rstrip())
+        return "\n".join([*text, *self.verdicts(form)])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> str:
+        """One line of strict JSON."""
+        table = {
+            "step": self.step,
+            "applied": self.applied,
+            "loss_scale": self.loss_scale if math.isfinite(self.loss_scale) else None,
+            "policy": self.policy,
+            "tensors": [one.to_dict() for one in self.tensors],
+        }
+        return json.dumps(table, allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Read what :meth:`to_json` gave.
+
+        Raises:
+            DataError: If the line is cut or is something else.
+        """
+        try:
+            table: Any = json.loads(line)
+            scale, step = table["loss_scale"], table["step"]
+            tensors = table["tensors"]
+            if type(step) is not int or not isinstance(tensors, list):
+                raise ValueError(step)
+            return cls(
+                step=step,
+                applied=bool(table["applied"]),
+                loss_scale=math.nan if scale is None else float(scale),
+                policy=str(table["policy"]),
+                tensors=tuple(map(TensorStatistics.from_dict, tensors)),
+            )
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"not the numerics of a step: {line[:80]!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """A file of watched steps.
+
+    Attributes:
+        steps: Its steps, in order.
+        damaged: Lines that could not be read, such as a last one that a killed process had begun.
+    """
+
+    steps: tuple[StepNumerics, ...]
+    damaged: int
+
+
+def load_numerics(path: str | Path) -> Numerics:
+    """Read ``numerics.jsonl``; lines that are cut or damaged are counted and left out.
+
+    Args:
+        path: The file, or the folder of a run that was trained with ``--watch``.
+
+    Returns:
+        The steps that could be read, and how many could not.
+
+    Raises:
+        DataError: If there is no such file, or it cannot be read.
+    """
+    file = Path(path)
+    file = file / NUMERICS if file.is_dir() else file
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(
+            f"{file}: {error.strerror}; allowed: a file that halfstep.watch(to=...) wrote, or the "
+            "folder of a run that was trained with --watch"
+        ) from error
+    steps, damaged = [], 0
+    for line in lines:
+        try:
+            steps.append(StepNumerics.from_json(line))
+        except DataError:
+            damaged += 1
+    return Numerics(tuple(steps), damaged)
+
+
+def _title(one: TensorStatistics) -> str:
+    return f"{_SPELLED.get(one.kind, one.kind)} {one.name}"
+
+
+def _shares(several: Iterable[TensorStatistics], form: FloatFormat) -> float:
+    """The share of all numbers that are not 0 that a format flushes without a loss scale."""
+    pairs = [(what_if(one, form).flushed * one.nonzero, one.nonzero) for one in several]
+    return sum(lost for lost, _ in pairs) / max(sum(of for _, of in pairs), 1)
+
+
+def _badness(one: TensorStatistics, found: WhatIf) -> tuple[float, float, float]:
+    return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
+
+
+def _line(one: TensorStatistics, found: WhatIf, form: FloatFormat) -> tuple[str, ...]:
+    fit = window(one, form) if one.kind in _SCALED else None
+    scales = ""
+    if fit is not None:
+        scales = f"2^{fit.low} to 2^{fit.high}" if fit.fits else "none"
+    return (
+        _title(one),
+        one.dtype,
+        f"{one.elements:,}",
+        f"{one.absmax:.2g}",
+        f"{one.rms:.2g}",
+        *(f"{count / max(one.elements, 1):.1%}" for count in (one.zeros, one.subnormal)),
+        f"{one.nan + one.inf:,}",
+        f"{found.flushed:.1%}",
+        f"{found.overflowed:.1%}",
+        scales,
+    )

@@ -1,0 +1,177 @@
+"""What is known of the numbers of one tensor: how many have which exponent, and their extremes.
+
+It is made from a row of counts (:mod:`halfstep.kernels.exponents`), merged over ranks by sums, and
+kept as JSON in ``numerics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from halfstep.errors import DataError
+from halfstep.kernels.exponents import (
+    FIRST,
+    INFINITE,
+    LARGEST,
+    LEAST,
+    MOST,
+    NOT_A_NUMBER,
+    SQUARES,
+    SUBNORMAL,
+    ZEROS,
+)
+
+Kind = Literal["weight", "activation", "activation_gradient", "gradient", "update"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStatistics:
+    """The numbers of one tensor in one step, or of all calls and micro-batches together.
+
+    Gradients are as they would be without a loss scale.
+    """
+
+    kind: Kind
+    """``"weight"`` and ``"update"`` (the weight after the step minus before it) and
+    ``"gradient"`` of a parameter; ``"activation"``, the output of a module, and
+    ``"activation_gradient"``, the loss's gradient with respect to it."""
+    name: str
+    """Of the parameter or module, in the model; ``name[1]`` or ``name[key]`` where a module
+    returns several tensors."""
+    dtype: str
+    """In which the numbers were, such as ``"bfloat16"``."""
+    elements: int
+    """How many numbers there are."""
+    absmax: float
+    """The largest finite magnitude; 0 where there is none."""
+    rms: float
+    """The root of the mean square of the finite numbers; 0 where there is none."""
+    zeros: int
+    """Numbers that are exactly 0."""
+    subnormal: int
+    """Numbers below the smallest normal one of ``dtype`` that are not 0."""
+    nan: int
+    """Numbers that are NaN."""
+    inf: int
+    """Infinities of either sign."""
+    exponents: Mapping[int, int]
+    """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
+
+    @property
+    def nonzero(self) -> int:
+        """How many finite numbers are not 0."""
+        return self.elements - self.zeros - self.nan - self.inf
+
+    @classmethod
+    def from_row(
+        cls, kind: Kind, name: str, dtype: torch.dtype, row: Sequence[float], shift: int = 0
+    ) -> Self:
+        """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does."""
+        raw = {e: int(row[FIRST + e - LEAST]) for e in range(LEAST, MOST + 1)}
+        normal = min_exponent(dtype)
+        zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
+        finite = zeros + sum(raw.values())
+        small = sum(count for e, count in raw.items() if e < normal)
+        return cls(
+            kind=kind,
+            name=name,
+            dtype=str(dtype).removeprefix("torch."),
+            elements=finite + nan + inf,
+            absmax=math.ldexp(row[LARGEST], shift),
+            # an fp64 square may overflow, and the mean is at most the maximum
+            rms=math.ldexp(min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]), shift),
+            zeros=zeros,
+            subnormal=int(row[SUBNORMAL]) or small,
+            nan=nan,
+            inf=inf,
+            exponents={e + shift: count for e, count in raw.items() if count},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them: no NaN, no infinity, exponents as text."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return fields | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_dict` gave.
+
+        Raises:
+            DataError: If a field is missing or not what it must be.
+        """
+        try:
+            exponents = {int(e): _count(n) for e, n in fields["exponents"].items()}
+            read = {name: _FIELDS[name](fields[name]) for name in _FIELDS}
+            if read["kind"] not in KINDS:
+                raise ValueError(read["kind"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DataError(f"not the statistics of a tensor: {str(fields)[:80]}") from error
+        return cls(exponents=exponents, **read)
+
+
+def min_exponent(dtype: torch.dtype) -> int:
+    """The exponent of the smallest normal number of a floating dtype."""
+    return int(math.log2(torch.finfo(dtype).smallest_normal))
+
+
+def merged(several: Sequence[TensorStatistics], share: float = 1.0) -> TensorStatistics:
+    """The statistics of several tensors as of one, with all counts times ``share``.
+
+    The share is 1/2 where each number is in two of the tensors, as with replicas on two ranks.
+    """
+    first = several[0]
+    counts: dict[int, int] = {}
+    for one in several:
+        for e, n in one.exponents.items():
+            counts[e] = counts.get(e, 0) + n
+    finite = [one.elements - one.nan - one.inf for one in several]
+    most = max(one.absmax for one in several)
+    parts = [(one.rms / (most or 1.0)) ** 2 * n for one, n in zip(several, finite, strict=True)]
+
+    def total(numbers: Iterable[int]) -> int:
+        return round(sum(numbers) * share)
+
+    return replace(
+        first,
+        elements=total(one.elements for one in several),
+        absmax=most,
+        rms=most * math.sqrt(math.fsum(parts) / max(sum(finite), 1)),
+        zeros=total(one.zeros for one in several),
+        subnormal=total(one.subnormal for one in several),
+        nan=total(one.nan for one in several),
+        inf=total(one.inf for one in several),
+        exponents={e: total([n]) for e, n in counts.items()},
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def _magnitude(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(value)
+    return number
+
+
+_FIELDS: dict[str, Any] = {
+    "kind": str,
+    "name": str,
+    "dtype": str,
+    "elements": _count,
+    "absmax": _magnitude,
+    "rms": _magnitude,
+    "zeros": _count,
+    "subnormal": _count,
+    "nan": _count,
+    "inf": _count,
+}

@@ -1,0 +1,103 @@
+"""How a tensor's numbers are spread over the binary exponents, in one pass over its memory.
+
+A row of 283 fp64 numbers holds what is counted: zeros; one count for each exponent from -149 (the
+smallest fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite
+magnitude. Counts and sums of several tensors add up in one row. :func:`add_` is for every device;
+on a CPU the compiled kernel of ``exponents.cpp`` does the same in about 0.4 ns a number.
+
+**Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
+subnormal numbers have those from -149 to -127.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.library import load_library
+
+LEAST, MOST = -149, 127
+"""The exponents of the smallest and of the largest fp32 number."""
+ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
+"""Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
+SQUARES, LARGEST, SUBNORMAL, ROW = 280, 281, 282, 283
+"""The sum of the finite squares, the largest finite magnitude, numbers that were subnormal before
+:func:`add_` multiplied them, and the length of a row."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_COPIES = 64
+_AT_ONCE = 1 << 22
+
+
+@cache
+def kernel() -> ctypes.CDLL | str:
+    """The compiled kernel's library, or the reason why there is none."""
+    found = load_library(("kernels/exponents.cpp",), fused=True)
+    if not isinstance(found, str):
+        address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        found.halfstep_exponents.argtypes = (address, number, count, address, number)
+        found.halfstep_exponents.restype = None
+    return found
+
+
+def empty_row(device: torch.device) -> Tensor:
+    """A row in which nothing has been counted."""
+    return torch.zeros(ROW, dtype=torch.float64, device=device)
+
+
+@torch.no_grad()
+def add_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
+    """Count a tensor's numbers in a row; nothing waits for the device.
+
+    Args:
+        row: ``(283,)`` fp64, from :func:`empty_row`, on the tensor's device.
+        x: Floating-point, of any shape and layout. Exponents of fp64 numbers beyond those of fp32
+            count as the nearest that fp32 has.
+        factor: Multiplies each number first, rounded to fp32. A factor of 1 costs nothing;
+            multiply by powers of two afterwards instead, by moving the counts.
+    """
+    x = x.detach()
+    if factor != 1.0:
+        least = torch.finfo(x.dtype).smallest_normal
+        magnitude = x.abs() if x.dtype.itemsize > 1 else x.float().abs()
+        row[SUBNORMAL] += ((magnitude > 0) & (magnitude < least)).sum()
+        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * factor
+    library = kernel() if x.device.type == "cpu" and x.dtype in _KINDS else ""
+    if isinstance(library, str):
+        add_by_torch_(row, x)
+        return
+    if not _is_dense(x):
+        x = x.contiguous()
+    library.halfstep_exponents(
+        x.data_ptr(), _KINDS[x.dtype], x.numel(), row.data_ptr(), torch.get_num_threads()
+    )
+
+
+def add_by_torch_(row: Tensor, x: Tensor) -> None:
+    """What :func:`add_` counts, in torch's operations; the definition of the compiled kernel."""
+    for part in torch.split(x.reshape(-1), _AT_ONCE) if x.numel() else ():
+        magnitude = (part if part.dtype == torch.float64 else part.float()).abs()
+        finite = magnitude.isfinite()
+        numbers = torch.where(finite, magnitude, 0.0)
+        exponent = torch.frexp(numbers).exponent - 1  # frexp has mantissas from 1/2 to 1
+        at = exponent.clamp(LEAST, MOST) + (FIRST - LEAST)
+        at = torch.where(numbers == 0, ZEROS, at)
+        at = torch.where(finite, at, torch.where(magnitude.isnan(), NOT_A_NUMBER, INFINITE))
+        # Many threads of a GPU that add to one count wait for each other, so there are copies.
+        copy = torch.arange(len(at), device=at.device) % _COPIES
+        counts = torch.zeros(_COPIES * SQUARES, dtype=torch.int64, device=at.device)
+        counts.scatter_add_(0, at + copy * SQUARES, torch.ones_like(copy))
+        row[:SQUARES] += counts.view(_COPIES, SQUARES).sum(0)
+        row[SQUARES] += numbers.double().square().sum()
+        row[LARGEST] = torch.maximum(row[LARGEST], numbers.amax().double())
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the tensor's numbers fill its memory without gaps, in whatever order."""
+    if x.is_contiguous():
+        return True
+    strides = x.stride()
+    return x.permute(sorted(range(x.ndim), key=lambda dim: -strides[dim])).is_contiguous()

@@ -1,0 +1,448 @@
+"""``halfstep.watch`` in the loops that people write: what is counted, once, and nothing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+
+import halfstep
+from halfstep import load_numerics, watch
+from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.shapes import GPTConfig
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+
+def data(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 16, generator=generator)
+    return x, torch.randint(0, 4, (8,), generator=generator)
+
+
+def elements(step: StepNumerics, kind: str) -> dict[str, int]:
+    return {one.name: one.elements for one in step.of(kind)}
+
+
+@pytest.fixture(autouse=True)
+def _probed():
+    """The first use of a public name probes torch, which draws random numbers."""
+    halfstep.Precision, halfstep.GradScaler, watch  # noqa: B018
+
+
+# Loops. Each takes a watch or None, and returns losses and weights.
+
+
+def bare(steps: int, make, scaled: bool = False):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20) if scaled else None
+    losses = []
+    with make(model, optimizer, scaler) as watched:
+        for step in range(steps):
+            x, y = data(step)
+            with torch.autocast("cpu", torch.float16 if scaled else torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            losses.append(loss.item())
+            if scaler is None:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    return losses, [p.detach().clone() for p in model.parameters()], watched
+
+
+def precise(steps: int, make, policy: str, gpt: bool = False):
+    own = "split" in policy or "8bit" in policy
+    if gpt:
+        model: nn.Module = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32,
+                                         vocab_size=97), seed=0)  # fmt: skip
+    else:
+        model = network()
+    kind = halfstep.optim.AdamW if own else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-2)
+    precision = halfstep.Precision(policy, model, optimizer)
+    losses = []
+    with make(model, precision, None) as watched:
+        for step in range(steps):
+            with precision.autocast():
+                if gpt:
+                    g = torch.Generator().manual_seed(step)
+                    total, count = model.loss_sum(tuple(torch.randint(97, (2, 4, 32), generator=g)))
+                    loss = total / count
+                else:
+                    x, y = data(step)
+                    loss = F.cross_entropy(model(x), y)
+            losses.append(precision.step(loss, max_norm=1.0).loss)
+    return losses, [p.detach().clone() for p in model.parameters()], watched
+
+
+def unwatched(*_):
+    return contextlib.nullcontext()
+
+
+def every_third(model, source, scaler):
+    return watch(model, source, scaler=scaler, every=3)
+
+
+def same(loop, *args, **options) -> None:
+    losses, weights, _ = loop(7, unwatched, *args, **options)
+    watched = loop(7, every_third, *args, **options)
+    assert losses == watched[0]
+    assert all(map(torch.equal, weights, watched[1]))
+    assert watched[2].report().step == 6
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_bare_loop_keeps_its_bits(scaled):
+    same(bare, scaled)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["bf16-mixed", "fp16-mixed", "bf16-split", "bf16-master", "bf16-pure", "fp16-master", "fp32"],
+)
+def test_precision_keeps_its_bits(policy):
+    same(precise, policy)
+
+
+def test_a_gpt_keeps_its_bits():
+    same(precise, "fp32", gpt=True)
+
+
+class Unfused:
+    """Hooks that do nothing, on the steps that ``every_third`` watches."""
+
+    def __init__(self, model: nn.Module, source, scaler) -> None:
+        self.model, self.handles, self.step = model, [], 0
+
+    def __enter__(self):
+        self.model.layers[0].register_forward_pre_hook(self.begin)
+        return self
+
+    def begin(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.step = [], self.step + 1
+        if self.step in (1, 3, 6):
+            every = self.model.modules()
+            self.handles = [m.register_forward_hook(lambda *_: None) for m in every]
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+def test_a_gpt_in_bf16_runs_layer_by_layer_on_a_watched_step_and_changes_nothing_else(policy):
+    losses, weights, _ = precise(7, Unfused, policy, gpt=True)
+    watched = precise(7, every_third, policy, gpt=True)
+    assert losses == watched[0]
+    assert all(map(torch.equal, weights, watched[1]))
+
+
+def test_what_is_counted_in_a_bare_loop():
+    *_, watched = bare(1, lambda model, source, _: watch(model, source))
+    found = watched.report()
+    assert found.step == 1 and found.applied and found.loss_scale == 1  # noqa: PT018
+    layers = {"0": 8 * 32, "1": 8 * 32, "2": 8 * 32, "3": 8 * 4}
+    assert elements(found, "activation") == elements(found, "activation_gradient") == layers
+    sizes = {name: p.numel() for name, p in network().named_parameters()}
+    for kind in ("weight", "gradient", "update"):
+        assert elements(found, kind) == sizes
+    assert {one.dtype for one in found.of("activation")} == {"bfloat16"}
+    before = dict(network().named_parameters())
+    for one in found.of("weight"):
+        assert one.absmax == before[one.name].abs().max()
+    for one in found.of("update"):  # AdamW's first step is the learning rate, where there is none
+        assert one.absmax <= 1.1e-2  # of the weight decay's 1 % of it
+
+
+def test_gradients_are_unscaled_and_a_skipped_step_is_counted_with_what_broke_it():
+    seen = []
+
+    def make(model, source, scaler):
+        made = watch(model, source, scaler=scaler, every=1)
+        inner = made.finished
+
+        def finished(applied):
+            inner(applied)
+            seen.append(made.report())
+
+        made.finished = finished
+        return made
+
+    bare(8, make, True)
+    broken, sound = seen[0], next(step for step in seen if step.applied)
+    assert broken.loss_scale == 2.0**20 and not broken.applied  # noqa: PT018
+    assert not broken.of("update")
+    assert sum(one.inf + one.nan for one in broken.of("gradient")) > 0
+    # The same numbers without a scale, by torch itself; fp16 products differ in their last bits.
+    model = network()
+    x, y = data(sound.step - 1)
+    with torch.autocast("cpu", torch.float16):
+        F.cross_entropy(model(x), y).backward()
+    assert sound.step == seen.index(sound) + 1
+    for one in sound.of("gradient"):
+        want = model.get_parameter(one.name).grad.abs().max().item()
+        assert one.absmax == pytest.approx(want, rel=0.02)  # fp16 keeps 11 bits of each factor
+    assert sound.of("activation_gradient")[0].absmax < 1
+
+
+def test_an_odd_loss_scale_is_taken_out_as_well():
+    model, seen = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in (1.0, 1000.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with watch(model, optimizer, scaler=scaler) as watched:
+            x, y = data()
+            scaler.scale(F.cross_entropy(network()(x) * 0 + model(x), y)).backward()
+            seen.append([p.grad.clone() for p in model.parameters()])
+            scaler.unscale_(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        seen[-1] = watched.report()
+    plain, scaled = (step.of("activation_gradient", "gradient") for step in seen)
+    assert [one.elements for one in plain] == [one.elements for one in scaled]
+    for a, b in zip(plain, scaled, strict=True):
+        assert a.absmax == pytest.approx(b.absmax, rel=1e-5)  # fp32 rounds the scaled gradients
+
+
+def test_a_stopped_run_tells_of_its_last_step():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = halfstep.Precision("bf16-mixed", model, optimizer)
+    watched = watch(model, precision)
+    with pytest.raises(NonFiniteError), watched, precision.autocast():
+        precision.step(F.cross_entropy(model(data()[0] * math.inf), data()[1]))
+    found = watched.report()
+    assert not found.applied
+    assert "hold NaN or infinities; the first is activation 0" in found.verdicts()[0]
+    json.loads(found.to_json(), parse_constant=lambda word: pytest.fail(word))
+
+
+class Once(nn.Module):
+    """A module that checkpoints, shares, passes on and returns in every way."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.inner, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.same, self.frozen = nn.Identity(), nn.Linear(4, 4).requires_grad_(False)
+        self.parts = Parts()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            x = self.inner(x)
+        else:
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        x = self.frozen(self.twice(self.twice(self.same(x))))
+        first, rest = self.parts(x)
+        return first + rest["b"] + rest["c"][1]
+
+
+class Parts(nn.Module):
+    def forward(self, x: Tensor):
+        return x * 2, {"b": x + 1, "c": [torch.ones(1, dtype=torch.long), x * 3], "d": "text"}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_each_tensor_is_counted_once(reentrant):
+    torch.manual_seed(0)
+    model = Once(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, every=1) as watched:
+        for _ in range(2):  # micro-batches
+            model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            model(torch.randn(3, 4, requires_grad=True))  # an evaluation
+        optimizer.step()
+    found = watched.report()
+    want = {"inner": 24, "twice": 48, "frozen": 24, "parts": 24, "parts[1][b]": 24,
+            "parts[1][c][1]": 24, "Once": 24}  # fmt: skip
+    assert elements(found, "activation") == want
+    assert elements(found, "activation_gradient") == want
+    trained = {"inner.weight", "inner.bias", "twice.weight", "twice.bias"}
+    for kind in ("weight", "gradient", "update"):
+        assert set(elements(found, kind)) == trained
+    names = Counter((one.kind, one.name, one.dtype) for one in found.tensors)
+    assert set(names.values()) == {1}
+
+
+def test_modules_in_place_are_counted_before_and_after():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.copy_(torch.tensor([-9.0, 0.0, 0.0, 0.0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watched:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    linear, relu = watched.report().of("activation")
+    assert (linear.zeros, relu.zeros) == (0, 1)
+    assert {one.name: one.zeros for one in watched.report().of("activation_gradient")} == {
+        "0": 1, "1": 0}  # fmt: skip
+
+
+def test_tied_weights_and_model_outputs_of_transformers():
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=16)  # fmt: skip
+    model = BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watch(model, optimizer) as watched:
+        out = model(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1]))
+        out.loss.backward()
+        optimizer.step()
+    found = watched.report()
+    assert "bert.encoder.layer.1.output.dense" in elements(found, "activation")
+    assert "BertForSequenceClassification[loss]" in elements(found, "activation")
+    names = Counter((one.kind, one.name) for one in found.tensors)
+    assert set(names.values()) == {1}
+
+
+def test_several_optimizers_end_a_step_together():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.Sequential(a, b)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+    with watch(model, [first, second], every=2) as watched:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            first.step()
+            second.step()
+        assert watched.report().step == 2
+        assert len(watched.report().of("update")) == 4
+        first.step()
+        first.step()  # a step of this optimizer alone has ended here
+        second.step()
+        model(torch.ones(2, 4)).sum().backward()
+        first.step()
+        second.step()
+    assert watched.report().step == 4
+
+
+def test_optimizers_that_the_loop_makes_itself_are_found():
+    model, other = network(), nn.Linear(2, 2)
+    with watch(model) as watched:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strange = torch.optim.SGD(other.parameters(), lr=0.1)
+        F.cross_entropy(model(data()[0]), data()[1]).backward()
+        strange.step()
+        assert watched.report() is None
+        optimizer.step()
+    assert watched.report().step == 1
+    optimizer.step()
+    assert watched.report().step == 1
+
+
+def test_nothing_is_left_behind():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu")
+    held = [dict(vars(one)) for one in (scaler, optimizer)]
+    with watch(model, optimizer, scaler=scaler, every=3):
+        out = model(data()[0])
+        assert model[0]._forward_hooks
+    out.sum().backward()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert [set(vars(one)) for one in (scaler, optimizer)] == [set(one) for one in held]
+    assert not optimizer._optimizer_step_pre_hooks
+    precision = halfstep.Precision("bf16-mixed", model, optimizer)
+    with watch(model, precision), watch(model, precision):
+        pass
+    assert "step" not in vars(precision)
+    assert "gradients" not in vars(precision.masters)
+
+
+def test_unwatched_steps_have_no_hooks_and_a_gpt_its_fused_blocks():
+    seen = []
+
+    def make(model, source, _):
+        inner = model.layers[0].mlp.up
+        model.layers[0].register_forward_pre_hook(
+            lambda *_: seen.append(bool(inner._forward_hooks))
+        )
+        return watch(model, source, every=4)
+
+    precise(6, make, "bf16-mixed", gpt=True)
+    assert seen == [True, False, False, True, False, False]
+
+
+def test_the_file_and_a_resumed_run(tmp_path):
+    path = tmp_path / "numerics.jsonl"
+    for _ in range(2):  # a second run begins it anew
+        bare(7, lambda model, source, _: watch(model, source, every=3, to=path))
+        assert [step.step for step in load_numerics(path).steps] == [1, 3, 6]
+    bare(6, lambda model, source, _: watch(model, source, every=3, to=str(path), start=4))
+    found = load_numerics(tmp_path)
+    assert [step.step for step in found.steps] == [1, 3, 6, 9]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(word))
+
+
+def test_a_cut_line_is_counted(tmp_path):
+    path = tmp_path / "numerics.jsonl"
+    *_, watched = bare(3, lambda model, source, _: watch(model, source, every=3, to=path))
+    text = path.read_text()
+    path.write_text(text[:-100] + '\n[]\n{"step": 1}\n' + text.splitlines()[1] + "\n")
+    found = load_numerics(path)
+    assert (len(found.steps), found.damaged) == (2, 3)
+    assert found.steps[1] == watched.report()
+    with pytest.raises(DataError, match="No such file"):
+        load_numerics(tmp_path / "other.jsonl")
+
+
+def test_the_table_shows_the_worst_and_what_to_make_of_it():
+    model = network()
+    with torch.no_grad():
+        model[3].weight.mul_(1e6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watched = watch(model, optimizer)
+    assert str(watched) == "no step has been watched yet"
+    with watched:
+        (model(data()[0])[:, 0].sum() * 1e-14).backward()
+        optimizer.step()
+    text = watched.table()
+    assert text.splitlines()[2].startswith("activation 3 ")
+    assert any(line.startswith("weight 3.weight") for line in text.splitlines()[3:5])
+    assert "fp16 would overflow in 2 weights and outputs, most in activation" in text
+    assert "fp16 gradients: loss scales from 2^" in text
+    assert "; without a scale 99." in text
+    assert len(watched.table(rows=None).splitlines()) > len(text.splitlines())
+    assert "e5m2 at 2^9: flushed" in watched.table("e5m2", k=9)
+
+
+def test_what_is_refused(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for broken in ({"every": 0}, {"start": -1}, {"source": "adam"}, {"source": [model]},
+                   {"scaler": object()}, {"ranks": 3}):  # fmt: skip
+        with pytest.raises(PrecisionError, match="allowed"):
+            watch(model, **{"source": optimizer} | broken)
+    with pytest.raises(PrecisionError, match=r"allowed: a torch\.nn\.Module"):
+        watch(optimizer)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        watch(model, optimizer, to=tmp_path / "none" / "n.jsonl").__enter__()
+    precision = halfstep.Precision("fp32", model, optimizer)
+    with pytest.raises(PrecisionError, match="has its own loss scale; leave the scaler out"):
+        watch(model, precision, scaler=torch.amp.GradScaler("cpu"))
+    with watch(model, precision) as watched, pytest.raises(PrecisionError, match="running already"):
+        watched.__enter__()

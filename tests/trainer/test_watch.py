@@ -1,0 +1,56 @@
+"""``--watch``: the trainer writes numerics.jsonl, and resumes it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.trainer.runs import assert_same_tensors, newest, run, small_config
+
+from halfstep import load_numerics
+from halfstep.cli.grammar import read_words
+from halfstep.errors import ConfigError
+from halfstep.trainer.config.config import load_config
+
+
+def config_for(corpus, policy, **overrides):
+    values = {"run__max_steps": 5, "run__eval_every": 2, "run__eval_batches": 1, "run__watch": 2}
+    return small_config(corpus, policy, **{**values, **overrides})
+
+
+def test_watched_steps_are_in_the_folder(corpus, tmp_path):
+    config = config_for(corpus, "fp16-mixed", run__grad_accum=2)
+    session, ticks = run(config, tmp_path / "run")
+    found = load_numerics(tmp_path / "run")
+    assert [step.step for step in found.steps] == [1, 2, 4]
+    assert found.damaged == 0
+    model = session.task.model
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    records = {tick.record.step: tick.record for tick in ticks}
+    rows = config.run.batch_size * session.task.config.block_size
+    for step in found.steps:
+        assert step.policy == str(session.precision.policy)
+        assert step.applied == records[step.step].applied
+        assert step.loss_scale == records[step.step].loss_scale
+        weights = {one.name: one.elements for one in step.of("weight")}
+        assert weights == {one.name: one.elements for one in step.of("gradient")} == sizes
+        norms = {one.name: one.elements for one in step.of("activation", "activation_gradient")}
+        assert norms["final_norm"] == rows * model.config.n_embd  # evaluations do not count
+    assert len(model.final_norm._forward_hooks) == 1  # Precision's own
+    assert "step" not in vars(session.precision)
+
+
+def test_a_watched_run_is_the_same_run_and_resumes(corpus, tmp_path):
+    run(config_for(corpus, "fp32"), tmp_path / "whole")
+    run(config_for(corpus, "fp32", run__watch=0), tmp_path / "not")
+    assert_same_tensors(newest(tmp_path / "whole").weights, newest(tmp_path / "not").weights)
+    assert not (tmp_path / "not" / "numerics.jsonl").exists()
+
+
+def test_the_option_may_have_a_value():
+    def given(*words):
+        return read_words(["train", *words])[1].given
+
+    assert given("--watch") == given("--watch", "100") == {"run.watch": "100"}
+    assert given("--watch=7", "--quiet") == {"run.watch": "7"}
+    assert load_config("gpt-tiny").run.watch == 0
+    with pytest.raises(ConfigError, match=r"run\.watch=-1"):
+        load_config("gpt-tiny", [("run.watch", "-1")])
