@@ -10,21 +10,22 @@ SOURCE = Path(__file__).parents[2] / "src" / "halfstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Chapter -> chapters it may import besides itself and its parents; the longest entry counts.
-BASE = {"errors", "files", "formats", "torch_version"}
+BASE = {"errors", "files", "formats", "shown", "torch_version"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
     "files": set(),
     "formats": set(),
+    "shown": set(),
     "torch_version": {"errors"},
     "kernels": {"errors"},
-    "precision": {"errors", "formats", "kernels"},
+    "precision": {"errors", "formats", "kernels", "shown"},
     "precision.policy": {
         *("errors", "formats", "precision.border", "precision.scaling"),
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
     "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "formats", "kernels", "precision", "optim"},
+    "diagnostics": {"errors", "formats", "kernels", "precision", "optim", "shown"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "formats", "diagnostics"},

@@ -12,6 +12,7 @@ from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.shown import Text
 
 _MOMENT = "the optimizer's running averages"
 _MOMENTS = {
@@ -20,7 +21,7 @@ _MOMENTS = {
 }
 
 
-def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> str:
+def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> Text:
     """The policy as a table of text: formats, loss scale, bytes, and how the device runs it.
 
     Args:
@@ -36,10 +37,10 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     found = support(value, where)
     reason = found.reason + (f"; nearest: {found.nearest}" if found.nearest else "")
     rows = [("policy", "", str(value)), *explain_policy(value), (where.type, found.status, reason)]
-    return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
+    return Text("\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows))
 
 
-def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
+def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     """Which format a policy gives each module of a model, as a table of text; changes nothing.
 
     There is a row for each module that holds parameters itself or that a rule names: its name and
@@ -93,8 +94,11 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
         rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
     rows.append(("total", "", "", "", "", f"{total:.0f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])]) for row in rows
+    return Text(
+        "\n".join(
+            "  ".join([*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])])
+            for row in rows
+        )
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from halfstep.shown import as_html
+
 Reason = Literal["overflow", "nan_gradients", "nonfinite_loss"]
 
 
@@ -66,3 +68,7 @@ class StepResult(_ReadLater):
     """Whether weights and optimizer state went back to an earlier step's."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
+
+    def _repr_html_(self) -> str:
+        rows = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return as_html("\n".join(f"{name:<21}{value}" for name, value in rows))

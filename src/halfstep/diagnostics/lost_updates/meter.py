@@ -51,6 +51,7 @@ from halfstep.optim.storage.state import FELL_BACK
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
+from halfstep.shown import as_html
 
 _UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 
@@ -136,6 +137,9 @@ class LostUpdateMeter:
         return lost_table(reports) if reports else "no step has been measured yet"
 
     __str__ = lost_table
+
+    def _repr_html_(self) -> str:
+        return as_html(self.lost_table())
 
     def close(self) -> None:
         """Remove the hooks; existing measurements can still be read."""

@@ -22,6 +22,7 @@ from halfstep.diagnostics.statistics.what_if import (
 )
 from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
+from halfstep.shown import as_html
 
 NUMERICS = "numerics.jsonl"
 """The file of a run's watched steps in its folder."""
@@ -136,6 +137,9 @@ class StepNumerics:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
     def to_json(self) -> str:
         """One line of strict JSON."""

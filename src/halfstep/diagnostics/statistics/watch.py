@@ -31,6 +31,7 @@ from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import Ranks
 from halfstep.precision.step import Precision
+from halfstep.shown import as_html
 
 _NOTHING = "no step has been watched yet"
 
@@ -104,6 +105,9 @@ class Watch:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
 
     # What the loop's steps tell.
 

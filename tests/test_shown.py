@@ -1,0 +1,46 @@
+"""What a notebook shows of halfstep's objects."""
+
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.shown import Text
+
+
+def shown(thing):
+    """The HTML that a notebook asks an object for."""
+    text = thing._repr_html_()
+    assert text.startswith("<pre>")
+    assert text.endswith("</pre>")
+    return text.removeprefix("<pre>").removesuffix("</pre>")
+
+
+def test_text_is_a_string_with_its_lines():
+    text = Text("one <b>\ntwo & three")
+    assert text == "one <b>\ntwo & three"
+    assert text.splitlines() == ["one <b>", "two & three"]
+    assert shown(text) == "one &lt;b&gt;\ntwo &amp; three"
+
+
+def test_policies_and_models_are_tables():
+    assert len(shown(halfstep.explain("bf16-master")).splitlines()) > 5
+    hostile = nn.ModuleDict({"<script>": nn.Linear(2, 2)})
+    table = shown(halfstep.explain_model("bf16-mixed", hostile))
+    assert "&lt;script&gt;" in table
+    assert "<script>" not in table
+
+
+def test_steps_meters_and_watches_are_tables():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = halfstep.Precision("fp32", model, optimizer)
+    meter = halfstep.LostUpdateMeter(precision, every=1)
+    assert shown(meter) == "no step has been measured yet"
+    with halfstep.watch(model, precision, every=1) as watch:
+        result = precision.step(model(torch.ones(3, 4)).square().mean())
+    lines = dict(line.split(None, 1) for line in shown(result).splitlines())
+    assert lines["applied"] == "True"
+    assert float(lines["loss"]) == result.loss
+    assert "lost" in shown(meter)
+    assert "weight" in shown(watch)
+    assert shown(watch) == shown(watch.report())
