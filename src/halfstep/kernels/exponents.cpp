@@ -10,9 +10,9 @@ namespace {
 constexpr int BLOCK = 4096;            // elements that stay in the first-level cache between passes
 constexpr int COPIES = 8, FIELDS = 512;  // equal fields in a row do not wait; the sign is counted too
 // Positions in a row (exponents.py): zeros, exponents from -149 to 127, infinities, NaN, the sum of
-// squares, the largest magnitude. Field f of a normal number stands for the exponent f - 127.
+// squares, the largest magnitude; 282 is Python's; how many mantissa bits are in use. Field f of a normal number stands for the exponent f - 127.
 constexpr int ZEROS = 0, OF_FIELD = 23, INFINITE = 278, NOT_A_NUMBER = 279;
-constexpr int SQUARES = 280, LARGEST = 281, COUNTS = 280;
+constexpr int SQUARES = 280, LARGEST = 281, DIGITS = 283, COUNTS = 280;
 
 typedef double Doubles __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(32)));
@@ -60,6 +60,7 @@ struct Tally {
     uint64_t tabled = 0;
     double squares = 0;
     float largest = 0;
+    uint32_t used = 0;  // the bits that are set in any number
 
     // The tables count in 32 bits, so they are emptied before they can be full. What they have at
     // the two ends of the fields, `block` has counted itself.
@@ -83,13 +84,14 @@ struct Tally {
         }
         constexpr int WIDTH = sizeof(Lanes) / sizeof(Bits);
         const Bits magnitude = F::MAGNITUDE, normal = F::NORMAL, one = 1;
-        Lanes most{}, none{}, small{};
+        Lanes most{}, none{}, small{}, any{};
         Doubles sums[WIDTH / 8] = {};
         int i = 0;
         for (; i + WIDTH <= count; i += WIDTH) {
             Lanes m = load<Lanes>(x + i) & magnitude;
             most = m > most ? m : most;
             none -= (Lanes)(m == 0);
+            any |= m;
             small |= (Lanes)(m - one < (Bits)(normal - one));  // subnormal: 0 wraps around
             for (int part = 0; part < WIDTH / 8; part++) {
                 Doubles d = __builtin_convertvector(F::read(x + i + 8 * part), Doubles);
@@ -100,6 +102,7 @@ struct Tally {
         for (int lane = 0; lane < WIDTH; lane++) {
             if (most[lane] > top) top = most[lane];
             tiny |= small[lane];
+            used |= F::wide(any[lane]);
             counts[ZEROS] += none[lane];
         }
         double total = 0;
@@ -109,6 +112,7 @@ struct Tally {
             const Bits m = x[i] & magnitude;
             if (m > top) top = m;
             tiny |= m > 0 && m < normal;
+            used |= F::wide(m);
             counts[ZEROS] += m == 0;
             total += squared(F::wide(m));
         }
@@ -196,6 +200,8 @@ void halfstep_exponents(const void* x, int32_t kind, int64_t count, double* row,
         for (int c = 0; c < COUNTS; c++) row[c] += (double)tally.counts[c];
         row[SQUARES] += tally.squares;
         if (tally.largest > row[LARGEST]) row[LARGEST] = tally.largest;
+        const double digits = tally.used & 0x1fff ? 23 : tally.used & 0xffff ? 10 : 7;
+        if (digits > row[DIGITS]) row[DIGITS] = digits;
     }
 }
 }

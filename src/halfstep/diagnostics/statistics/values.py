@@ -15,6 +15,7 @@ import torch
 
 from halfstep.errors import DataError
 from halfstep.kernels.exponents import (
+    DIGITS,
     FIRST,
     INFINITE,
     LARGEST,
@@ -60,6 +61,9 @@ class TensorStatistics:
     """Numbers that are NaN."""
     inf: int
     """Infinities of either sign."""
+    mantissa_bits: int
+    """7 where all numbers are bf16 numbers, 10 where fp16 has their mantissas, otherwise 23. Below
+    23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
 
@@ -90,6 +94,7 @@ class TensorStatistics:
             subnormal=int(row[SUBNORMAL]) or small,
             nan=nan,
             inf=inf,
+            mantissa_bits=int(row[DIGITS]),
             exponents={e + shift: count for e, count in raw.items() if count},
         )
 
@@ -146,6 +151,7 @@ def merged(several: Sequence[TensorStatistics], share: float = 1.0) -> TensorSta
         subnormal=total(one.subnormal for one in several),
         nan=total(one.nan for one in several),
         inf=total(one.inf for one in several),
+        mantissa_bits=max(one.mantissa_bits for one in several),
         exponents={e: total([n]) for e, n in counts.items()},
     )
 
@@ -174,4 +180,5 @@ _FIELDS: dict[str, Any] = {
     "subnormal": _count,
     "nan": _count,
     "inf": _count,
+    "mantissa_bits": _count,
 }

@@ -28,9 +28,6 @@ from halfstep.diagnostics.statistics.values import TensorStatistics, merged
 from halfstep.errors import PrecisionError
 from halfstep.formats import FORMATS, FloatFormat
 
-_GAPS = {str(form.dtype).removeprefix("torch."): form.eps for form in FORMATS.values()}
-"""By dtype: how much of a binade its first number is."""
-
 FLUSHED_AT_MOST = 0.01
 """The share of the numbers that a loss scale may leave to be flushed.
 
@@ -102,14 +99,18 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
 
     Example:
         >>> tiny = TensorStatistics(kind="gradient", name="w", dtype="float32", elements=4,
-        ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0, exponents={-26: 3})
+        ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0, mantissa_bits=23,
+        ...     exponents={-26: 3})
         >>> what_if(tiny, "fp16").flushed, what_if(tiny, "fp16", 10).flushed
         (1.0, 0.0)
     """
     form = as_format(form)
     half = form.min_exponent - form.mantissa_bits - 1  # the exponent of what is flushed at most
     at = values.exponents.get
-    ties = at(half - k, 0) * _GAPS.get(values.dtype, 0.0)  # to even, which is 0
+    # Half of the smallest subnormal goes to 0, the even one. Of numbers with few bits many are just
+    # that: all from half a gap above it to half of the finer gap below, as dense as on both sides.
+    dense = math.sqrt(2 * at(half - k, 0) * at(half - k - 1, 0))
+    ties = min(0.75 * dense * 2.0**-values.mantissa_bits, at(half - k, 0))
     flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
     low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent) - ties
     low -= at(form.min_exponent - 1 - k, 0) * form.eps  # rounds to the smallest normal number

@@ -1,0 +1,144 @@
+"""``halfstep.watch`` in the loops of Accelerate, the Transformers Trainer and Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+pl = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from halfstep import load_numerics, watch  # noqa: E402
+from halfstep.integrations.lightning import HalfstepPrecision  # noqa: E402
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+         "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}  # fmt: skip
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int):
+        ids = torch.randint(50, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": i % 2}
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = bert()
+
+    def training_step(self, batch, index):
+        return self.net(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                   intermediate_size=64, max_position_embeddings=16)
+    )  # fmt: skip
+
+
+def watched_or_not(model, path, source=None, scaler=None):
+    if path is None:
+        return contextlib.nullcontext()
+    return watch(model, source, scaler=scaler, every=2, to=path)
+
+
+def by_accelerate(path, precision, scaler=None):
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    accelerator.scaler = scaler  # Accelerate makes one for GPUs alone
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=4)
+    model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+    with watched_or_not(model, path, optimizer):
+        for batch in rows:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if scaler is None:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def by_trainer(path, precision, folder):
+    options = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
+        bf16=precision == "bf16", use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(bert(), options, train_dataset=Rows())
+    with watched_or_not(trainer.model, path):
+        trainer.train()
+    return trainer.model
+
+
+def by_lightning(path, **precision):
+    module = Module()
+    trainer = pl.Trainer(**QUIET, accumulate_grad_batches=2, **precision)
+    with watched_or_not(module, path):
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=4))
+    return module
+
+
+def check(loop, path, prefix=""):
+    plain, watched = loop(None), loop(path)
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+    steps = load_numerics(path).steps
+    assert [step.step for step in steps] == [1, 2, 4]
+    name = f"{prefix}bert.encoder.layer.0.output.dense"
+    for step in steps:
+        assert step.applied
+        found = {(one.kind, one.name): one.elements for one in step.tensors}
+        assert found["activation", name] == 2 * 4 * 8 * 32  # two micro-batches
+        assert found["activation_gradient", name] == 2 * 4 * 8 * 32
+        for kind in ("weight", "gradient", "update"):
+            assert found[kind, f"{name}.weight"] == 64 * 32
+    return steps
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(tmp_path, precision):
+    check(lambda path: by_accelerate(path, precision), tmp_path / "n.jsonl")
+
+
+def test_accelerates_scaler_is_found(tmp_path):
+    def loop(path):
+        return by_accelerate(path, "no", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+    steps = check(loop, tmp_path / "n.jsonl")
+    assert {step.loss_scale for step in steps} == {2.0**10}
+
+
+def test_the_transformers_trainer(tmp_path):
+    check(lambda path: by_trainer(path, "bf16", tmp_path), tmp_path / "n.jsonl")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("own", [False, True])
+def test_lightning(tmp_path, own):
+    def loop(path):
+        if own:
+            return by_lightning(path, plugins=[HalfstepPrecision("bf16-mixed")])
+        return by_lightning(path, precision="bf16-mixed")
+
+    check(loop, tmp_path / "n.jsonl", "net.")
