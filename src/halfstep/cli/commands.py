@@ -113,8 +113,8 @@ class Demo:
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ("fp32", "bf16-mixed")
-    """Policies to train in."""
+    precisions: tuple[str, ...] = ("fp32", "auto")
+    """Policies to train in; auto: what suits this device."""
     max_steps: int = 100
     """Optimizer steps in each precision."""
     output_dir: str = ""

@@ -7,7 +7,6 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.kernels.forward import loaded
 from halfstep.optim.kernels.dispatch import kernel_for
-from halfstep.precision.casting.autocast import Autocast, cpu_has_bf16, support
+from halfstep.precision.casting.autocast import Autocast, support
+from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import Auto
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -32,8 +33,7 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
         ConfigError: For any other spelling, or a CUDA device that torch does not see.
     """
     if spec == "auto":
-        found = torch.cuda.is_available()
-        return torch.device("cuda", local_rank) if found else torch.device("cpu")
+        return default_device(local_rank)
     if spec == "cpu":
         return torch.device("cpu")
     kind, _, index = spec.partition(":")
@@ -49,6 +49,11 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     if number >= count:
         raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)
+
+
+def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> PrecisionPolicy:
+    """Return a configuration's policy on a device, which decides what ``auto`` means."""
+    return precision.on(device) if isinstance(precision, Auto) else precision
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -72,7 +77,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": versions,
         "cpu": {
-            "name": _cpu_name(),
+            "name": cpu_name(),
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -82,6 +87,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
+        "device_name": name_of(device),
         # cut off the reason in parentheses, which may name one of the user's folders
         "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
         "forward_kernels": _forward_kernels(device),
@@ -152,15 +158,6 @@ def gemm_table(device: torch.device) -> list[dict[str, Any]]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 # Keep freed memory for the next step instead of giving it back to the kernel.

@@ -249,8 +249,8 @@ def autocast(
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
     """
-    value = parse_policy(policy)
     where = as_device(device)
+    value = parse_policy(policy, where)
     if model is not None:
         require_model(model, "autocast(model)")
     context = Autocast(value, model, where)

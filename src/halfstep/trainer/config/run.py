@@ -105,9 +105,9 @@ class BaseConfig:
 
     name: str = "custom"
     """A name for the run folder."""
-    precision: Spelled = "bf16-mixed"
+    precision: Spelled = "auto"
     """A precision policy by name (halfstep explain lists them), fields such as
-    bf16-mixed,reduce=bf16, or a .toml file."""
+    bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -275,7 +275,7 @@ class Predictor(InUse):
             CheckpointError: If its files are damaged.
             PrecisionError: If the device does not honour the policy.
         """
-        self.policy = parse_policy(precision)
+        self.policy = parse_policy(precision, device)
         require_support(self.policy, device)
         self.device = device
         self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
