@@ -85,6 +85,24 @@ class Env:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say which precision a machine is good for.
+
+    A device of this machine is measured at your shapes; one that is only named, such as T4, is
+    looked up in halfstep's table.
+    """
+
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N, mps, or the name of any product, such as T4 or 'RTX 3090'."""
+    shapes: tuple[str, ...] = ()
+    """Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."""
+    config: str = ""
+    """A configuration of halfstep train, whose own products are measured."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListConfigs:
     """List the names and first lines of the shipped configurations."""
 
@@ -192,6 +210,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "formats": Formats,
     "env": Env,
+    "doctor": Doctor,
     "configs ls": ListConfigs,
     "configs show": ShowConfig,
     "configs cp": CopyConfig,

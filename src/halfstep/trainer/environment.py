@@ -107,24 +107,30 @@ def _forward_kernels(device: torch.device) -> str:
 
 
 def gemm_flops_per_second(
-    policy: PrecisionPolicy, device: torch.device, size: int = 0, repeats: int = 5
+    policy: PrecisionPolicy,
+    device: torch.device,
+    size: int = 0,
+    repeats: int = 5,
+    shape: tuple[int, int, int] | None = None,
 ) -> float:
-    """Measure the rate of a square matrix product in the compute dtype: the best of a few.
+    """Measure the rate of a matrix product in the compute dtype: the best of a few.
 
     Args:
         policy: Gives the compute dtype and how the device runs it (simulation included).
         device: A device on which the policy is supported.
-        size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
+        size: Edge of square matrices; 0: 1024 on a CPU, 4096 on CUDA.
         repeats: Timed products, after one that warms up.
+        shape: In place of ``size``, m, k and n of a product of (m, k) and (k, n).
 
     Returns:
-        Floating-point operations per second, counting 2 size^3 for each product.
+        Floating-point operations per second, counting 2 m k n for each product.
     """
     size = size or (4096 if device.type == "cuda" else 1024)
+    m, k, n = shape or (size, size, size)
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randn(size, size, generator=generator).to(device, policy.compute_dtype)
-        for _ in range(2)
+        torch.randn(*edges, generator=generator).to(device, policy.compute_dtype)
+        for edges in ((m, k), (k, n))
     )
     best = float("inf")
     with torch.no_grad(), Autocast(policy, None, device).arithmetic():
@@ -136,11 +142,16 @@ def gemm_flops_per_second(
             seconds = time.perf_counter() - start
             if repeat:
                 best = min(best, seconds)
-    return float(2 * size**3 / best)
+    return float(2 * m * k * n / best)
 
 
-def gemm_table(device: torch.device) -> list[dict[str, Any]]:
-    """List each compute format's status on ``device`` and, unless refused, its measured rate."""
+def gemm_table(
+    device: torch.device, shape: tuple[int, int, int] | None = None
+) -> list[dict[str, Any]]:
+    """List each compute format's status on ``device`` and, unless refused, its measured rate.
+
+    ``shape`` is as in :func:`gemm_flops_per_second`; None: the device's usual size.
+    """
     rows = []
     for name in ("fp32", "tf32", "bf16-mixed", "fp16-mixed"):
         policy = POLICIES[name]
@@ -150,7 +161,7 @@ def gemm_table(device: torch.device) -> list[dict[str, Any]]:
             "status": found.status,
         }
         if found.status != "refused":
-            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device)
+            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device, shape=shape)
         rows.append(row)
     return rows
 
@@ -158,6 +169,8 @@ def gemm_table(device: torch.device) -> list[dict[str, Any]]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 # Keep freed memory for the next step instead of giving it back to the kernel.
