@@ -86,12 +86,15 @@ class Env:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say which precision a machine is good for.
+    """Say which precision a machine is good for, or what is wrong with a script or a run.
 
     A device of this machine is measured at your shapes; one that is only named, such as T4, is
-    looked up in halfstep's table.
+    looked up in halfstep's table. Scripts are read, and never imported or run. The exit code is 3
+    where something is wrong with one of them.
     """
 
+    targets: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Run folders and training scripts (.py) to look for mistakes in; none: the machine."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, mps, or the name of any product, such as T4 or 'RTX 3090'."""
     shapes: tuple[str, ...] = ()

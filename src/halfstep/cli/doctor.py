@@ -1,11 +1,15 @@
-"""The command ``halfstep doctor``: the precision for a machine."""
+"""The command ``halfstep doctor``: the precision for a machine; mistakes in scripts and runs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 from halfstep.cli.commands import Doctor
 from halfstep.cli.formats import table
+from halfstep.diagnostics.scripts.rules import Finding, check_script
+from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.doctor.machine import (
     Diagnosis,
@@ -16,10 +20,16 @@ from halfstep.trainer.doctor.machine import (
     products_of,
     read_product,
 )
+from halfstep.trainer.doctor.runs import check_run
+
+WRONG = 3
+"""The exit code where a script or a run has a mistake."""
 
 
 def run(arguments: Doctor) -> int:
-    """Print which policy a device is good for."""
+    """Print which policy a device is good for, or what is wrong with scripts and runs."""
+    if arguments.targets:
+        return _check(arguments)
     products = [read_product(text) for text in arguments.shapes]
     if arguments.config:
         products += products_of(load_config(arguments.config))
@@ -29,6 +39,35 @@ def run(arguments: Doctor) -> int:
         found = diagnose_named(arguments.device)
     print(json.dumps(found.to_json(), indent=1) if arguments.json else text_of(found))
     return 0
+
+
+def _check(arguments: Doctor) -> int:
+    """Look for mistakes in every target; return 3 if there is one."""
+    given = [n for n in ("shapes", "config") if getattr(arguments, n)]
+    if given or arguments.device != "auto":
+        raise ConfigError(
+            "halfstep doctor TARGET looks at files; --device, --shapes and --config are for the "
+            "machine: leave out one or the other"
+        )
+    every = [finding for target in arguments.targets for finding in _findings(Path(target))]
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in every], indent=1))
+        return WRONG if every else 0
+    for finding in every:
+        where = f"{finding.path}:{finding.line}" if finding.line else finding.path
+        print(f"{where}: {finding.what} [{finding.rule}]")
+        print(f"    {finding.why}\n    write: {finding.instead}")
+    if not every:
+        print(f"{', '.join(arguments.targets)}: no known mistake of precision")
+    return WRONG if every else 0
+
+
+def _findings(target: Path) -> list[Finding]:
+    if target.suffix == ".py":
+        return check_script(target)
+    if target.is_dir():
+        return check_run(target)
+    raise ConfigError(f"{target} is neither a run's folder nor a .py file; give one of these")
 
 
 def text_of(found: Diagnosis) -> str:
