@@ -72,6 +72,7 @@ def pretend_mac(monkeypatch, wrong=()):
     monkeypatch.setattr(
         devices, "failed_probe", lambda device, dtype: "product: wrong" if dtype in wrong else ""
     )
+    monkeypatch.setattr(devices, "failed_lists", lambda device, dtype: "")
 
 
 @pytest.mark.parametrize(("name", "capability", "policy"), GPUS)

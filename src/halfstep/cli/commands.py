@@ -57,7 +57,7 @@ class Explain:
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, mps, cuda or cuda:N."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Env:
     """Report what this machine is and how fast each precision is here."""
 
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, mps, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object on stdout."""
 

@@ -23,7 +23,7 @@ _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safet
 
 
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
+    """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
 
     Args:
         spec: ``auto`` and ``cuda`` mean the rank's own GPU.
@@ -37,13 +37,12 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     if spec == "cpu":
         return torch.device("cpu")
     kind, _, index = spec.partition(":")
-    if kind == "mps":
-        raise ConfigError(
-            f"run.device={spec!r}: a Mac's GPU is not supported yet, in any policy; use --device "
-            "cpu"
-        )
+    if spec == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
+        return torch.device("mps")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N")
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
     count = torch.cuda.device_count()
     number = int(index) if index else local_rank
     if number >= count:

@@ -24,7 +24,9 @@ from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
 # for that, assume_constant_result, imports the compiler, which takes as long as importing torch.
-WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
+WITH_AUTOCAST = frozenset(
+    k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
+)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

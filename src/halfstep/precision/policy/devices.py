@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.probe import failed_probe
+from halfstep.precision.policy.probe import failed_lists, failed_probe
 
 Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -219,7 +219,9 @@ def choose(device: torch.device) -> Choice:
     if kind is None:
         return Choice("fp32", f"torch has no {device.type} device here")
     name = name_of(device)
-    wrong = failed_probe(device, torch.float16) if device.type == "mps" else ""
+    wrong = ""
+    if device.type == "mps":
+        wrong = failed_probe(device, torch.float16) or failed_lists(device, torch.float16)
     if wrong:
         return Choice("fp32", f"{name}: a live probe found fp16 wrong ({wrong})", kind)
     return Choice(kind.policy, f"{name} ({kind.family}) {kind.reason}", kind)

@@ -50,6 +50,42 @@ _PROBES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
+# Operations whose results CUDA's autocast documents in fp32, and one that it runs in 16 bits.
+_LISTS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "linear": (lambda x: functional.linear(x, x), False),
+    "softmax": (lambda x: x.softmax(-1), True),
+    "log_softmax": (lambda x: x.log_softmax(-1), True),
+    "layer_norm": (lambda x: functional.layer_norm(x, (_SIZE,)), True),
+    "exp": (lambda x: x.exp(), True),
+    "log": (lambda x: x.abs().log(), True),
+    "pow": (lambda x: x.pow(2), True),
+    "sum": (lambda x: x.sum(), True),
+    "norm": (lambda x: x.norm(), True),
+    "mse_loss": (lambda x: functional.mse_loss(x, 0 * x), True),
+}
+
+
+@cache
+def failed_lists(device: torch.device, dtype: torch.dtype) -> str:
+    """Compare what ``torch.autocast`` casts on a device with what it documents for CUDA.
+
+    A policy that casts operation by operation means CUDA's lists, on every device.
+
+    Returns:
+        What differs, for the user; empty if nothing does.
+    """
+    low = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    for name, (run, fp32) in _LISTS.items():
+        try:
+            with torch.autocast(device.type, dtype=dtype):
+                found = run(low.to(device)).dtype
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            return f"autocast: {str(error).splitlines()[0]:.80}"
+        if found != (torch.float32 if fp32 else dtype):
+            return f"autocast: {name} comes in {str(found).removeprefix('torch.')}"
+    return ""
+
+
 @cache
 def failed_probe(device: torch.device, dtype: torch.dtype) -> str:
     """Run each probe forward and backward on a device, and compare with fp64 on the CPU.

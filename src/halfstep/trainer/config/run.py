@@ -64,7 +64,8 @@ class RunConfig:
     background_save: bool = True
     """Write checkpoints while training goes on; a step then waits for a copy only."""
     device: str = "auto"
-    """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
+    """"auto" (CUDA where there is one, a Mac's GPU where a probe finds it right, else CPU), "cpu",
+    "mps", "cuda" or "cuda:N"."""
     compile: bool = False
     """Run the model through torch.compile."""
     threads: Count = 0
