@@ -24,13 +24,15 @@ from halfstep.trainer.bench.turns import Row
 from halfstep.trainer.config.config import load_config, read_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, ClassifyConfig, LMConfig, TrainConfig
+from halfstep.trainer.environment import choose_device
 
 
 def run(request: BenchRequest) -> int:
     """Measure the policies, print a table and a recommendation, and write both with a figure."""
     asked = request.bench
-    policies = [parse_policy(text) for text in split_policies(asked.precision)]
     config = _config(request)
+    device = choose_device(config.run.device)
+    policies = [parse_policy(text, device) for text in split_policies(asked.precision)]
     folder = Path(asked.out or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
 
     def say(text: str) -> None:

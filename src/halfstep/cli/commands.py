@@ -57,7 +57,7 @@ class Explain:
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, mps, cuda or cuda:N."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,28 @@ class Env:
     """Report what this machine is and how fast each precision is here."""
 
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, mps, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say which precision a machine is good for, or what is wrong with a script or a run.
+
+    A device of this machine is measured at your shapes; one that is only named, such as T4, is
+    looked up in halfstep's table. Scripts are read, and never imported or run. The exit code is 3
+    where something is wrong with one of them.
+    """
+
+    targets: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Run folders and training scripts (.py) to look for mistakes in; none: the machine."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N, mps, or the name of any product, such as T4 or 'RTX 3090'."""
+    shapes: tuple[str, ...] = ()
+    """Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."""
+    config: str = ""
+    """A configuration of halfstep train, whose own products are measured."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -113,8 +134,8 @@ class Demo:
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ("fp32", "bf16-mixed")
-    """Policies to train in."""
+    precisions: tuple[str, ...] = ("fp32", "auto")
+    """Policies to train in; auto: what suits this device."""
     max_steps: int = 100
     """Optimizer steps in each precision."""
     output_dir: str = ""
@@ -209,6 +230,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "formats": Formats,
     "env": Env,
+    "doctor": Doctor,
     "configs ls": ListConfigs,
     "configs show": ShowConfig,
     "configs cp": CopyConfig,

@@ -18,7 +18,8 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.devices import choose
+from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.use import Generating
 from halfstep.trainer.environment import choose_device
@@ -33,12 +34,16 @@ def run(arguments: Demo) -> int:
     steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
-    parsed = [parse_policy(text) for text in arguments.precisions]
     device = choose_device(load_config(arguments.config).run.device)
+    parsed = list(dict.fromkeys(parse_policy(text, device) for text in arguments.precisions))
     for policy in parsed:  # before the first run, which may take minutes
         require_support(policy, device)
         choose_strategy(Layout(), policy, device)
     policies = [str(policy) for policy in parsed]
+    if AUTO in arguments.precisions:
+        print(f"precision auto: {choose(device).reason}", file=sys.stderr)
+        if len(parsed) < len(arguments.precisions):
+            print("--precisions fp32 bf16-mixed compares two all the same", file=sys.stderr)
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     runs = []
     for precision in policies:

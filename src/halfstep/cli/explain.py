@@ -5,6 +5,7 @@ from __future__ import annotations
 from halfstep.cli.commands import Explain
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import ALIASES, POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import choose_device
@@ -14,8 +15,9 @@ def run(arguments: Explain) -> int:
     """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)
     if arguments.policies:
-        policies = [parse_policy(text) for text in arguments.policies]
-        print("\n\n".join(explain(policy, device) for policy in policies))
+        for text in arguments.policies:
+            parse_policy(text, device)  # every error before the first page
+        print("\n\n".join(explain(text, device) for text in arguments.policies))
         return 0
     print(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
     for name, policy in POLICIES.items():
@@ -26,5 +28,6 @@ def run(arguments: Explain) -> int:
             f"{name:<12} {aliases:<36} {total:>11g}  {policy.loss_scale.kind:<8} "
             f"{found.status}: {found.reason}"
         )
-    print("\nhalfstep explain POLICY shows one in full. Bytes are with AdamW.")
+    print(f"\nauto is {choose(device).policy} here: {choose(device).reason}.")
+    print("halfstep explain POLICY shows one in full. Bytes are with AdamW.")
     return 0

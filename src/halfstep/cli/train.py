@@ -15,12 +15,12 @@ from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import load_config, read_table
 from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.environment import choose_device, keep_freed_memory
+from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
 from halfstep.trainer.run.folder import default_run_folder, is_run, require_fresh, run_config
 from halfstep.trainer.run.metrics import require_sinks
-from halfstep.trainer.run.resume import require_resumable, with_run_folder
+from halfstep.trainer.run.resume import keeping_policy, require_resumable, with_run_folder
 from halfstep.trainer.session import Session, open_session
 
 
@@ -29,7 +29,8 @@ def run(request: Request) -> int:
     config = _requested(request)
     kind = choose_device(config.run.device).type
     with open_world(kind, timeout_seconds=config.run.rank_timeout) as world:
-        named = config.run.output_dir or str(default_run_folder(config))
+        device = choose_device(config.run.device, world.local_rank)
+        named = config.run.output_dir or str(default_run_folder(config, device))
         path = Path(world.remember("run folder", named))
         resuming = request.start.resume
         # only rank 0 looks, as a shared file system may show a new folder to others later
@@ -50,7 +51,8 @@ def _train(
 ) -> int:
     require_sinks(config.run.report_to)
     keep_freed_memory()
-    title = f"{config.name} {config.precision}"
+    device = choose_device(config.run.device, world.local_rank)
+    title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, resuming=resuming, world=world)
         session.task.notes.extend(_warmup_note(request, config, resuming))
@@ -134,6 +136,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     wanted = load_config(named or str(path / "config.toml"), list(given.items()))
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
+    wanted = keeping_policy(wanted, saved)
     require_trust(request.given, wanted)
     require_resumable(saved, wanted, other_precision="precision" in given)
     return with_run_folder(wanted, path)

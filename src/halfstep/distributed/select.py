@@ -113,7 +113,8 @@ def choose_strategy(
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
         ConfigError: For an option that the layout does not support.
     """
-    policy, layout, device = parse_policy(policy), Layout.of(layout), as_device(device)
+    layout, device = Layout.of(layout), as_device(device)
+    policy = parse_policy(policy, device)
     verdict = decide(policy, layout)
     if verdict.refused:
         raise PrecisionError(

@@ -64,8 +64,8 @@ class Strategy:
             PrecisionError: If ``policy`` is not a policy or ``device`` is not a device.
         """
         self.layout = layout = Layout.of(layout)
-        self.policy = parse_policy(policy)
         self.device = device = as_device(device)
+        self.policy = parse_policy(policy, device)
         self.mesh = _mesh(layout, device)
         many = layout.size > 1
         rank = dist.get_rank() if many else 0

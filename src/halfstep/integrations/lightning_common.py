@@ -27,9 +27,10 @@ from halfstep.precision.casting.cast import (
     remove_regions_,
 )
 from halfstep.precision.checks import one_device
+from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.spelling import AUTO, Auto, parse_later, parse_policy
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, find_nonfinite
 from halfstep.precision.step import Precision
@@ -60,7 +61,9 @@ class PolicyPlugin:
         Raises:
             PrecisionError: If the policy cannot be honoured in Lightning.
         """
-        self.policy = parse_policy(policy)
+        # Lightning asks for the precision before it says which device it takes.
+        self._expected = default_device().type if isinstance(parse_later(policy), Auto) else ""
+        self.policy = parse_policy(policy, self._expected or None)
         if self.policy.casts == "module":
             raise PrecisionError(
                 f"policy {self.policy} casts where FSDP2 gathers weights, and halfstep's Lightning "
@@ -96,6 +99,12 @@ class PolicyPlugin:
                 "step. Lightning's Trainer runs LBFGS under fp32 and bf16-mixed, by itself"
             )
         self.give_back_()
+        device = _device(model).type
+        if self._expected not in ("", device):
+            raise PrecisionError(
+                f"precision auto took {self.policy} for {self._expected}, and the model is on "
+                f"{device}; write the policy, such as {parse_policy(AUTO, device)!s}"
+            )
         check_wrappers(self.policy, wrapped)
         self._shared = None
         if self.policy.param_dtype == torch.float32:

@@ -9,9 +9,10 @@ from halfstep.formats import FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.shown import Text
 
 _MOMENT = "the optimizer's running averages"
@@ -32,11 +33,14 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
         >>> print(explain("bf16-master").splitlines()[6])
         master   fp32     what the optimizer updates
     """
-    value = parse_policy(policy)
     where = as_device(device)
+    value = parse_policy(policy, where)
     found = support(value, where)
     reason = found.reason + (f"; nearest: {found.nearest}" if found.nearest else "")
-    rows = [("policy", "", str(value)), *explain_policy(value), (where.type, found.status, reason)]
+    asked = isinstance(parse_later(policy), Auto)
+    auto = [("auto", "", choose(where).reason)] if asked else []
+    rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
+    rows.append((where.type, found.status, reason))
     return Text("\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows))
 
 
@@ -63,8 +67,9 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         1       LayerNorm  fp32    fp32     type:LayerNorm    128
         total                                                 488
     """
-    value = parse_policy(policy)
     require_model(model, "explain_model(model)")
+    first = next(model.parameters(), None)
+    value = parse_policy(policy, "cpu" if first is None else first.device)
     placed = place(value, model)
     kept = placed.kept()
     low = sum(bytes_per_parameter(value).values())

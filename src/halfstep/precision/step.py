@@ -103,7 +103,7 @@ class Precision:
         """Check the policy against the device, and cast and copy weights as the policy says.
 
         Args:
-            policy: A policy, its name, field string or ``.toml`` file.
+            policy: A policy, its name (``auto``: by the device), field string or ``.toml`` file.
             model: On its final device. With 16-bit weights its floating parameters are cast in
                 place, and ``model(...)`` casts floating inputs to the compute dtype and floating
                 outputs to fp32.
@@ -125,9 +125,9 @@ class Precision:
             PrecisionError: If policy, device, model and optimizer are not compatible; nothing has
                 been changed then.
         """
-        self.policy = parse_policy(policy)
         check_arguments(model, optimizer)
         self.device = one_device(model)
+        self.policy = parse_policy(policy, self.device)
         self.support = require_support(self.policy, self.device)
         self._loss_scale = make_loss_scale(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]

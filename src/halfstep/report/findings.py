@@ -31,7 +31,7 @@ RISE = 1.2
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """Something that happened, by the name of its words, with the values to put in."""
 
     level: Level
@@ -47,7 +47,7 @@ class Finding:
         return phrase(f"{self.name}!", language, self.values)
 
 
-def findings(run: RunRecord) -> list[Finding]:
+def findings(run: RunRecord) -> list[RunFinding]:
     """What a run's user should know, worst first."""
     found = [finding for rule in RULES for finding in rule(run)]
     return sorted(found, key=lambda finding: ORDER.index(finding.level))
@@ -70,18 +70,18 @@ def verdict(run: RunRecord, language: str = "en") -> str:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def _ended(run: RunRecord) -> Iterator[Finding]:
+def _ended(run: RunRecord) -> Iterator[RunFinding]:
     if not run.steps:
         return
     last, planned = run.steps[-1], run.planned_steps
     step = last["step"]
     if last.get("applied") is False and (planned is None or step < planned):
-        yield Finding("fault", "stopped_nonfinite", {"step": step})
+        yield RunFinding("fault", "stopped_nonfinite", {"step": step})
     elif planned is not None and step < planned:
-        yield Finding("note", "unfinished", {"step": step, "planned": planned, "name": run.name})
+        yield RunFinding("note", "unfinished", {"step": step, "planned": planned, "name": run.name})
 
 
-def _diverged(run: RunRecord) -> Iterator[Finding]:
+def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     """A loss whose last twentieth is above its best by a fifth, and by more than its own noise."""
     steps, losses = run.series("loss")
     width = max(5, len(losses) // 20)
@@ -96,17 +96,17 @@ def _diverged(run: RunRecord) -> Iterator[Finding]:
     last = smooth[-1]
     if not last <= max(best * RISE if best > 0 else best, best + 6 * spread):
         values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
-        yield Finding("fault", "diverged", values)
+        yield RunFinding("fault", "diverged", values)
 
 
-def _skips(run: RunRecord) -> Iterator[Finding]:
+def _skips(run: RunRecord) -> Iterator[RunFinding]:
     counted = [line for line in run.steps if not line.get("calibrating")]
     skipped = sum(line.get("applied") is False for line in counted)
     if len(counted) >= 20 and skipped > max(2, SKIPS * len(counted)):
-        yield Finding("warning", "many_skips", {"share": f"{skipped / len(counted):.1%}"})
+        yield RunFinding("warning", "many_skips", {"share": f"{skipped / len(counted):.1%}"})
 
 
-def _scale(run: RunRecord) -> Iterator[Finding]:
+def _scale(run: RunRecord) -> Iterator[RunFinding]:
     """A dynamic scale that ends eight times below what it held before, after calibration."""
     held = [
         scale
@@ -117,23 +117,23 @@ def _scale(run: RunRecord) -> Iterator[Finding]:
         return
     before, last = max(held[: len(held) // 2]), max(held[-max(5, len(held) // 10) :])
     if last <= before / 8:
-        yield Finding("warning", "scale_fell", {"high": f"{before:g}", "low": f"{last:g}"})
+        yield RunFinding("warning", "scale_fell", {"high": f"{before:g}", "low": f"{last:g}"})
 
 
-def _lost(run: RunRecord) -> Iterator[Finding]:
+def _lost(run: RunRecord) -> Iterator[RunFinding]:
     shares = {group: values[-1] for group, (_, values) in run.groups("lost_updates").items()}
     for group, share in sorted(shares.items(), key=lambda item: -item[1])[:3]:
         if share > LOST:
-            yield Finding("warning", "lost_updates", {"group": group, "share": f"{share:.0%}"})
+            yield RunFinding("warning", "lost_updates", {"group": group, "share": f"{share:.0%}"})
 
 
-def _back(run: RunRecord) -> Iterator[Finding]:
+def _back(run: RunRecord) -> Iterator[RunFinding]:
     count = sum(line.get("rolled_back") is True for line in run.steps)
     if count:
-        yield Finding("warning", "rolled_back", {"count": count})
+        yield RunFinding("warning", "rolled_back", {"count": count})
 
 
-def _underflow(run: RunRecord) -> Iterator[Finding]:
+def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     """fp16 gradients that the loss scale in force did not save, in the last watched step."""
     step = run.numerics[-1] if run.numerics else None
     if step is None or not step.policy.startswith("fp16") or not 0 < step.loss_scale < math.inf:
@@ -142,10 +142,10 @@ def _underflow(run: RunRecord) -> Iterator[Finding]:
     found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
     share, name = max(found, default=(0.0, ""))
     if share > FLUSHED:
-        yield Finding("warning", "fp16_underflow", {"share": f"{share:.1%}", "tensor": name})
+        yield RunFinding("warning", "fp16_underflow", {"share": f"{share:.1%}", "tensor": name})
 
 
-def _headroom(run: RunRecord) -> Iterator[Finding]:
+def _headroom(run: RunRecord) -> Iterator[RunFinding]:
     """Outputs of modules near the end of fp16, in any watched step."""
     outputs = [
         tensor
@@ -156,15 +156,15 @@ def _headroom(run: RunRecord) -> Iterator[Finding]:
     most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
     if most is not None and most.absmax > HEADROOM:
         values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
-        yield Finding("warning", "fp16_headroom", values)
+        yield RunFinding("warning", "fp16_headroom", values)
 
 
-def _spikes(run: RunRecord) -> Iterator[Finding]:
+def _spikes(run: RunRecord) -> Iterator[RunFinding]:
     if run.excluded:
-        yield Finding("note", "spikes", {"count": len(run.excluded)})
+        yield RunFinding("note", "spikes", {"count": len(run.excluded)})
 
 
-RULES: Sequence[Callable[[RunRecord], Iterator[Finding]]] = (
+RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _ended,
     _diverged,
     _skips,

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from halfstep.errors import ConfigError
 from halfstep.report.figures import figures, largest
-from halfstep.report.findings import Finding, findings, verdict
+from halfstep.report.findings import RunFinding, findings, verdict
 from halfstep.report.numbers import FORMATS, heat_maps, what_ifs
 from halfstep.report.record import RunRecord
 from halfstep.report.words import LANGUAGES, phrase
@@ -40,7 +40,7 @@ class Row:
 
     record: RunRecord
     verdict: str
-    findings: Sequence[Finding]
+    findings: Sequence[RunFinding]
     card: Mapping[str, str]
 
     @property

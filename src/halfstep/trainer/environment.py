@@ -7,7 +7,6 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,16 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.kernels.forward import loaded
 from halfstep.optim.kernels.dispatch import kernel_for
-from halfstep.precision.casting.autocast import Autocast, cpu_has_bf16, support
+from halfstep.precision.casting.autocast import Autocast, support
+from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import Auto
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
+    """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
 
     Args:
         spec: ``auto`` and ``cuda`` mean the rank's own GPU.
@@ -32,23 +33,26 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
         ConfigError: For any other spelling, or a CUDA device that torch does not see.
     """
     if spec == "auto":
-        found = torch.cuda.is_available()
-        return torch.device("cuda", local_rank) if found else torch.device("cpu")
+        return default_device(local_rank)
     if spec == "cpu":
         return torch.device("cpu")
     kind, _, index = spec.partition(":")
-    if kind == "mps":
-        raise ConfigError(
-            f"run.device={spec!r}: a Mac's GPU is not supported yet, in any policy; use --device "
-            "cpu"
-        )
+    if spec == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
+        return torch.device("mps")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, cuda, cuda:N")
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
     count = torch.cuda.device_count()
     number = int(index) if index else local_rank
     if number >= count:
         raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)
+
+
+def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> PrecisionPolicy:
+    """Return a configuration's policy on a device, which decides what ``auto`` means."""
+    return precision.on(device) if isinstance(precision, Auto) else precision
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": versions,
         "cpu": {
-            "name": _cpu_name(),
+            "name": cpu_name(),
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
             "vector_instructions": torch.backends.cpu.get_cpu_capability(),
@@ -82,6 +86,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
+        "device_name": name_of(device),
         # cut off the reason in parentheses, which may name one of the user's folders
         "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
         "forward_kernels": _forward_kernels(device),
@@ -101,24 +106,30 @@ def _forward_kernels(device: torch.device) -> str:
 
 
 def gemm_flops_per_second(
-    policy: PrecisionPolicy, device: torch.device, size: int = 0, repeats: int = 5
+    policy: PrecisionPolicy,
+    device: torch.device,
+    size: int = 0,
+    repeats: int = 5,
+    shape: tuple[int, int, int] | None = None,
 ) -> float:
-    """Measure the rate of a square matrix product in the compute dtype: the best of a few.
+    """Measure the rate of a matrix product in the compute dtype: the best of a few.
 
     Args:
         policy: Gives the compute dtype and how the device runs it (simulation included).
         device: A device on which the policy is supported.
-        size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
+        size: Edge of square matrices; 0: 1024 on a CPU, 4096 on CUDA.
         repeats: Timed products, after one that warms up.
+        shape: In place of ``size``, m, k and n of a product of (m, k) and (k, n).
 
     Returns:
-        Floating-point operations per second, counting 2 size^3 for each product.
+        Floating-point operations per second, counting 2 m k n for each product.
     """
     size = size or (4096 if device.type == "cuda" else 1024)
+    m, k, n = shape or (size, size, size)
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randn(size, size, generator=generator).to(device, policy.compute_dtype)
-        for _ in range(2)
+        torch.randn(*edges, generator=generator).to(device, policy.compute_dtype)
+        for edges in ((m, k), (k, n))
     )
     best = float("inf")
     with torch.no_grad(), Autocast(policy, None, device).arithmetic():
@@ -130,11 +141,16 @@ def gemm_flops_per_second(
             seconds = time.perf_counter() - start
             if repeat:
                 best = min(best, seconds)
-    return float(2 * size**3 / best)
+    return float(2 * m * k * n / best)
 
 
-def gemm_table(device: torch.device) -> list[dict[str, Any]]:
-    """List each compute format's status on ``device`` and, unless refused, its measured rate."""
+def gemm_table(
+    device: torch.device, shape: tuple[int, int, int] | None = None
+) -> list[dict[str, Any]]:
+    """List each compute format's status on ``device`` and, unless refused, its measured rate.
+
+    ``shape`` is as in :func:`gemm_flops_per_second`; None: the device's usual size.
+    """
     rows = []
     for name in ("fp32", "tf32", "bf16-mixed", "fp16-mixed"):
         policy = POLICIES[name]
@@ -144,7 +160,7 @@ def gemm_table(device: torch.device) -> list[dict[str, Any]]:
             "status": found.status,
         }
         if found.status != "refused":
-            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device)
+            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device, shape=shape)
         rows.append(row)
     return rows
 
@@ -152,15 +168,8 @@ def gemm_table(device: torch.device) -> list[dict[str, Any]]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 # Keep freed memory for the next step instead of giving it back to the kernel.

@@ -96,6 +96,8 @@ def memory_bytes(device: torch.device) -> int:
     """Return a device's memory; for the CPU, the machine's memory or its cgroup's lower limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _LIMITS:
         try:
@@ -111,6 +113,8 @@ def free_bytes(device: torch.device) -> int:
     """Return the memory of a device that nobody uses now; without a count of it, all of it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return memory_bytes(device) - int(torch.mps.driver_allocated_memory())
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -25,6 +25,8 @@ from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
+from halfstep.precision.policy.devices import choose
+from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.torch_version import MACHINES, require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
@@ -32,7 +34,7 @@ from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.progress import Best, read_progress
 from halfstep.trainer.step import Batch, LossSum
@@ -65,6 +67,8 @@ class Session:
     tokens: int = 0
     """Tokens trained on, without padding."""
     best: Best | None = None
+    auto: str = ""
+    """Why ``auto`` took the policy; empty if the configuration names one."""
     stop_asked: bool = False
     """Whether a callback on this rank wants the run to end."""
 
@@ -246,7 +250,9 @@ def open_session(
         )
     if run.threads:
         torch.set_num_threads(run.threads)
-    policy = config.precision
+    policy = policy_on(config.precision, device)
+    auto = choose(device).reason if isinstance(config.precision, Auto) else ""
+    config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
@@ -271,7 +277,9 @@ def open_session(
     trained = precision.named_parameters()
     pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
     model.train()
-    return Session(config, world, device, task, strategy, precision, loss_sum, pieces, ema)
+    return Session(
+        config, world, device, task, strategy, precision, loss_sum, pieces, ema, auto=auto
+    )
 
 
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:

@@ -72,7 +72,7 @@ def train_step(
 
 
 def seed_dropout(seed: int) -> None:
-    """Seed the generators that dropout draws from, on the CPU and on CUDA devices in use.
+    """Seed the generators that dropout draws from, on the CPU and on GPUs in use.
 
     ``torch.manual_seed`` would take longer than the step of a tiny model: for each kind of device
     that is not in use it formats a traceback, for an error that may come when the device is.
@@ -80,12 +80,16 @@ def seed_dropout(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the batch to the device; for CUDA asynchronously, from pinned memory."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return batch
+    if isinstance(batch, Tensor) and device.type != "cuda":
+        return batch.to(device)
     if isinstance(batch, Tensor):
         return batch.pin_memory().to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -31,7 +31,7 @@ from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
 from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
 from halfstep.trainer.run.metrics import MetricsSink, require_sinks
-from halfstep.trainer.run.resume import require_resumable, with_run_folder
+from halfstep.trainer.run.resume import keeping_policy, require_resumable, with_run_folder
 from halfstep.trainer.session import Session, open_session
 from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
 
@@ -102,7 +102,7 @@ class Trainer:
         targets: Callable[[Any], float] | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         num_workers: int = 0,
-        precision: str | PrecisionPolicy = "bf16-mixed",
+        precision: str | PrecisionPolicy = "auto",
         optimizer: str | Optimizer | Callable[[list[nn.Parameter]], Optimizer] = "adamw",
         schedule: str | Callable[[int], float] = "cosine",
         best_by: str = "loss",
@@ -129,7 +129,8 @@ class Trainer:
                 as its tokens. None: the batch's rows, which is dim 0 of its first tensor.
             collate: Makes a batch from a list of items.
             num_workers: Processes that prepare batches ahead; 0: none.
-            precision: A policy, its name, field string or ``.toml`` file.
+            precision: A policy, its name, field string or ``.toml`` file; ``auto`` takes what
+                suits the device, and says why.
             optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
                 to an optimizer, or an optimizer.
             schedule: ``cosine``, ``linear``, ``wsd`` or ``constant``, each after a warm-up, or a
@@ -227,10 +228,13 @@ class Trainer:
         own = not (dist.is_available() and dist.is_initialized())
         world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
         with world if own else nullcontext():
-            path = Path(world.share(run.output_dir or str(default_run_folder(self._config))))
+            device = choose_device(run.device, world.local_rank)
+            folder = run.output_dir or str(default_run_folder(self._config, device))
+            path = Path(world.share(folder))
             config = with_run_folder(self._config, path)
             if resume:
                 saved = run_config(path)
+                config = keeping_policy(config, saved)
                 require_resumable(saved, config, other_precision=True)
             else:
                 world.main_only(lambda: require_fresh(path))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.precision.scaling.gradients import in_fp64
 
 _ALLOCATES = frozenset(
     [
@@ -166,7 +167,7 @@ def count(value: Tensor | float) -> Counts:
         (v == 0).sum(),
         torch.where(v.isfinite(), v, 0).abs().max(),
     ]
-    *whole, largest = torch.stack([n.double() for n in numbers]).tolist()
+    *whole, largest = torch.stack([in_fp64(n) for n in numbers]).tolist()
     nan, plus, minus, zero = map(int, whole)
     return Counts(nan, plus, minus, zero, largest, v.numel())
 

@@ -7,13 +7,10 @@ combination is refused before anything runs, with the nearest policy that works.
 from __future__ import annotations
 
 import contextlib
-import platform
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -25,7 +22,9 @@ from halfstep.precision.border import as_device
 from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, setting_of
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -62,10 +61,10 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     Raises:
         PrecisionError: If ``policy`` or ``device`` cannot be parsed.
 
-    **Source:** compute capability 7.0 (Volta) brought fp16 tensor cores, 8.0 (Ampere) bf16 and
-    tf32: CUDA C++ Programming Guide, section "Compute Capabilities".
+    **Source:** the rows of :data:`halfstep.precision.policy.devices.DEVICES`.
     """
-    policy, device = parse_policy(policy), as_device(device)
+    device = as_device(device)
+    policy = parse_policy(policy, device)
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
@@ -78,19 +77,42 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
-        major, minor = torch.cuda.get_device_capability(device)
-        needed = 8 if policy.tf32 or compute == torch.bfloat16 else 7
+        has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
-        if what != "fp32" and major < needed:
-            nearest = "fp16-mixed" if what == "bf16" and major >= 7 else "fp32"
+        here, needed = "{}.{}".format(*has), first_capability(what)
+        if has < needed:
+            fp16 = what == "bf16" and has >= first_capability("fp16")
             return Support(
                 "refused",
-                f"compute capability {major}.{minor} has no {what} tensor cores ({needed}.0 has)",
-                nearest,
+                f"compute capability {here} has no {what} tensor cores "
+                f"({needed[0]}.{needed[1]} has)",
+                "fp16-mixed" if fp16 else "fp32",
             )
-        return Support("native", f"{what} on compute capability {major}.{minor}")
+        return Support("native", f"{what} on compute capability {here}")
+    if device.type == "mps" and torch.backends.mps.is_available():
+        return _on_a_mac(policy, device)
     reason = f"device {device.type!r} is not supported yet"
+    if device.type == "mps":
+        reason = "torch sees no GPU of a Mac (mps)"
     return Support("refused", reason, _nearest_on_cpu(policy))
+
+
+def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
+    """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
+    if policy.tf32:
+        return Support("refused", "a Mac's GPU has no tf32", "fp32")
+    wrong = failed_probe(device, policy.compute_dtype)
+    if not wrong and policy.casts_per_op:
+        wrong = failed_lists(device, policy.compute_dtype)
+    name = dtype_name(policy.compute_dtype)
+    if not wrong:
+        return Support("native", f"a live probe of this Mac's GPU found {name} right")
+    on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
+    return Support(
+        "refused",
+        f"a live probe of this Mac's GPU found {name} wrong ({wrong})",
+        "fp32" if on_fp32 else _nearest_on_cpu(policy),
+    )
 
 
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
@@ -106,21 +128,6 @@ def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
             f"can is {found.nearest}"
         )
     return found
-
-
-@cache
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX or Arm BF16)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        if platform.system() != "Darwin":
-            return False
-        query = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        return answer.stdout.strip() == "1"
-    words = set(text.split())
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from halfstep.precision.border import as_dtype, as_texts, require_model
 from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
+from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
 _SENSITIVE: tuple[Kind, ...] = ("rope", "positions", "running statistics")
@@ -81,7 +82,7 @@ def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
     own = name.rpartition(".")[2].lower()
     for kind, pattern in _NAMES:
         whole = kind != "positions" or not tensor.is_floating_point() or tensor.is_meta
-        if pattern.search(own) and (whole or _is_whole(tensor.detach().double())):
+        if pattern.search(own) and (whole or _is_whole(in_fp64(tensor.detach()))):
             return kind
     if tensor.dtype == torch.bool:
         return "mask"
@@ -89,7 +90,7 @@ def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
         return "other"
     if re.search(r"rope|rotary", type(module).__name__.lower()):
         return "rope"
-    values = tensor.detach().double()
+    values = in_fp64(tensor.detach())
     if _is_mask(values):
         return "mask"
     if _is_whole(values):
@@ -184,8 +185,8 @@ def _require_castable(name: str, buffer: Tensor, owner: nn.Module, dtype: torch.
             f"{_damage_to_come(kind, buffer.detach(), after)}; leave it in "
             f"{dtype_name(buffer.dtype)}"
         )
-    changed = int((after.double() != buffer.double()).sum())
-    if changed and _is_whole(buffer.double()):
+    changed = int((in_fp64(after) != in_fp64(buffer)).sum())
+    if changed and _is_whole(in_fp64(buffer)):
         raise PrecisionError(
             f"buffer {name} holds whole numbers, of which {changed} of {buffer.numel()} would "
             f"change in {dtype_name(dtype)}; leave it in {dtype_name(buffer.dtype)}"
@@ -198,7 +199,7 @@ def _damage_done(kind: Kind, buffer: Tensor) -> str:
         return "its values will be rounded"
     eps = torch.finfo(buffer.dtype).eps
     if kind == "positions":
-        values, whole = buffer.double(), 2 / eps
+        values, whole = in_fp64(buffer), 2 / eps
         distinct = _distinct(values)
         top = float(values.abs().max()) if values.numel() else 0.0
         fits = _is_whole(values) and (top < whole or (top == whole and distinct == values.numel()))
@@ -206,8 +207,8 @@ def _damage_done(kind: Kind, buffer: Tensor) -> str:
     if kind == "running statistics":
         return f"updates of less than {eps / 4:g} of a value round to nothing"
     if buffer.dim() == 1:
-        inexact = torch.where(buffer == 1, 0.0, buffer.double())  # the first frequency, 1, is exact
-        half_ulp = torch.frexp(inexact).exponent.double().sub(1).exp2() * eps / 2
+        inexact = torch.where(buffer == 1, 0.0, in_fp64(buffer))  # the first frequency, 1, is exact
+        half_ulp = in_fp64(torch.frexp(inexact).exponent).sub(1).exp2() * eps / 2
         worst = float(torch.where(inexact != 0, half_ulp, 0.0).max()) * _POSITIONS
         return f"at position {_POSITIONS} an angle may be off by {worst:.2g} rad"
     rows = buffer.reshape(-1, buffer.shape[-1])
@@ -223,18 +224,19 @@ def _damage_to_come(kind: Kind, before: Tensor, after: Tensor) -> str:
     if kind == "running statistics":
         return f"updates of less than {torch.finfo(after.dtype).eps / 4:g} of a value get lost"
     if before.dim() == 1:
-        positions = torch.arange(_POSITIONS, dtype=torch.float64, device=before.device)
-        waves = [torch.outer(positions, table.double()).cos() for table in (before, after)]
+        tables = [in_fp64(table) for table in (before, after)]
+        positions = torch.arange(_POSITIONS, dtype=torch.float64, device=tables[0].device)
+        waves = [torch.outer(positions, table).cos() for table in tables]
         worst = float((waves[0] - waves[1]).abs().max())
         return f"over {_POSITIONS} positions cosines are off by up to {worst:.2g}"
-    worst = float((before.double() - after.double()).abs().max())
+    worst = float((in_fp64(before) - in_fp64(after)).abs().max())
     return f"numbers are off by up to {worst:.2g} in {form}"
 
 
 def _compare(name: str, before: Tensor, after: Tensor) -> CastReport:
     if before.dtype == after.dtype or before.is_meta or not before.numel():
         return CastReport(name, before.dtype, after.dtype)
-    x, y = before.double(), after.double()
+    x, y = in_fp64(before), in_fp64(after)
     error = torch.where(x.isfinite() & y.isfinite(), (y - x).abs(), 0.0)
     relative = torch.where(x != 0, error / x.abs(), 0.0)
     return CastReport(

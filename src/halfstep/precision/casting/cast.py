@@ -24,7 +24,9 @@ from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
 # for that, assume_constant_result, imports the compiler, which takes as long as importing torch.
-WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
+WITH_AUTOCAST = frozenset(
+    k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
+)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -249,8 +251,8 @@ def autocast(
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
     """
-    value = parse_policy(policy)
     where = as_device(device)
+    value = parse_policy(policy, where)
     if model is not None:
         require_model(model, "autocast(model)")
     context = Autocast(value, model, where)

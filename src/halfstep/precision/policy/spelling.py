@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.border import as_device
 from halfstep.precision.masters.rounding import ROUNDING
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import (
     ALIASES,
     CHOICES,
@@ -23,9 +25,35 @@ from halfstep.precision.policy.policy import (
 )
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
+AUTO = "auto"
+"""The name of the policy that the device decides."""
 
-def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """A policy whose device is not known yet: ``auto``, perhaps with fields or a file of its own.
+
+    Attributes:
+        text: What was written, such as ``"auto,moments=8bit"``.
+    """
+
+    text: str = AUTO
+
+    def on(self, device: torch.device) -> PrecisionPolicy:
+        """The policy on a device."""
+        return parse_policy(self.text, device)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_policy(
+    spec: str | PrecisionPolicy, device: str | torch.device | None = None
+) -> PrecisionPolicy:
     """Parse a policy from its name, alias, field string or ``.toml`` file.
+
+    ``auto`` is the policy that suits ``device``: ``bf16-mixed`` where it multiplies bf16 natively,
+    ``fp16-mixed`` where it has fp16 alone, else ``fp32`` (``halfstep doctor`` gives the reason).
 
     Grammar: ``key=value`` pairs joined by commas, after a name to start from if there is one. Keys:
     ``params compute output grad reduce master`` (fp32, bf16, fp16; compute also tf32), ``update``
@@ -36,6 +64,10 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
     rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
     holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs, and
     rules as a table ``[rules]`` of ``"glob" = "format"``.
+
+    Args:
+        spec: A policy, its name, field string or ``.toml`` file.
+        device: What ``auto`` is for; other policies do not depend on it.
 
     Raises:
         PrecisionError: For an unknown name, key or value, or fields that contradict each other.
@@ -53,20 +85,57 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
         halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
 'fp16-mixed'? Allowed: fp32, tf32, ...
     """
+
+    def chosen() -> PrecisionPolicy:
+        if device is None:
+            raise PrecisionError(
+                "precision auto depends on the device: parse_policy('auto', device), with the "
+                "device that the model is on"
+            )
+        return POLICIES[choose(as_device(device)).policy]
+
+    return _parse(spec, chosen)
+
+
+def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
+    """Parse a policy, but leave ``auto`` for when the device is known.
+
+    Raises:
+        PrecisionError: As :func:`parse_policy`; also for fields that no choice of auto could take.
+    """
+    asked = False
+
+    def bf16() -> PrecisionPolicy:
+        nonlocal asked
+        asked = True
+        return POLICIES["bf16-mixed"]
+
+    text = spec.text if isinstance(spec, Auto) else spec
+    try:
+        found = _parse(text, bf16)
+    except PrecisionError:
+        if not asked:
+            raise
+        found = _parse(text, lambda: POLICIES["fp16-mixed"])  # whose fields others may lack
+    return Auto(str(text).strip()) if asked else found
+
+
+def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
+    """Parse a policy; ``auto`` returns the one to take for that name."""
     if isinstance(spec, PrecisionPolicy):
         return spec
     if not isinstance(spec, str):
         raise PrecisionError(_no_policy(spec))
     name = spec.strip()
     lower = name.lower()
-    known = POLICIES.get(ALIASES.get(lower, lower))
+    known = auto() if lower == AUTO else POLICIES.get(ALIASES.get(lower, lower))
     if known is not None:
         return known
     if name.endswith(".toml"):
-        return _read_file(Path(name))
+        return _read_file(Path(name), auto)
     if "=" in name:
         first, _, rest = name.partition(",")
-        base = None if "=" in first else parse_policy(first)
+        base = None if "=" in first else _parse(first, auto)
         pairs = [part.partition("=") for part in (name if base is None else rest).split(",")]
         keys = [key.strip() for key, _, _ in pairs]
         if len(set(keys)) < len(keys):
@@ -74,7 +143,8 @@ def parse_policy(spec: str | PrecisionPolicy) -> PrecisionPolicy:
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
     raise PrecisionError(
         f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
-        f"{', '.join(POLICIES)}, with fields such as 'bf16-split,moments=8bit', or a .toml file"
+        f"{', '.join(POLICIES)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
+        "file"
     )
 
 
@@ -82,7 +152,7 @@ def _hint(name: str) -> str:
     """A suggestion for a misspelt name; never one of another format than the name contains."""
     formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
     asked = next((short for word, short in formats.items() if word in name), "")
-    names = {**{policy: policy for policy in POLICIES}, **ALIASES}
+    names = {**{policy: policy for policy in POLICIES}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
     return f", did you mean {close[0]!r}?" if close else "."
@@ -102,7 +172,7 @@ def _no_policy(spec: object) -> str:
     )
 
 
-def _read_file(path: Path) -> PrecisionPolicy:
+def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -115,7 +185,7 @@ def _read_file(path: Path) -> PrecisionPolicy:
             key: value if isinstance(value, str) else repr(value) for key, value in table.items()
         }
         found = [*_keep_fp32(kept), *_rules(rules)]
-        return _from_fields(values, parse_policy(base) if base is not None else None, found)
+        return _from_fields(values, None if base is None else _parse(base, auto), found)
     except PrecisionError as error:
         raise PrecisionError(f"policy file {path}: {error}") from error
 

@@ -18,7 +18,7 @@ import tomli_w
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
@@ -106,7 +106,7 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
     return replace(
         config,
         # parsed now, so that a run does not depend on a policy file after it has started
-        precision=parse_policy(config.precision),
+        precision=parse_later(config.precision),
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
@@ -125,7 +125,7 @@ def _plain(part: Any) -> dict[str, Any]:
     hints = get_type_hints(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
-        if isinstance(value, PrecisionPolicy | Layout | OnNonFinite):
+        if isinstance(value, PrecisionPolicy | Auto | Layout | OnNonFinite):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
         if type(value) in sections(hints[field.name])[1:]:  # the union's first class is the default

@@ -67,7 +67,8 @@ class RunConfig:
     background_save: bool = True
     """Write checkpoints while training goes on; a step then waits for a copy only."""
     device: str = "auto"
-    """"auto" (CUDA where there is one, else CPU), "cpu", "cuda" or "cuda:N"."""
+    """"auto" (CUDA where there is one, a Mac's GPU where a probe finds it right, else CPU), "cpu",
+    "mps", "cuda" or "cuda:N"."""
     compile: bool = False
     """Run the model through torch.compile."""
     threads: Count = 0
@@ -108,9 +109,9 @@ class BaseConfig:
 
     name: str = "custom"
     """A name for the run folder."""
-    precision: Spelled = "bf16-mixed"
+    precision: Spelled = "auto"
     """A precision policy by name (halfstep explain lists them), fields such as
-    bf16-mixed,reduce=bf16, or a .toml file."""
+    bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)

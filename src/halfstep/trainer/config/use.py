@@ -17,7 +17,7 @@ class Use:
     model: str = ""
     """In place of a run: the folder of a model with its tokenizer."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, mps, cuda or cuda:N."""
     precision: str = ""
     """Policy of the forward pass; default: the run's own, fp32 for --model."""
     trust_remote_code: bool = False

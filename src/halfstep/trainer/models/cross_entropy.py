@@ -426,7 +426,9 @@ def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
 
 # Computed at import, as ``torch.compile`` in torch 2.11 cannot trace is_autocast_available. The
 # decorator for that, assume_constant_result, would import the compiler, as slow as importing torch.
-_WITH_AUTOCAST = frozenset(k for k in ("cpu", "cuda", "xpu") if torch.amp.is_autocast_available(k))
+_WITH_AUTOCAST = frozenset(
+    k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
+)
 
 
 def autocast_is_on(device_type: str) -> bool:

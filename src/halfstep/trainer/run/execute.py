@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from halfstep.errors import NonFiniteError
+from halfstep.precision.policy.devices import choose, name_of
 from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -20,6 +21,7 @@ from halfstep.trainer.run.folder import (
     CHECKPOINTS,
     create_run,
     finish_run,
+    made_by_auto,
     reopen_run,
     run_config,
     write_config,
@@ -137,7 +139,8 @@ def _introduce(session: Session, say: Say) -> None:
         f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
         f"({support.status}: {support.reason})"
     )
-    notes = [*session.task.notes]
+    notes = [f"precision auto: {session.auto}"] if session.auto else []
+    notes += session.task.notes
     if config.run.compile and support.status == "simulated":
         notes.append("--compile has no effect: torch compiles nothing around a simulation")
     for note in notes:
@@ -154,3 +157,9 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
         say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
     if before != now:
         say(f"the precision changes from {before} to {now}")
+    elif (device := made_by_auto(path)) and device != name_of(session.device):
+        taken = choose(session.device).policy
+        say(
+            f"note: the run keeps {now}, which auto took for {device}; a new run would take "
+            f"{taken} here, and --precision {taken} changes to it"
+        )

@@ -22,20 +22,23 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import torch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.environment import environment
+from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.session import EXPORTED, Session, exported
 from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
+ENVIRONMENT = "env.json"
 CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
-_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class RunFolder:
         self._lock.close()
 
 
-def default_run_folder(config: BaseConfig) -> Path:
+def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
     """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
-    name = f"{config.name}-{config.precision}"
+    name = f"{config.name}-{policy_on(config.precision, device)}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -90,8 +93,8 @@ def create_run(path: Path, session: Session) -> RunFolder:
         try:
             require_fresh(path)  # another process may have made a run of it in the meantime
             session.task.save(path)
-            report = json.dumps(environment(session.device), indent=1)
-            (path / "env.json").write_text(report, encoding="utf-8")
+            report = environment(session.device) | {"auto": session.auto}
+            (path / ENVIRONMENT).write_text(json.dumps(report, indent=1), encoding="utf-8")
             write_config(path, session.config)  # last: its presence makes the folder a run
         except BaseException:
             folder.close()
@@ -128,6 +131,15 @@ def run_config(path: Path) -> BaseConfig:
     if not is_run(path):
         raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
     return load_config(str(path / "config.toml"))
+
+
+def made_by_auto(path: Path) -> str:
+    """Return the name of the device for which ``auto`` took a run's policy; empty if it did not."""
+    try:
+        found: Any = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
+        return str(found["device_name"]) if found["auto"] else ""
+    except (OSError, ValueError, LookupError, TypeError):  # of an older halfstep, or edited
+        return ""
 
 
 def finish_run(session: Session, path: Path) -> str:

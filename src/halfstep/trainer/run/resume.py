@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from halfstep.errors import ConfigError
+from halfstep.precision.policy.spelling import Auto
 from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
@@ -62,6 +63,13 @@ def require_resumable(
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
+
+
+def keeping_policy(wanted: Config, saved: BaseConfig) -> Config:
+    """Return the configuration to resume with: ``auto`` means the policy that the run has."""
+    if not isinstance(wanted.precision, Auto):
+        return wanted
+    return replace(wanted, precision=saved.precision)
 
 
 def with_run_folder(config: Config, path: Path) -> Config:

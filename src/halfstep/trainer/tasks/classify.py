@@ -19,6 +19,7 @@ from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
@@ -196,7 +197,7 @@ class ClassifyTask(EpochTask):
         labels_B = batch[2]
         if self._class_weights is None:
             return len(labels_B)
-        return float(self._class_weights.double()[labels_B].sum())
+        return float(in_fp64(self._class_weights[labels_B]).sum())
 
     def flops(self, tokens: float) -> float:
         """Count two operations per matrix weight and token in the forward, four in the backward."""
@@ -275,7 +276,7 @@ class Predictor(InUse):
             CheckpointError: If its files are damaged.
             PrecisionError: If the device does not honour the policy.
         """
-        self.policy = parse_policy(precision)
+        self.policy = parse_policy(precision, device)
         require_support(self.policy, device)
         self.device = device
         self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
@@ -307,7 +308,7 @@ class Predictor(InUse):
                 )
                 with self.around():
                     logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
-                found[indices] = logits_BC.double().softmax(dim=-1).cpu().numpy()
+                found[indices] = in_fp64(logits_BC).softmax(dim=-1).cpu().numpy()
         if not np.isfinite(found).all():
             first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
             raise NonFiniteError(

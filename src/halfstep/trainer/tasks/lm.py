@@ -232,7 +232,7 @@ def open_tuned_lm(
         CheckpointError: If a file is damaged.
         PrecisionError: If the policy cannot be honoured.
     """
-    policy = parse_policy(precision or config.precision)
+    policy = parse_policy(precision or config.precision, device)
     require_support(policy, device)
     folder, about = model_folder(run), prompt_settings(run)
     model = _open_model(folder, config, trust_remote_code)

@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from torch.nn import functional
 
 from halfstep.precision.casting.cast import keeping_casts
+from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.labelled.examples import Examples, padded
 from halfstep.trainer.data.labelled.length_batches import evaluation_shares
 from halfstep.trainer.evaluate import Evaluation, Judge
@@ -59,7 +60,7 @@ def classifier_scores(
             losses_B = functional.cross_entropy(
                 logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
             )
-            total += float(losses_B.double().sum())
+            total += float(in_fp64(losses_B).sum())
             counted = labels_B != IGNORED_LABEL
             cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
             confusion += torch.bincount(cells, minlength=size * size).cpu()

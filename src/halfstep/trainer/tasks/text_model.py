@@ -121,7 +121,7 @@ class TrainedText(Trained):
             tokenizer = load_tokenizer(self.path)
         else:
             model, tokenizer, config = load_trained(self.path)
-        policy = parse_policy(use.precision or (config.precision if config else "fp32"))
+        policy = parse_policy(use.precision or (config.precision if config else "fp32"), device)
         require_support(policy, device)
         cast_to_policy_(model, policy)
         return _Opened(model.to(device).eval(), policy, device, tokenizer, config)

@@ -1,0 +1,114 @@
+"""The command ``halfstep doctor``: the precision for a machine; mistakes in scripts and runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from halfstep.cli.commands import Doctor
+from halfstep.cli.formats import table
+from halfstep.diagnostics.scripts.rules import Finding, check_script
+from halfstep.errors import ConfigError
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.doctor.machine import (
+    Diagnosis,
+    diagnose,
+    diagnose_named,
+    is_live,
+    live_device,
+    products_of,
+    read_product,
+)
+from halfstep.trainer.doctor.runs import check_run
+
+WRONG = 3
+"""The exit code where a script or a run has a mistake."""
+
+
+def run(arguments: Doctor) -> int:
+    """Print which policy a device is good for, or what is wrong with scripts and runs."""
+    if arguments.targets:
+        return _check(arguments)
+    products = [read_product(text) for text in arguments.shapes]
+    if arguments.config:
+        products += products_of(load_config(arguments.config))
+    if is_live(arguments.device):
+        found = diagnose(live_device(arguments.device), tuple(products))
+    else:
+        found = diagnose_named(arguments.device)
+    print(json.dumps(found.to_json(), indent=1) if arguments.json else text_of(found))
+    return 0
+
+
+def _check(arguments: Doctor) -> int:
+    """Look for mistakes in every target; return 3 if there is one."""
+    given = [n for n in ("shapes", "config") if getattr(arguments, n)]
+    if given or arguments.device != "auto":
+        raise ConfigError(
+            "halfstep doctor TARGET looks at files; --device, --shapes and --config are for the "
+            "machine: leave out one or the other"
+        )
+    every = [finding for target in arguments.targets for finding in _findings(Path(target))]
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in every], indent=1))
+        return WRONG if every else 0
+    for finding in every:
+        where = f"{finding.path}:{finding.line}" if finding.line else finding.path
+        print(f"{where}: {finding.what} [{finding.rule}]")
+        print(f"    {finding.why}\n    write: {finding.instead}")
+    if not every:
+        print(f"{', '.join(arguments.targets)}: no known mistake of precision")
+    return WRONG if every else 0
+
+
+def _findings(target: Path) -> list[Finding]:
+    if target.suffix == ".py":
+        return check_script(target)
+    if target.is_dir():
+        return check_run(target)
+    raise ConfigError(f"{target} is neither a run's folder nor a .py file; give one of these")
+
+
+def text_of(found: Diagnosis) -> str:
+    """Format a diagnosis: what to take and why, the formats, what it saves."""
+    keys = list(dict.fromkeys(key for row in found.forms for key in row.rates))
+    head = ("format", "hardware", "halfstep", *(f"{key} GFLOP/s" for key in keys))
+    rows = [
+        (
+            row.form,
+            row.status,
+            row.here or "-",
+            *(f"{row.rates[key] / 1e9:,.0f}" if key in row.rates else "-" for key in keys),
+        )
+        for row in found.forms
+    ]
+    lines = [
+        f"take {found.policy}: {found.reason}",
+        f"source: {found.source}",
+        *([f"instructions: {', '.join(found.instructions)}"] if found.instructions else []),
+        "",
+        table([head, *rows], set(range(3, len(head)))),
+        "",
+        _savings(found),
+        *(f"note: {note}" for note in found.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _savings(found: Diagnosis) -> str:
+    """Say what the policy saves, in time of products and in bytes."""
+    parts = []
+    if found.product_times is not None:
+        parts.append(
+            f"measured: products take {found.product_times:.2f} of fp32's time in {found.policy}"
+        )
+    cost = found.bytes_per_parameter
+    if found.policy != "fp32":
+        parts.append(
+            f"{found.policy} saves the operands of products in 16 bits for the backward, and keeps "
+            f"{cost[found.policy]:g} bytes per parameter with AdamW, as fp32 does"
+        )
+    least = found.smallest
+    parts.append(f"{least} keeps {cost[least]:.3g} of fp32's {cost['fp32']:g}")
+    return "; ".join(parts)

@@ -1,0 +1,1 @@
+"""What is wrong, or could be better, with a machine or a run: ``halfstep doctor``."""

@@ -1,0 +1,248 @@
+"""The mistakes of precision that can be seen in a run's folder: one table, one entry each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.diagnostics.scripts.rules import Finding
+from halfstep.errors import ConfigError
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.config.config import config_from_table, config_to_table
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.environment import choose_device, policy_on
+from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, run_config
+
+_SKIPS = 0.05
+"""Share of skipped steps from which a run is told. A dynamic scale that fits skips one step in
+``growth_interval``, 2000 by default."""
+_LOST = 0.1
+"""Share of updates lost from which a run is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run's folder says of itself.
+
+    Attributes:
+        config: Its configuration.
+        policy: The policy that it trains in.
+        records: Its lines of ``metrics.jsonl``, as they stand.
+        state: ``state.json`` of the newest checkpoint; None where there is none.
+    """
+
+    config: BaseConfig
+    policy: PrecisionPolicy
+    records: list[dict[str, Any]]
+    state: Mapping[str, Any] | None
+
+
+Found = tuple[str, int, str]
+"""A file of the folder, a line in it (0: all of it), and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRule:
+    """One kind of mistake in a run.
+
+    Attributes:
+        name: Its name in reports, the same as a script's where it is the same mistake.
+        why: What follows from it.
+        instead: What to do.
+        find: What is wrong in a run, or None.
+        bad: Changes to a healthy run's facts, as tables, with which it is found.
+    """
+
+    name: str
+    why: str
+    instead: str
+    find: Callable[[Facts], Found | None]
+    bad: Mapping[str, Any]
+
+
+def check_run(path: Path) -> list[Finding]:
+    """Look for known mistakes in a run's folder, which is only read.
+
+    Raises:
+        ConfigError: If the folder holds no run.
+    """
+    facts = read_facts(path)
+    return [
+        Finding(str(path / found[0]), found[1], rule.name, found[2], rule.why, rule.instead)
+        for rule in RUN_RULES
+        if (found := rule.find(facts)) is not None
+    ]
+
+
+def read_facts(path: Path) -> Facts:
+    """Read what :func:`check_run` judges.
+
+    Raises:
+        ConfigError: If the folder holds no run, or its files are not what a run writes.
+    """
+    config = run_config(path)
+    try:
+        text = (path / METRICS).read_text(encoding="utf-8") if (path / METRICS).exists() else ""
+        records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        saved = list_checkpoints(path / CHECKPOINTS)
+        state = json.loads((saved[-1] / "state.json").read_text("utf-8")) if saved else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: its metrics or checkpoint cannot be read: {error}") from error
+    if not all(isinstance(record, dict) for record in records):
+        raise ConfigError(f"{path / METRICS}: a line is not a JSON object")
+    return facts_of(config, records, state if isinstance(state, dict) else None)
+
+
+def facts_of(
+    config: BaseConfig, records: list[dict[str, Any]], state: Mapping[str, Any] | None
+) -> Facts:
+    """Put together what is known of a run; its policy is resolved already, or ``auto`` here."""
+    policy = policy_on(config.precision, choose_device("auto"))
+    return Facts(config, policy, records, state)
+
+
+def changed(facts: Facts, changes: Mapping[str, Any]) -> Facts:
+    """The facts with other values: ``"section.key"`` of the configuration, ``records``, ``state``.
+
+    For the examples of the table, which tests run.
+    """
+    table = config_to_table(facts.config)
+    for key, value in changes.items():
+        if key not in ("records", "state"):
+            section, _, name = key.rpartition(".")
+            (table[section] if section else table)[name] = value
+    return facts_of(
+        config_from_table(table),
+        changes.get("records", facts.records),
+        changes.get("state", facts.state),
+    )
+
+
+def _scale_not_saved(facts: Facts) -> Found | None:
+    if facts.policy.loss_scale.kind != "dynamic" or facts.state is None:
+        return None
+    saved = facts.state.get("precision")
+    scale = saved.get("loss_scale") if isinstance(saved, dict) else None
+    if isinstance(scale, dict) and "value" in scale:
+        return None
+    return CHECKPOINTS, 0, "the newest checkpoint holds no state of the loss scale"
+
+
+def _schedule_over_skips(facts: Facts) -> Found | None:
+    skipped = _skipped(facts)
+    if facts.config.schedule.on_skip != "advance" or not skipped:
+        return None
+    return "config.toml", 0, f"the schedule moved on over {skipped} skipped steps (on_skip=advance)"
+
+
+def _eps_underflows(facts: Facts) -> Found | None:
+    eps, name = facts.config.optimizer.eps, facts.config.optimizer.name
+    if "adam" not in name or facts.policy.master_dtype != torch.float16 or eps >= 2.0**-25:
+        return None
+    return "config.toml", 0, f"optimizer.eps={eps:g} is 0 in fp16, the format of the weights"
+
+
+def _many_skips(facts: Facts) -> Found | None:
+    judged = [record for record in facts.records if not record.get("calibrating")]
+    skipped = sum(record.get("applied") is False for record in judged)
+    if len(judged) < 20 or skipped <= _SKIPS * len(judged):
+        return None
+    first = next(i for i, r in enumerate(facts.records, 1) if r.get("applied") is False)
+    return METRICS, first, f"{skipped} of {len(judged)} steps were skipped"
+
+
+def _scale_below_one(facts: Facts) -> Found | None:
+    if facts.policy.loss_scale.kind != "dynamic":
+        return None
+    for number, record in enumerate(facts.records, 1):
+        scale = record.get("loss_scale")
+        if isinstance(scale, int | float) and scale < 1:
+            return METRICS, number, f"the loss scale fell to {scale:g}"
+    return None
+
+
+def _updates_lost(facts: Facts) -> Found | None:
+    for number, record in reversed(list(enumerate(facts.records, 1))):
+        lost = record.get("lost_updates")
+        if isinstance(lost, dict) and lost:
+            worst = max(lost, key=lambda name: lost[name])
+            if lost[worst] <= _LOST:
+                return None
+            return METRICS, number, f"{lost[worst]:.0%} of the updates of {worst} were lost"
+    return None
+
+
+def _loss_not_finite(facts: Facts) -> Found | None:
+    for number, record in enumerate(facts.records, 1):
+        if record.get("loss") is None and record.get("skip_reason") != "overflow":
+            return METRICS, number, f"the loss of step {record.get('step')} was not finite"
+    return None
+
+
+def _skipped(facts: Facts) -> int:
+    return sum(record.get("applied") is False for record in facts.records)
+
+
+_STEP = {"step": 1, "applied": True, "loss": 1.0, "loss_scale": 65536.0}
+_SKIP = {**_STEP, "applied": False}
+
+RUN_RULES: tuple[RunRule, ...] = (
+    RunRule(
+        name="scaler-not-saved",
+        why="a resumed run would search for its scale again",
+        instead="resume from an older checkpoint",
+        find=_scale_not_saved,
+        bad={"precision": "fp16-mixed", "state": {"precision": {"policy": "fp16-mixed"}}},
+    ),
+    RunRule(
+        name="schedule-over-skips",
+        why="the learning rate is ahead of the updates",
+        instead="--schedule.on-skip hold",
+        find=_schedule_over_skips,
+        bad={"schedule.on_skip": "advance", "records": [_STEP, _SKIP]},
+    ),
+    RunRule(
+        name="eps-underflows",
+        why="a moment of 0 then makes 0 / 0",
+        instead="--optimizer.eps 1e-4",
+        find=_eps_underflows,
+        bad={"precision": "fp16-pure", "optimizer.eps": 1e-8},
+    ),
+    RunRule(
+        name="many-skips",
+        why="a scale that fits skips one step in 2000; a model overflows in its forward, or data "
+        "hold numbers that are not finite",
+        instead="the operation that halfstep.trace_nonfinite names in fp32 (keep_fp32=), or "
+        "--precision bf16-mixed",
+        find=_many_skips,
+        bad={"records": [_STEP] * 20 + [_SKIP] * 3},
+    ),
+    RunRule(
+        name="scale-below-one",
+        why="gradients then underflow where fp32's would not: no scale fits both ends",
+        instead="--precision bf16-mixed, or the overflowing modules in fp32 (keep_fp32=)",
+        find=_scale_below_one,
+        bad={"precision": "fp16-mixed", "records": [_STEP, {**_STEP, "loss_scale": 0.5}]},
+    ),
+    RunRule(
+        name="updates-lost",
+        why="the weights' format rounds them away",
+        instead="--precision bf16-split, or fp32 weights (a *-mixed policy)",
+        find=_updates_lost,
+        bad={"records": [{**_STEP, "lost_updates": {"blocks": 0.4}}]},
+    ),
+    RunRule(
+        name="loss-not-finite",
+        why="no loss scale can help there",
+        instead="halfstep.trace_nonfinite around the step, or --on-nonfinite skip:3",
+        find=_loss_not_finite,
+        bad={"records": [_STEP, {"step": 2, "applied": False, "skip_reason": "nonfinite_loss"}]},
+    ),
+)
+"""Every rule."""

@@ -1,0 +1,268 @@
+"""The table of devices: which policy ``auto`` takes where, and how it reaches every door."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import PrecisionError
+from halfstep.precision.policy import devices, probe
+from halfstep.precision.policy.devices import DEVICES, choose, default_device, kind_named, kind_of
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
+
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
+
+# Name that torch gives to the device, its compute capability (NVIDIA, "CUDA GPUs"), the policy.
+GPUS = [
+    ("Tesla K80", (3, 7), "fp32"),
+    ("NVIDIA GeForce GTX 1080 Ti", (6, 1), "fp32"),
+    ("Tesla P100-PCIE-16GB", (6, 0), "fp32"),
+    ("Tesla V100-SXM2-16GB", (7, 0), "fp16-mixed"),
+    ("NVIDIA TITAN V", (7, 0), "fp16-mixed"),
+    ("Tesla T4", (7, 5), "fp16-mixed"),
+    ("NVIDIA GeForce RTX 2080 Ti", (7, 5), "fp16-mixed"),
+    ("Quadro RTX 6000", (7, 5), "fp16-mixed"),
+    ("NVIDIA GeForce GTX 1650", (7, 5), "fp32"),
+    ("NVIDIA GeForce GTX 1660 Ti", (7, 5), "fp32"),
+    ("NVIDIA T1000", (7, 5), "fp32"),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "bf16-mixed"),
+    ("NVIDIA A10G", (8, 6), "bf16-mixed"),
+    ("NVIDIA GeForce RTX 3090", (8, 6), "bf16-mixed"),
+    ("NVIDIA RTX A6000", (8, 6), "bf16-mixed"),
+    ("NVIDIA L4", (8, 9), "bf16-mixed"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "bf16-mixed"),
+    ("NVIDIA RTX 6000 Ada Generation", (8, 9), "bf16-mixed"),
+    ("NVIDIA H100 80GB HBM3", (9, 0), "bf16-mixed"),
+    ("NVIDIA GH200 480GB", (9, 0), "bf16-mixed"),
+    ("NVIDIA B200", (10, 0), "bf16-mixed"),
+    ("NVIDIA GeForce RTX 5090", (12, 0), "bf16-mixed"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), "bf16-mixed"),
+]
+# The flags that Linux shows, and the policy.
+CPUS = [
+    ({"avx2"}, "fp32"),
+    ({"avx2", "avx512f", "avx512_fp16"}, "fp32"),
+    ({"avx512f", "avx512_bf16"}, "bf16-mixed"),
+    ({"avx512f", "avx512_bf16", "amx_bf16", "amx_tile"}, "bf16-mixed"),
+    ({"asimd", "bf16", "i8mm"}, "bf16-mixed"),
+    ({"asimd", "fphp", "asimdhp"}, "fp32"),
+]
+
+
+def pretend_gpu(monkeypatch, name, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+
+
+def pretend_cpu(monkeypatch, flags):
+    monkeypatch.setattr(devices, "cpu_instructions", lambda: frozenset(flags))
+    for module in (devices, halfstep.precision.casting.autocast):
+        monkeypatch.setattr(
+            module, "cpu_has_bf16", lambda: bool({"bf16", "avx512_bf16", "amx_bf16"} & flags)
+        )
+
+
+def pretend_mac(monkeypatch, wrong=()):
+    """A Mac's GPU that the probe finds wrong in these dtypes."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        devices, "failed_probe", lambda device, dtype: "product: wrong" if dtype in wrong else ""
+    )
+    monkeypatch.setattr(devices, "failed_lists", lambda device, dtype: "")
+
+
+@pytest.mark.parametrize(("name", "capability", "policy"), GPUS)
+def test_each_gpu_gets_what_it_multiplies_natively(monkeypatch, name, capability, policy):
+    pretend_gpu(monkeypatch, name, capability)
+    chosen = choose(CUDA)
+    assert chosen.policy == policy
+    assert name in chosen.reason
+    assert halfstep.support("auto", CUDA).status == "native"
+    assert parse_policy("auto", "cuda") == POLICIES[policy]
+
+
+@pytest.mark.parametrize(("name", "capability", "policy"), GPUS)
+def test_the_name_alone_gives_the_same_row(monkeypatch, name, capability, policy):
+    pretend_gpu(monkeypatch, name, capability)
+    assert kind_named(name) is kind_of(CUDA)
+
+
+@pytest.mark.parametrize(("flags", "policy"), CPUS)
+def test_a_cpu_takes_bf16_where_it_has_instructions(monkeypatch, flags, policy):
+    pretend_cpu(monkeypatch, flags)
+    assert choose(CPU).policy == policy
+    assert halfstep.support("auto", CPU).status == "native"
+
+
+def test_the_table_agrees_with_support(monkeypatch):
+    """A row's policy runs natively on its devices, and its native 16-bit formats are honoured."""
+    for row in DEVICES:
+        assert row.policy in ("fp32", "bf16-mixed", "fp16-mixed")
+        assert row.policy.partition("-")[0] in row.native, row.family
+        assert row.native.isdisjoint(row.emulated)
+        assert row.source, row.family
+        assert row.examples, row.family
+        if row.type != "cuda":
+            continue
+        pretend_gpu(monkeypatch, row.examples[0], row.since)
+        for form in ("bf16", "fp16", "tf32"):
+            name = form if form == "tf32" else f"{form}-mixed"
+            status = halfstep.support(name, CUDA).status
+            if not row.by_name:  # fp16 runs on a GTX 16, but not as what one should take
+                assert (status == "native") == (form in row.native), (row.family, form)
+
+
+@pytest.mark.parametrize("row", DEVICES, ids=lambda row: row.family)
+def test_each_example_names_its_row(row):
+    for example in row.examples:
+        assert kind_named(example) is row
+        assert kind_named(example.lower().replace(" ", "-")) is row
+
+
+@pytest.mark.parametrize("name", ["", "Voodoo 2", "TPU v5", "?", "8.0"])
+def test_a_device_that_the_table_lacks_is_refused(name):
+    with pytest.raises(PrecisionError, match=r"is not in halfstep's table of devices.*T4"):
+        kind_named(name)
+
+
+def test_amd_and_unknown_gpus(monkeypatch):
+    pretend_gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert choose(CUDA).policy == "bf16-mixed"
+    pretend_gpu(monkeypatch, "AMD Radeon RX 6800", (10, 3))
+    assert choose(CUDA).policy == "fp32"
+
+
+def test_without_the_device_auto_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = halfstep.support("auto", "cuda")
+    assert (found.status, found.nearest) == ("refused", "fp32 on --device cpu")
+
+
+def test_a_mac_is_probed(monkeypatch):
+    pretend_mac(monkeypatch)
+    assert choose(MPS).policy == "fp16-mixed"
+    assert default_device() == MPS
+    pretend_mac(monkeypatch, {torch.float16})
+    chosen = choose(MPS)
+    assert chosen.policy == "fp32"
+    assert "product: wrong" in chosen.reason
+    pretend_mac(monkeypatch, {torch.float16, torch.float32})
+    assert default_device() == CPU
+
+
+# --- the probe ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cpu_passes_the_probe(dtype):
+    assert probe.failed_probe.__wrapped__(CPU, dtype) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("part", ["result", "first gradient", "second gradient"])
+def test_the_probe_finds_what_is_wrong(monkeypatch, part, dtype):
+    """A device that loses four bits of the format, in the result or in a gradient."""
+
+    def worse(t):
+        # a relative error of 16 units of the format, twice what a right device may have
+        return t * (1 + 32 * torch.finfo(dtype).eps + 256 * 2.0**-23)
+
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return worse(x @ w) if part == "result" else x @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            a, b = g @ w.T, x.T @ g
+            return (worse(a) if part.startswith("first") else a,
+                    worse(b) if part.startswith("second") else b)  # fmt: skip
+
+    def product(x, w):
+        return x @ w if x.dtype == torch.float64 else Spoilt.apply(x, w)
+
+    monkeypatch.setattr(probe, "_PROBES", (product,))
+    assert f"product: its {part}" in probe.failed_probe.__wrapped__(CPU, dtype)
+
+
+def test_the_probe_finds_sums_in_fp16(monkeypatch):
+    def large_sum(x, w):
+        exact = probe._large_sum(x, w)
+        if x.dtype != torch.float16:
+            return exact
+        sign = torch.ones_like(w)
+        sign[32:] = -1
+        total = exact * 0
+        for k in range(64):  # every partial sum is rounded to fp16, as without fp32 sums
+            total = total + 100 * (100 * sign + w.round())[k]
+        return total
+
+    monkeypatch.setattr(probe, "_PROBES", (large_sum,))
+    assert "large sum" in probe.failed_probe.__wrapped__(CPU, torch.float16)
+    assert probe.failed_probe.__wrapped__(CPU, torch.float32) == ""
+
+
+def test_an_operation_that_a_device_lacks_fails_the_probe(monkeypatch):
+    def convolution(x, w):
+        if x.dtype == torch.float64:
+            return x @ w
+        raise NotImplementedError('"conv" not implemented for Half\nand more')
+
+    monkeypatch.setattr(probe, "_PROBES", (convolution,))
+    said = probe.failed_probe.__wrapped__(CPU, torch.float16)
+    assert said == 'convolution: "conv" not implemented for Half'
+
+
+# --- auto at every door ---------------------------------------------------------------------------
+
+
+def test_auto_waits_for_its_device():
+    assert parse_later("auto") == Auto("auto")
+    assert parse_later(" AUTO ") == Auto("AUTO")
+    assert str(parse_later("auto,moments=8bit")) == "auto,moments=8bit"
+    assert parse_later("fp32") == POLICIES["fp32"]
+    assert parse_later(Auto()) == Auto()
+    assert Auto("auto,moments=8bit").on(CPU) == parse_policy(f"{choose(CPU).policy},moments=8bit")
+    with pytest.raises(PrecisionError, match="depends on the device"):
+        parse_policy("auto")
+    with pytest.raises(PrecisionError, match="moment"):
+        parse_later("auto,momnts=8bit")
+    with pytest.raises(PrecisionError, match="did you mean 'auto'"):
+        parse_policy("autoo")
+    # a field that only one of auto's policies takes waits for the device too
+    assert parse_later("auto,growth_interval=100") == Auto("auto,growth_interval=100")
+
+
+def test_auto_as_the_base_of_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "p.toml"
+    path.write_text('base = "auto"\nkeep_fp32 = ["*norm*"]\n')
+    pretend_gpu(monkeypatch, "Tesla T4", (7, 5))
+    assert str(parse_policy(str(path), "cuda")) == "fp16-mixed,keep_fp32=*norm*"
+    assert parse_later(str(path)) == Auto(str(path))
+
+
+@pytest.mark.parametrize(("flags", "policy"), [({"avx2"}, "fp32"), ({"bf16"}, "bf16-mixed")])
+def test_precision_takes_the_policy_of_the_models_device(monkeypatch, flags, policy):
+    pretend_cpu(monkeypatch, flags)
+    model = nn.Linear(4, 4)
+    precision = halfstep.Precision("auto", model, torch.optim.AdamW(model.parameters()))
+    assert str(precision.policy) == policy
+    assert precision.state_dict()["policy"] == policy
+    assert halfstep.explain("auto").splitlines()[0].split() == ["policy", policy]
+    assert "auto" in halfstep.explain("auto").splitlines()[1]
+    assert "auto" not in halfstep.explain(policy).splitlines()[1]
+
+
+def test_a_t4_trains_in_fp16_with_a_scale(monkeypatch):
+    pretend_gpu(monkeypatch, "Tesla T4", (7, 5))
+    policy = parse_policy("auto", "cuda")
+    assert policy.loss_scale.kind == "dynamic"
+    assert halfstep.support(policy, "cuda").status == "native"
+    assert "nearest: fp16-mixed" in halfstep.explain("bf16-mixed", "cuda")

@@ -1,0 +1,162 @@
+"""Runs whose precision is ``auto``: what they write down, and how they are resumed."""
+
+import json
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.cli.main import main
+from halfstep.precision.policy import devices
+from halfstep.precision.policy.spelling import Auto
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
+from halfstep.trainer.config.tasks import TASKS
+from halfstep.trainer.environment import policy_on
+from halfstep.trainer.run.folder import default_run_folder, run_config
+
+CPU = torch.device("cpu")
+SIZES = ["--data.tokenizer", "bytes", "--n-layer", "1", "--n-head", "2", "--n-embd", "32",
+         "--model.block-size", "32", "--batch-size", "4", "--eval-batches", "2",
+         "--schedule.warmup-steps", "1", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """A function that pretends to be on a CPU with these instructions, under this name."""
+
+    def pretend(flags, name="Some CPU"):
+        monkeypatch.setattr(devices, "cpu_instructions", lambda: frozenset(flags))
+        monkeypatch.setattr(devices, "cpu_name", lambda: name)
+
+    return pretend
+
+
+def train(corpus, path, *words):
+    return main(["train", "--config", "gpt-tiny", "--data", str(corpus), "--output-dir", str(path),
+                 *SIZES, *words])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_configuration_leaves_the_policy_to_the_device(name):
+    config = load_config(name)
+    assert config.precision == Auto()
+    assert 'precision = "auto"' in config_to_toml(config)
+
+
+def test_it_is_every_tasks_default():
+    for kind in TASKS.values():
+        assert {f.name: f.default for f in kind.__dataclass_fields__.values()}[
+            "precision"
+        ] == "auto"
+
+
+@pytest.mark.parametrize(("flags", "policy"), [({"avx2"}, "fp32"), ({"bf16"}, "bf16-mixed")])
+def test_a_run_writes_down_what_auto_took_and_says_why_once(
+    corpus, tmp_path, capsys, cpu, flags, policy
+):
+    cpu(flags)
+    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
+    said = capsys.readouterr().err
+    assert said.count("precision auto: Some CPU") == 1
+    assert f"gpt-tiny {policy}:" in said
+    assert str(run_config(tmp_path / "r").precision) == policy
+    found = json.loads((tmp_path / "r" / "env.json").read_text())
+    assert (found["auto"][:8], found["device_name"]) == ("Some CPU", "Some CPU")
+    (checkpoint,) = list_checkpoints(tmp_path / "r" / "checkpoints")
+    state = load_checkpoint(checkpoint).state
+    assert state["config"]["precision"] == state["precision"]["policy"] == policy
+
+
+@pytest.mark.parametrize("words", [["--config", "gpt-tiny"], ["--precision", "auto"], []])
+def test_a_resumed_run_keeps_its_policy_and_tells_of_another_device(
+    corpus, tmp_path, capsys, cpu, words
+):
+    cpu({"bf16"}, "Old CPU")
+    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
+    capsys.readouterr()
+    cpu({"avx2"}, "New CPU")
+    again = ["train", "--resume", "--output-dir", str(tmp_path / "r"), "--max-steps", "3", *words]
+    if "gpt-tiny" in words:
+        again += ["--data", str(corpus), *SIZES]
+    assert main(again) == 0
+    said = capsys.readouterr().err
+    assert "the run keeps bf16-mixed, which auto took for Old CPU" in said
+    assert "--precision fp32 changes to it" in said
+    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
+
+
+def test_nothing_is_said_on_the_same_device_or_of_a_named_policy(corpus, tmp_path, capsys, cpu):
+    cpu({"avx2"})
+    for name, words in (("a", []), ("b", ["--precision", "fp32"])):
+        assert train(corpus, tmp_path / name, "--max-steps", "2", *words) == 0
+        capsys.readouterr()
+        if words:
+            cpu({"avx2"}, "New CPU")
+        path = str(tmp_path / name)
+        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "3"]) == 0
+        assert "auto" not in capsys.readouterr().err
+
+
+def test_an_older_run_folder_says_nothing(corpus, tmp_path, capsys, cpu):
+    cpu({"avx2"})
+    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
+    for text in ("{}", "[", "[1]", '{"auto": "x"}'):
+        (tmp_path / "r" / "env.json").write_text(text)
+        capsys.readouterr()
+        path = str(tmp_path / "r")
+        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "2"]) == 0
+        assert "the run keeps" not in capsys.readouterr().err
+
+
+def test_a_folder_is_named_after_what_runs(cpu):
+    cpu({"avx2"})
+    config = load_config("gpt-tiny")
+    assert default_run_folder(config, CPU).name.startswith("gpt-tiny-fp32-")
+    assert str(policy_on(config.precision, CPU)) == "fp32"
+
+
+def test_fields_may_follow(corpus, tmp_path, cpu):
+    cpu({"bf16"})
+    words = ["--precision", "auto,keep_fp32=*norm*", "--max-steps", "2"]
+    assert train(corpus, tmp_path / "r", *words) == 0
+    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed,keep_fp32=*norm*"
+
+
+def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
+    torch.manual_seed(0)
+    data = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
+
+    def loss(model, batch):
+        return torch.nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+    def trainer(steps):
+        return halfstep.Trainer(
+            torch.nn.Linear(4, 1), data, loss, max_steps=steps, batch_size=4, device="cpu",
+            output_dir=str(tmp_path / "r"), warmup_steps=1,
+        )  # fmt: skip
+
+    cpu({"bf16"}, "Old CPU")
+    trainer(2).train()
+    assert "precision auto: Old CPU" in capsys.readouterr().err
+    cpu({"avx2"}, "New CPU")
+    trainer(3).train(resume=True)
+    assert "the run keeps bf16-mixed" in capsys.readouterr().err
+    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
+
+
+def test_demo_compares_with_what_auto_takes(monkeypatch, capsys, cpu):
+    started = []
+
+    def popen(command, *_, **__):
+        started.append(command[command.index("--precision") + 1])
+        raise halfstep.HalfstepError("enough")
+
+    monkeypatch.setattr("subprocess.Popen", popen)
+    cpu({"bf16"})
+    main(["demo"])
+    assert started == ["fp32"]
+    assert "precision auto: Some CPU" in capsys.readouterr().err
+    cpu({"avx2"})
+    main(["demo"])
+    assert "--precisions fp32 bf16-mixed compares two all the same" in capsys.readouterr().err
