@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,11 +16,16 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.scaling.gradients import NonFinite, Ranks, find_nonfinite
+from halfstep.precision.scaling.gradients import Judged, NonFinite, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 
 Action = Literal["stop", "skip", "rollback"]
 _KEPT = ("params", "lr", "initial_lr")
+
+OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
+"""Called for a step that is not applied, before the loss scale is lowered or weights go back: with
+what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
+not applied, and whether the scale still searches for its level. It may run the batch again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,20 @@ class OnNonFinite:
 
     def __str__(self) -> str:
         return self.action if self.action == "stop" else f"{self.action}:{self.count}"
+
+
+def failure(
+    policy: PrecisionPolicy,
+    loss_scale: LossScale,
+    judged: Judged,
+    model: nn.Module,
+    ranks: Ranks,
+    in_a_row: int,
+) -> NonFiniteError | None:
+    """The error for a step that is not finite, or None if a smaller loss scale may help."""
+    if judged.found is None:
+        return broken_loss(policy, judged.loss, model, ranks)
+    return incurable(policy, loss_scale, judged.found, judged.loss, in_a_row)
 
 
 def incurable(

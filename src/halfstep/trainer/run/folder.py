@@ -5,6 +5,7 @@
     config.toml     the resolved configuration
     env.json        the machine that it ran on
     metrics.jsonl   one JSON object per step
+    causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
     report.txt      for a classifier: scores of its classes; also report.json and confusion.png
@@ -31,6 +32,7 @@ from halfstep.trainer.session import EXPORTED, Session, exported
 from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
+CAUSES = "causes.jsonl"
 CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
