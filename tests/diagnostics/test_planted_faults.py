@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
-from halfstep import Precision, PrecisionError, first_cause
+from halfstep import NonFiniteError, Precision, PrecisionError, first_cause
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -93,3 +93,24 @@ def test_a_cause_as_json_and_in_one_line():
     assert cause.summary.startswith("data not finite: aten.addmm.default in fp32, forward of the m")
     assert "sample 1" in cause.summary
     assert "\n" not in cause.summary
+
+
+def test_the_error_of_an_own_loop_gives_the_line_to_type():
+    model = torch.nn.Linear(2, 1)
+    precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
+
+    def your_loss(rows):
+        return model(rows).mean()
+
+    with precision.autocast():
+        loss = your_loss(batch)
+    with pytest.raises(NonFiniteError) as error:
+        precision.step(loss)
+    line = "halfstep.first_cause(precision, lambda rows: your_loss(rows), batch)"
+    assert line in str(error.value)
+    cause = first_cause(precision, lambda rows: your_loss(rows), batch)
+    assert cause.samples == (1,)
+    with precision.autocast():  # and the loop goes on
+        loss = your_loss(batch[:1])
+    assert precision.step(loss).applied

@@ -27,6 +27,12 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
 not applied, and whether the scale still searches for its level. It may run the batch again."""
 
+FIND_IT = (
+    "; to see which operation and sample made it: "
+    "print(halfstep.first_cause(precision, lambda rows: your_loss(rows), batch))"
+)
+"""What the error of a user's own loop ends with; others run the batch again by themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class OnNonFinite:
@@ -86,7 +92,7 @@ def incurable(
     """
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
-    same = "the weights are unchanged"
+    same = f"the weights are unchanged{FIND_IT}"
     if policy.loss_scale.kind == "none":
         return NonFiniteError(
             f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
@@ -118,7 +124,8 @@ def broken_loss(
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    source, end = "the forward pass or the data made it", "; the weights are unchanged"
+    source = "the forward pass or the data made it"
+    end = f"; the weights are unchanged{FIND_IT}"
     if broken:
         source, end = f"the weights {some(broken)} are not finite", ""
     return NonFiniteError(
@@ -174,7 +181,7 @@ class Guard:
         """
         choice = self._choice
         self._in_a_row += 1
-        what = str(error).removesuffix("; the weights are unchanged")
+        what = str(error).removesuffix(FIND_IT).removesuffix("; the weights are unchanged")
         if choice.action == "skip" and self._in_a_row <= choice.count:
             floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
             buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names

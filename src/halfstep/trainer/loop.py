@@ -20,6 +20,7 @@ from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import Team, list_checkpoints
@@ -239,7 +240,7 @@ class _Books:
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-        told = [f"step {step}: {error}"]
+        told = [f"step {step}: {str(error).removesuffix(FIND_IT)}"]
         if cause is not None:
             told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
         told += [causes.failed, last, causes.next_command()]

@@ -21,8 +21,11 @@ from torch import Tensor, nn
 
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.trace import NonFiniteTrace, trace_nonfinite
-from halfstep.errors import PrecisionError
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require
+from halfstep.precision.recovery import FIND_IT
+from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
 _OF_NO_SAMPLE = ("weights diverged", "weight not finite", "buffer not finite", "literal not finite")
@@ -146,6 +149,32 @@ def search(
         return _same(part, cause)
 
     return replace(cause, samples=_responsible(rows, likely, fails))
+
+
+def explained(
+    error: NonFiniteError,
+    model: nn.Module,
+    run: Callable[[int, Any], object],
+    batches: Sequence[Any] = (None,),
+    *,
+    clear: Callable[[], object],
+) -> NonFiniteError:
+    """An error with its first cause, found by :func:`search` where this process is the only one."""
+    if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
+        return error  # the other ranks do not take part
+    cause = None
+    try:
+        cause = search(model, run, batches, clear=clear)
+        told = "" if cause is None else f". First cause: {cause}"
+    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
+        name = type(failed).__name__
+        told = f". Looking for the first cause failed: {name}: {failed}"
+    finally:
+        clear()
+    plain = str(error).removesuffix(FIND_IT)
+    known = NonFiniteError(f"{plain}{told}", cause=error.cause, parameters=error.parameters)
+    known.first_cause = cause
+    return known
 
 
 def _same(trace: NonFiniteTrace, cause: Cause) -> bool:
