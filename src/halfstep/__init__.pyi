@@ -2,7 +2,8 @@
 
 from . import distributed as distributed, optim as optim
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
-from .diagnostics.nonfinite.operations import Cause as Cause
+from .diagnostics.nonfinite.again import first_cause as first_cause
+from .diagnostics.nonfinite.cause import Cause as Cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .diagnostics.scripts.rules import Finding as Finding, check_script as check_script
 from .diagnostics.statistics.numerics import (

@@ -49,6 +49,8 @@ class NonFiniteError(HalfstepError, ArithmeticError):
             inf gradients, and scaling cannot help), ``"loss_scale_floor"``, ``"skip_limit"`` or
             ``"weights"`` (a checkpoint was about to be written from them).
         parameters: Names of the parameters whose gradients were not finite, as far as known.
+        first_cause: The :class:`halfstep.Cause`, where the step was run again to find it, else
+            None. It does not travel to another process; the message holds its line.
     """
 
     exit_code = 3
@@ -57,6 +59,7 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         super().__init__(message)
         self.cause = cause
         self.parameters = parameters
+        self.first_cause: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""

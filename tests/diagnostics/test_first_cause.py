@@ -111,7 +111,8 @@ def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
     text = str(cause)
     assert text.startswith("overflow: aten.add.Tensor in fp16, forward of blocks.layers.1 (Block)")
     assert "4.10e4 + 3.20e4 > 65504" in text
-    assert "test_first_cause.py:" in text.splitlines()[-1]
+    assert "test_first_cause.py:" in text.splitlines()[-2]
+    assert text.splitlines()[-1].startswith("  to do: overflow in a residual sum: keep the resid")
 
 
 # C: a loss that is NaN from the forward on
@@ -308,7 +309,7 @@ def test_allow_by_operation_and_by_module():
     assert trace_of(lambda: X.log(), allow=["aten.log.*"]) is None
     assert trace_of(lambda: X.log() * 0, allow=["aten.log.*"]).op == "aten.mul.Tensor"
     assert trace_of(lambda: (-X).sqrt() + 1, allow=["aten.sqrt.default"]) is None  # NaN passes on
-    model = nn.Sequential(nn.Identity(), nn.LogSigmoid(), nn.Softplus())
+    model = nn.Sequential(nn.Identity(), nn.LogSigmoid(), nn.LeakyReLU())
     model[1].forward = torch.log
     assert trace_of(model, X, model=model).module == "1"
     assert trace_of(model, X, model=model, allow=["1"]) is None
@@ -512,7 +513,7 @@ class Again(nn.Module):
 
     def forward(self, x):
         again = torch._C._current_graph_task_id() != -1
-        return ((x * 0).log() if again else x.exp()).exp()
+        return ((x * 0).log() if again else x.exp()).square()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

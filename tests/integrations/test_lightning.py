@@ -326,6 +326,8 @@ def test_a_loss_that_is_nan_stops_with_its_cause(name):
         fit(plugin, model)
     assert caught.value.cause == "forward"
     assert same(weights(model), model.kept)
+    assert "First cause: not finite in the input data: aten.mul.Tensor" in str(caught.value)
+    assert caught.value.first_cause.cause_class == "literal not finite"
 
 
 def test_infinite_gradients_without_a_scale_stop_with_their_names_or_are_skipped():

@@ -262,6 +262,8 @@ def test_the_first_cause_is_found_by_running_the_batch_again(tmp_path):
     with pytest.raises(NonFiniteError, match=r"First cause: overflow: aten\.mul") as e:
         trainer.train()
     assert "step 4: the loss is nan:" in str(e.value)
+    assert "to do: " in str(e.value)
+    assert e.value.first_cause.micro_batches == 1
     assert all(p.grad is None for p in trainer.model.parameters())
 
 

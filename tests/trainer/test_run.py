@@ -164,7 +164,11 @@ def test_a_nan_in_the_forward_stops_with_the_last_checkpoint_intact(corpus, tmp_
     assert "step-00000004" in str(error)
     assert (error.cause, error.exit_code) == ("forward", 3)
     assert newest(tmp_path / "r").state["step"] == 4
-    assert metrics(tmp_path / "r")[-1] == {"step": 6, "applied": False, "skip_reason": "forward"}
+    last = metrics(tmp_path / "r")[-1]
+    assert (last["step"], last["applied"], last["skip_reason"]) == (6, False, "forward")
+    assert (last["loss"], last["grad_norm"]) == ("nan", "nan")
+    # the loss is broken at its 6th call only, so the same batch again is finite
+    assert "first cause" not in str(error)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-master"])

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.trace import trace_nonfinite
+from halfstep.diagnostics.nonfinite.again import search
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -323,10 +324,9 @@ def stopped(
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    told = ""
+    first, told = None, ""
     if not weights:
-        again = [micro[index]] if of_loss and index is not None else micro
-        told, anew = _run_again(trainer, again, named)
+        first, told, anew = _run_again(trainer, micro, named)
         broken = anew or broken  # before clipping, which spreads a NaN over all gradients
     if of_loss:
         what = _which_loss(values[:-1], index)
@@ -336,12 +336,14 @@ def stopped(
         source = f"not finite in {some(broken) or 'no gradient of this rank'}"
     if weights:
         source = f"the weights {some(weights)} are not finite"
-    return NonFiniteError(
+    error = NonFiniteError(
         f"step {step}: {what}: {source}; the step was not taken, the weights are those after step "
         f"{step - 1}{told}",
         cause="forward" if of_loss else "gradients",
         parameters=weights if weights or of_loss else broken,
     )
+    error.first_cause = first
+    return error
 
 
 def _broken_gradients(named: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -359,18 +361,22 @@ def _which_loss(losses: Sequence[float], index: int | None) -> str:
 
 def _run_again(
     trainer: Any, micro: Sequence[tuple[Tensor, Any]], named: Mapping[str, Tensor]
-) -> tuple[str, tuple[str, ...]]:
-    """Rerun micro-batches for the first cause, as text, and the names of broken gradients."""
+) -> tuple[Cause | None, str, tuple[str, ...]]:
+    """Rerun micro-batches for the first cause, also as text, and the names of broken gradients."""
     if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
-        return "", ()  # the other ranks do not take part
+        return None, "", ()  # the other ranks do not take part
+    broken: list[tuple[str, ...]] = []
     try:
-        with trace_nonfinite(trainer.model) as trace:
-            for _, inputs in micro:
-                trainer.compute_loss(trainer.model, dict(inputs)).backward()
-        broken = _broken_gradients(named)
+        cause = search(
+            trainer.model,
+            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
+            [inputs for _, inputs in micro],
+            clear=trainer.model.zero_grad,
+            finish=lambda: broken.append(_broken_gradients(named)),
+        )
     except Exception as error:  # a diagnosis must not hide what it is a diagnosis of
-        return f". Looking for the first cause failed: {type(error).__name__}: {error}", ()
+        text = f". Looking for the first cause failed: {type(error).__name__}: {error}"
+        return None, text, ()
     finally:
         trainer.model.zero_grad()
-    cause = trace.first_cause
-    return "" if cause is None else f". First cause: {cause}", broken
+    return cause, "" if cause is None else f". First cause: {cause}", broken[0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from halfstep.diagnostics.nonfinite.again import explained
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import name_table
 from halfstep.integrations.lightning_common import (
@@ -132,7 +133,10 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
                 self._after_closure(model, optimizer)
         else:
             self._after_closure(model, optimizer)
-        self.step_(optimizer)
+        try:
+            self.step_(optimizer)
+        except NonFiniteError as error:
+            raise _explained(error, model, closure) from error
         return output
 
     def _plain_step(
@@ -236,10 +240,20 @@ class ScaledPrecision(ScaledSteps, MixedPrecision):
             return output
         self.scaler.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        return self._scaled_step(optimizer, kwargs)
+        try:
+            return self._scaled_step(optimizer, kwargs)
+        except NonFiniteError as error:
+            raise _explained(error, model, closure) from error
 
     # Fused optimizers too, which Lightning's own plugin refuses: they are unscaled by then.
     clip_gradients = LightningPrecision.clip_gradients
+
+
+def _explained(error: NonFiniteError, model: Any, closure: Callable[[], Any]) -> NonFiniteError:
+    """The error with its first cause: the closure runs the step's last micro-batch again."""
+    if not model.automatic_optimization:
+        return error  # the closure does nothing there
+    return explained(error, model, lambda *_: closure(), clear=model.zero_grad)
 
 
 class StepLog(Callback):

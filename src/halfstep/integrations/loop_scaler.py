@@ -381,7 +381,8 @@ class FiniteGuard(LoopScaler):
             return
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
-            "to lower: look for the cause with halfstep.trace_nonfinite",
+            "to lower; to see which operation and sample made it: "
+            "print(halfstep.first_cause(model, lambda rows: your_loss(rows), batch))",
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else names,
         )

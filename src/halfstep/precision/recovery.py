@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,11 +16,22 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.scaling.gradients import NonFinite, Ranks, find_nonfinite
+from halfstep.precision.scaling.gradients import Judged, NonFinite, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 
 Action = Literal["stop", "skip", "rollback"]
 _KEPT = ("params", "lr", "initial_lr")
+
+OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
+"""Called for a step that is not applied, before the loss scale is lowered or weights go back: with
+what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
+not applied, and whether the scale still searches for its level. It may run the batch again."""
+
+FIND_IT = (
+    "; to see which operation and sample made it: "
+    "print(halfstep.first_cause(precision, lambda rows: your_loss(rows), batch))"
+)
+"""What the error of a user's own loop ends with; others run the batch again by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,20 @@ class OnNonFinite:
         return self.action if self.action == "stop" else f"{self.action}:{self.count}"
 
 
+def failure(
+    policy: PrecisionPolicy,
+    loss_scale: LossScale,
+    judged: Judged,
+    model: nn.Module,
+    ranks: Ranks,
+    in_a_row: int,
+) -> NonFiniteError | None:
+    """The error for a step that is not finite, or None if a smaller loss scale may help."""
+    if judged.found is None:
+        return broken_loss(policy, judged.loss, model, ranks)
+    return incurable(policy, loss_scale, judged.found, judged.loss, in_a_row)
+
+
 def incurable(
     policy: PrecisionPolicy, loss_scale: LossScale, found: NonFinite, loss: float, in_a_row: int
 ) -> NonFiniteError | None:
@@ -67,7 +92,7 @@ def incurable(
     """
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
-    same = "the weights are unchanged"
+    same = f"the weights are unchanged{FIND_IT}"
     if policy.loss_scale.kind == "none":
         return NonFiniteError(
             f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
@@ -99,7 +124,8 @@ def broken_loss(
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    source, end = "the forward pass or the data made it", "; the weights are unchanged"
+    source = "the forward pass or the data made it"
+    end = f"; the weights are unchanged{FIND_IT}"
     if broken:
         source, end = f"the weights {some(broken)} are not finite", ""
     return NonFiniteError(
@@ -155,7 +181,7 @@ class Guard:
         """
         choice = self._choice
         self._in_a_row += 1
-        what = str(error).removesuffix("; the weights are unchanged")
+        what = str(error).removesuffix(FIND_IT).removesuffix("; the weights are unchanged")
         if choice.action == "skip" and self._in_a_row <= choice.count:
             floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
             buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.errors import PrecisionError
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
@@ -60,7 +60,7 @@ from halfstep.precision.ownership import (
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.recovery import Guard, OnNonFinite, Snapshot, broken_loss, incurable
+from halfstep.precision.recovery import Guard, OnBroken, OnNonFinite, Snapshot, failure
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.calibrate import largest_finite_scale
 from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
@@ -136,6 +136,7 @@ class Precision:
         self._scale_found = self.policy.loss_scale.kind != "dynamic"
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
+        self.on_broken: OnBroken | None = None
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -555,14 +556,10 @@ class Precision:
         found = judged.found
         self._skipped_total += 1
         self._skipped_in_a_row += 1
-        error: NonFiniteError | None
-        if found is None:
-            error = broken_loss(self.policy, judged.loss, self.model, self.ranks)
-        else:
-            error = incurable(
-                self.policy, self._loss_scale, found, judged.loss, self._skipped_in_a_row
-            )
-        rolled_back = False
+        in_a_row, rolled_back = self._skipped_in_a_row, False
+        error = failure(self.policy, self._loss_scale, judged, self.model, self.ranks, in_a_row)
+        if self.on_broken is not None:
+            self.on_broken(judged, error, scale, in_a_row, calibrating)
         if error is not None:
             if self._guard is None:
                 raise error

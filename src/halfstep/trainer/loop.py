@@ -17,15 +17,18 @@ from typing import Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.statistics.numerics import NUMERICS
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
 from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
 from halfstep.trainer.session import Session
@@ -46,7 +49,8 @@ class Tick:
         seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``,
             ``"patience"``, or ``"stop"`` of a callback's.
-        verdicts: The lost-update meter's warnings, once per parameter group and process.
+        verdicts: The first cause of a step that was not finite, and the lost-update meter's
+            warnings, once per parameter group and process.
     """
 
     record: Record
@@ -81,9 +85,10 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
         _watched(session, path),
+        CauseSearch(session, path) as causes,
     ):
         while session.step < settings.max_steps and not _patience_is_over(session):
-            taken = _take_step(session, books)
+            taken = _take_step(session, books, causes)
             stopped_by = _agreed_stop(session, interrupt, started)
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
@@ -95,13 +100,13 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
                 if _patience_is_over(session) and not last:
                     stopped_by, last = "patience", True
             lost = losses.measured() if taken.result.applied else ()
-            record = _record(session, taken, pace, evaluation, lost)
+            record = _record(session, taken, pace, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
             pace.stepped(taken.seconds)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: report_best(session, path))
-            left, verdicts = pace.seconds_left(), losses.verdicts(lost)
+            left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost))
             yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
             if last:
                 return
@@ -117,10 +122,11 @@ class _Taken:
     tokens: int
 
 
-def _take_step(session: Session, books: _Books) -> _Taken:
+def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     config, task, begin = session.config, session.task, time.perf_counter()
     rate = partial(task.learning_rate, taken=session.step, applied=session.applied)
     batches, seeds = session.micro_batches()
+    causes.begin(batches, seeds)
     try:
         result = train_step(
             session.loss_sum,
@@ -133,7 +139,7 @@ def _take_step(session: Session, books: _Books) -> _Taken:
             seeds=seeds,
         )
     except NonFiniteError as error:
-        raise books.last_words(error) from error
+        raise books.last_words(error, causes) from error
     lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
     tokens = task.tokens(session.step)
     session.step += 1
@@ -214,10 +220,19 @@ class _Books:
             world.wait_for_save()
         return checkpoint
 
-    def last_words(self, error: NonFiniteError) -> NonFiniteError:
+    def last_words(self, error: NonFiniteError, causes: CauseSearch) -> NonFiniteError:
         """Record why the run stops; return the error with the last checkpoint in its message."""
         step, world, also = self._session.step + 1, self._session.world, ""
-        record = Record(step=step, applied=False, skip_reason=error.cause)
+        judged, cause = causes.judged, causes.cause
+        record = Record(
+            step=step,
+            applied=False,
+            loss=judged.loss if judged else None,
+            grad_norm=judged.norm if judged else None,
+            loss_scale=causes.scale if judged else None,
+            skip_reason=error.cause,
+            first_cause=cause.summary if cause else None,
+        )
         # wait for the save in progress: it may become the last checkpoint, which the message names
         for work in (partial(self.write, record), self._saver.wait):
             try:
@@ -228,9 +243,15 @@ class _Books:
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-        return NonFiniteError(
-            f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
+        told = [f"step {step}: {str(error).removesuffix(FIND_IT)}"]
+        if cause is not None:
+            told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
+        told += [causes.failed, last, causes.next_command()]
+        stopped = NonFiniteError(
+            "; ".join(filter(None, told)), cause=error.cause, parameters=error.parameters
         )
+        stopped.first_cause = cause
+        return stopped
 
 
 class _Losses:
@@ -290,6 +311,7 @@ def _record(
     pace: Pace,
     evaluation: Evaluation | None,
     lost: Sequence[GroupReport],
+    cause: Cause | None,
 ) -> Record:
     result, seconds, tokens = taken.result, taken.seconds, taken.tokens
     run = session.config.run
@@ -307,6 +329,7 @@ def _record(
         grad_norm=result.grad_norm,
         loss_scale=result.loss_scale,
         skip_reason=result.reason,
+        first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
         frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
         or None,

@@ -55,13 +55,9 @@ def train_step(
     # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
     (n,) = strategy.sum([sum(map(targets, batches))])
     for number, batch in enumerate(batches):
-        if seeds:
-            seed_dropout(seeds[number])
         with strategy.micro_batch(last=number == len(batches) - 1):
-            with precision.autocast():
-                total, _ = loss_sum(to_device(batch, precision.device))
-                loss = total / n
-            precision.backward(loss)
+            seed = seeds[number] if seeds else None
+            run_micro_batch(loss_sum, precision, batch, n, seed)
     strategy.finish()
     for optimizer in precision.optimizers:
         for group in optimizer.param_groups:
@@ -69,6 +65,18 @@ def train_step(
     result = precision.step(max_norm=max_norm)
     precision.settle()  # the loop writes down every result, and an error belongs to its own step
     return result
+
+
+def run_micro_batch(
+    loss_sum: LossSum, precision: Precision, batch: Batch, n: float, seed: int | None
+) -> None:
+    """Run forward and backward of a micro-batch, whose loss is divided by ``n``."""
+    if seed is not None:
+        seed_dropout(seed)
+    with precision.autocast():
+        total, _ = loss_sum(to_device(batch, precision.device))
+        loss = total / n
+    precision.backward(loss)
 
 
 def seed_dropout(seed: int) -> None:

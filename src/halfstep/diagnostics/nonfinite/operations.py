@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfstep.precision.policy.policy import dtype_name
+from halfstep.diagnostics.nonfinite.remedies import Kind
 from halfstep.precision.scaling.gradients import in_fp64
 
 _ALLOCATES = frozenset(
@@ -40,6 +40,7 @@ _SUMS = frozenset(
         *("sum", "cumsum", "embedding_dense_backward", "scatter_add", "index_add"),
     ]
 )
+_COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")  # namespaces
 _POLES = frozenset(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "div"])
 _SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options
     ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
@@ -59,6 +60,19 @@ class Operation:
     allocates: bool  # whether its output is uninitialised memory
     attention: bool  # whether it is a whole attention, including the softmax
     first_counts: bool  # whether only its first output should be finite
+    collective: bool = False  # whether its values come from other ranks
+
+    @property
+    def product(self) -> bool:
+        """Whether it is a sum, or sums of products."""
+        return self.base in _SUMS
+
+    def looks(self, result: Any) -> bool:
+        """Whether it only looks at its inputs, or their shape, as ``isinf`` and ``ones_like``."""
+        if self.base.endswith("_like") or self.base.startswith("new_"):
+            return True
+        only = not any(True for _ in floating(result)) and isinstance(result, Tensor)
+        return only and self.base not in ("_to_copy", "to")
 
     @property
     def softmax(self) -> bool:
@@ -89,6 +103,7 @@ def operation(func: Any) -> Operation:
         base in _ALLOCATES,
         attention,
         attention or (base.endswith("ctc_loss") and forward),  # then logarithms of probabilities
+        name.startswith(_COLLECTIVES),
     )
 
 
@@ -191,9 +206,13 @@ def inputs(
     """
     names = known.names or tuple(f"argument {i}" for i in range(len(args)))
     found = []
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+    pairs = [*zip(names, args, strict=False), *kwargs.items()]
+    averaged = any(n in ("training", "train", "use_input_stats") and v is True for n, v in pairs)
+    for name, value in pairs:
         if name in known.writes and not known.reads_what_it_writes:
             continue
+        if averaged and name in ("running_mean", "running_var"):
+            continue  # they are moved by a batch norm that trains, and do not reach its output
         tensors = list(floating(value))
         for i, tensor in enumerate(tensors):
             old = before.get(id(tensor), tensor)
@@ -265,135 +284,34 @@ def _new_infinities(given: Sequence[Input], output: Tensor) -> bool:
     return bool((stored(output).isinf() & ~came).any())
 
 
-# What :func:`halfstep.trace_nonfinite` reports: one operation in full detail.
+_LOWEST = tuple(torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32))
 
 
-Kind = Literal[
-    "overflow",
-    "x / 0 or log 0",
-    "inf - inf or 0 * inf",
-    "0 / 0 or invalid",
-    "fully masked row",
-    "not finite in the input data",
-]
-_SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
+def overflows_a_mask(made: Counts, given: Sequence[Input]) -> bool:
+    """Whether infinities are those of an additive mask that was added twice or cast too narrow.
 
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One input of the reported operation.
-
-    Attributes:
-        name: The argument's name, and the parameter's or buffer's if it is one.
-        dtype: The dtype of a tensor; None for a Python number.
-        largest: The largest finite absolute value; 0 if there is none.
-        nan: Number of NaN.
-        inf: Number of infinities.
+    Such an operation makes nothing but -inf, and one of its inputs is a mask: it has no values but
+    0 and one other, or its lowest value is, to 1 %, the lowest number of a format.
     """
-
-    name: str
-    dtype: torch.dtype | None
-    largest: float
-    nan: int
-    inf: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """The first operation whose output was not finite, for no fault of its inputs.
-
-    Attributes:
-        kind: What happened: ``"overflow"`` is an infinity from finite inputs that no pole explains;
-            ``"not finite in the input data"`` means that the operation is only the first to read
-            values from outside: data, weights, a literal, or uninitialised memory.
-        op: The operation's name, such as ``"aten.add.Tensor"``.
-        module: Qualified name of the innermost module in whose forward the operation ran, or, in
-            the backward, in whose forward its autograd node was made; "" for the model itself.
-        class_name: The module's class; "" outside of all modules.
-        block: Qualified name of the item of a ``ModuleList`` (else of a ``Sequential``) that the
-            module is, or is in; "" if there is none.
-        direction: ``"forward"`` or ``"backward"``; recomputation by checkpointing is forward.
-        dtype: The dtype of the output.
-        nan: Number of NaN in the output.
-        inf: Number of infinities in the output.
-        elements: Number of elements of the output.
-        inputs: The operation's inputs.
-        node: The autograd node, in the backward.
-        source: File and line that called the operation, in the forward.
-    """
-
-    kind: Kind
-    op: str
-    module: str
-    class_name: str
-    block: str
-    direction: Literal["forward", "backward"]
-    dtype: torch.dtype
-    nan: int
-    inf: int
-    elements: int
-    inputs: tuple[Operand, ...]
-    node: str = ""
-    source: str = ""
-
-    @property
-    def share(self) -> float:
-        """The share of the output's elements that are not finite."""
-        return (self.nan + self.inf) / self.elements
-
-    def __str__(self) -> str:
-        maximum = torch.finfo(self.dtype).max
-        where = f"{self.module or 'the model'} ({self.class_name})"
-        where = f"{self.direction} of {where}" if self.class_name else "outside the model's modules"
-        if self.block not in ("", self.module):
-            where += f" in block {self.block}"
-        if self.node:
-            where += f", {self.node}"
-        lines = [
-            f"{self.kind}: {self.op} in {dtype_name(self.dtype)}, {where}",
-            f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
-            f"({100 * self.share:.3g} %)",
-        ]
-        for operand in self.inputs:
-            form = f"{dtype_name(operand.dtype)} up to " if operand.dtype else ""
-            part = f"{100 * operand.largest / maximum:.3g} % of {short(maximum)}"
-            line = f"input {operand.name}: {form}{short(operand.largest)} ({part})"
-            if operand.inf or operand.nan:
-                line += f", and {operand.inf:,} inf, {operand.nan:,} NaN"
-            lines.append(line)
-        lines += self._bound(maximum)
-        return "\n  ".join([*lines, f"at {self.source}"] if self.source else lines)
-
-    def _bound(self, maximum: float) -> list[str]:
-        """The sum or product that overflows, as text, if the operation is that simple."""
-        sign = _SIGNS.get(self.op.split(".")[1].rstrip("_"))
-        if self.kind != "overflow" or sign is None or len(self.inputs) != 2:
-            return []
-        a, b = (operand.largest for operand in self.inputs)
-        fits = (a + b if sign == "+" else a * b) <= maximum
-        return [] if fits else [f"{short(a)} {sign} {short(b)} > {short(maximum)}"]
+    if made.nan or made.plus_inf:
+        return False
+    for i in given:
+        if not isinstance(i.value, Tensor):
+            continue
+        values = stored(i.value).double()
+        lowest = float(values[values.isfinite()].min()) if bool(values.isfinite().any()) else 0.0
+        near = any(abs(lowest / low - 1) < 0.01 for low in _LOWEST)
+        two = bool(((values == 0) | (values == lowest) | (values == -math.inf)).all())
+        if lowest <= -1e4 and (near or (two and values.numel() > 1)):
+            return True
+    return False
 
 
-def short(value: float) -> str:
-    """A number with three digits, as ``4.10e4``; integers below 1000, and 65504, in full."""
-    if value == int(value) and abs(value) < 1e5 and (value < 1e3 or value == 65504):
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e3:
-        return f"{value:.3g}"
-    digits, _, exponent = f"{value:.2e}".partition("e")
-    return f"{digits}e{int(exponent)}"
-
-
-def block_of(model: nn.Module, name: str) -> str:
-    """The innermost item of a ``ModuleList`` (else ``Sequential``) that is or holds a module.
-
-    Items of a ``Sequential`` without children, as in an MLP, do not count as blocks.
-    """
-    parts = name.split(".") if name else []
-    for container in (nn.ModuleList, nn.Sequential):
-        for end in range(len(parts), 0, -1):
-            found = ".".join(parts[:end])
-            leaf = container is nn.Sequential and not any(model.get_submodule(found).children())
-            if not leaf and isinstance(model.get_submodule(".".join(parts[: end - 1])), container):
-                return found
-    return ""
+def broken_rows(tensor: Tensor, most: int = 16) -> tuple[int, ...]:
+    """The indices along the first dim of the rows that hold a NaN or an infinity."""
+    value = stored(tensor)
+    if value.dim() == 0:
+        return ()
+    bad = ~value.float().isfinite() if value.element_size() == 1 else ~value.isfinite()
+    found = bad.reshape(value.shape[0], -1).any(dim=1).nonzero().flatten()
+    return tuple(found[:most].tolist())

@@ -5,7 +5,8 @@ forward and backward is checked, functional ones too::
 
     outputs are finite                               continue: one sum on the device, one host sync
     a non-finite input came from no operation seen   data or weights are the cause: report that
-    NaN or inf that the inputs do not explain        this operation is the cause: report it
+    NaN that the inputs do not explain               this operation is the cause: report it
+    infinity that the inputs do not explain          it is a suspect: see suspects.py
     otherwise                                        it passes on values that were allowed
 
 Intended infinities are allowed: -inf as an input (a mask) or a literal, and +inf as the literal of
@@ -31,29 +32,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.nonfinite.cause import Cause, Operand, block_of
 from halfstep.diagnostics.nonfinite.operations import (
-    Cause,
     Counts,
     Input,
-    Kind,
-    Operand,
     Operation,
-    block_of,
+    broken_rows,
     count,
     floating,
     inputs,
     kind_of,
     look_finite,
     operation,
+    overflows_a_mask,
     storage_key,
     stored,
 )
+from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_class
+from halfstep.diagnostics.nonfinite.suspects import Suspects
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.scaling import calibrate, gradients
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = tuple(str(Path(__file__).with_name(n)) for n in ("trace.py", "operations.py"))
+_HALFSTEP = str(Path(__file__).parents[2])
+_OURS = (str(Path(__file__).parent),)
 _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
 # Code that provokes overflows on purpose, or looks for them, so that it is never the cause.
 _TRIALS = (calibrate.__file__, gradients.__file__)
@@ -89,22 +92,20 @@ def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFin
           input other: 300 (0.458 % of 65504)
           300 * 300 > 65504
           at ...
+          to do: overflow in the loss: compute the loss in fp32, ...
     """
     return NonFiniteTrace(model, allow)
 
 
 class NonFiniteTrace(TorchDispatchMode):
-    """The context manager that :func:`trace_nonfinite` returns.
-
-    Attributes:
-        first_cause: The first cause found; None as long as all values are finite or intended.
-    """
+    """The context manager that :func:`trace_nonfinite` returns."""
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module, allow: str | Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.first_cause: Cause | None = None
+        self._cause: Cause | None = None
+        self._suspects = Suspects()
         self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
         self._allow = as_texts(allow, "trace_nonfinite(allow)", "globs of operations and modules")
@@ -112,6 +113,11 @@ class NonFiniteTrace(TorchDispatchMode):
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
         self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # True: unwritten
         self._prune_at = 1024
+
+    @property
+    def first_cause(self) -> Cause | None:
+        """The first cause so far; None as long as all values are finite, intended or unused."""
+        return self._cause or self._suspects.open
 
     def __enter__(self) -> NonFiniteTrace:
         if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
@@ -139,7 +145,7 @@ class NonFiniteTrace(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         known = operation(func)
-        if self.first_cause is not None or known.view:
+        if self._cause is not None or known.view:
             return func(*args, **kwargs)
         written: list[Tensor] = []
         if known.writes:
@@ -152,12 +158,23 @@ class NonFiniteTrace(TorchDispatchMode):
         if known.first_counts:
             self._allow_values(outputs[1:])
             outputs = outputs[:1]
-        if known.allocates:
+        if known.collective:  # what other ranks made, which they trace themselves
+            self._allow_values([*outputs, *floating(args)])
+        elif known.allocates:
             self._allow_values(outputs, unwritten=True)
         elif not look_finite(outputs):
             with torch.no_grad():
                 self._judge(func, known, args, kwargs, before, outputs)
+        elif self._suspects and not known.looks(result):
+            self._suspects.clear(self._read(known, args, kwargs))
         return result
+
+    def _read(self, known: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """The suspects whose infinities an operation may have read."""
+        by_name = [*zip(known.names, args, strict=False), *kwargs.items()]
+        overwritten = () if known.reads_what_it_writes else known.writes
+        given = [value for name, value in by_name if name not in overwritten]
+        return self._suspects.of(floating(given if known.names else args))
 
     def _judge(
         self,
@@ -179,11 +196,16 @@ class NonFiniteTrace(TorchDispatchMode):
             kind: Kind | None = "not finite in the input data"
         else:
             kind = kind_of(func, known, given, outputs, made)
+        from_suspects = self._read(known, args, kwargs) if self._suspects else []
+        if from_suspects and made.nan and kind is not None:
+            self._cause = self._suspects.first(from_suspects)
+            return
+        self._suspects.pass_on(from_suspects, outputs)
         if kind is None:
             self._allow_values(outputs)
             return
-        simulated, source = self._caller()
-        dtype, low = outputs[0].dtype, None
+        caller = self._caller()
+        simulated, dtype, low = caller.simulated, outputs[0].dtype, None
         if simulated is not None:
             low = dtype = simulated["self"].dtype
             if operation(simulated["func"]) != known:  # func is its final conversion
@@ -192,10 +214,29 @@ class NonFiniteTrace(TorchDispatchMode):
         place = self._modules.place(self._names)
         module = place.module
         allowed = any(fnmatchcase(known.name, g) or fnmatchcase(module, g) for g in self._allow)
-        if allowed or source.startswith(_TRIALS):
+        if allowed or caller.source.startswith(_TRIALS):
             self._allow_values(outputs)
             return
-        self.first_cause = Cause(
+        operands = tuple(self._operand(i, low) for i in given)
+        gain = median_gain(self._model)
+        facts = Facts(
+            kind=kind,
+            base=known.base,
+            product=known.product,
+            attention=known.attention,
+            node=place.node if place.direction == "backward" else None,
+            own=caller.own,
+            module=module,
+            class_name=place.class_name,
+            called_by=caller.function,
+            dims=outputs[0].dim(),
+            roles=[o.role for o in operands if o.nan or o.inf],
+            tensors=sum(isinstance(i.original, Tensor) for i in given),
+            mask=kind == "overflow" and overflows_a_mask(made, given),
+            gain=gain,
+            after=self._modules.any_ended,
+        )
+        cause = Cause(
             kind=kind,
             op=known.name,
             block=block_of(self._model, module),
@@ -203,10 +244,20 @@ class NonFiniteTrace(TorchDispatchMode):
             nan=made.nan,
             inf=made.inf,
             elements=made.elements,
-            inputs=tuple(self._operand(i, low) for i in given),
-            source=source if place.direction == "forward" else "",
+            inputs=operands,
+            source=caller.source if caller.own or place.direction == "forward" else "",
+            cause_class=cause_class(facts),
+            shape=tuple(outputs[0].shape),
+            rows=broken_rows(outputs[0]),
+            gain=gain,
             **place._asdict(),
         )
+        if made.nan or kind == "not finite in the input data":
+            forward = self._suspects.forward_of(cause.node, cause.module)
+            self._cause = self._suspects.open or forward or cause
+        else:
+            self._suspects.add(cause, outputs)
+            self._allow_values(outputs)
 
     def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
         """Remember that these tensors may hold NaN or infinities from now on."""
@@ -238,15 +289,19 @@ class NonFiniteTrace(TorchDispatchMode):
 
     def _operand(self, given: Input, low: torch.dtype | None) -> Operand:
         name, dtype, counts = given.name, None, given.counts
+        role: Role = "number"
         if isinstance(given.original, Tensor):
-            key, dtype = storage_key(given.original), low or given.original.dtype
-            name += f" = {self._names[key][0]}" if key in self._names else ""
+            key, dtype, role = storage_key(given.original), low or given.original.dtype, ""
+            if key in self._names:
+                known, is_parameter = self._names[key]
+                name, role = f"{name} = {known}", "parameter" if is_parameter else "buffer"
             if counts.nan and self._unwritten(key):
                 name += " (of torch.empty, written by nothing that torch sees)"
-        return Operand(name, dtype, counts.largest, counts.nan, counts.inf)
+                role = "unwritten"
+        return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 
-    def _caller(self) -> tuple[dict[str, Any] | None, str]:
-        """The locals of a 16-bit simulation that is running, if any, and the user's source line.
+    def _caller(self) -> Caller:
+        """The user's code that runs the operation, and a 16-bit simulation that is running.
 
         The simulation may be above this mode in the stack. Then this mode sees only the parts of
         an operation, and the operation itself is known from the simulation's frame.
@@ -259,9 +314,37 @@ class NonFiniteTrace(TorchDispatchMode):
                 if simulated is None and "wide" in frame.f_locals:
                     simulated = frame.f_locals  # its operands are converted to fp32
             elif not code.co_filename.startswith(_NOT_THE_CALLER):
-                return simulated, f"{code.co_filename}:{frame.f_lineno}"
+                first = code.co_varnames[:1]
+                own = first == ("ctx",) and code.co_name in ("forward", "backward")
+                own = own and not code.co_filename.startswith(_HALFSTEP)
+                function = f"{Path(code.co_filename).stem}.{code.co_qualname}"
+                return Caller(simulated, f"{code.co_filename}:{frame.f_lineno}", function, own)
             frame = frame.f_back
-        return simulated, ""
+        return Caller(simulated)
+
+
+class Caller(NamedTuple):
+    """The code that called an operation."""
+
+    simulated: dict[str, Any] | None  # the locals of a 16-bit simulation that runs it
+    source: str = ""  # file and line
+    function: str = ""  # the file's stem and the function's qualified name
+    own: bool = False  # whether that is a user's autograd.Function
+
+
+def median_gain(model: nn.Module) -> float:
+    """The median over the model's matrices of rms * sqrt(fan in); embeddings are left out."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    gains = []
+    for parameter in model.parameters():
+        lazy = nn.parameter.is_lazy(parameter)
+        if lazy or parameter.dim() < 2 or id(parameter) in tables:
+            continue
+        value = stored(parameter.detach()).double()
+        if value.numel() and bool(value.isfinite().all()):
+            inner = parameter.numel() / parameter.shape[0]
+            gains.append(float(value.square().mean().sqrt()) * inner**0.5)
+    return sorted(gains)[len(gains) // 2] if gains else 0.0
 
 
 # Finds the module in whose forward an operation runs, or whose forward a backward belongs to.
@@ -328,6 +411,11 @@ class ModuleCalls:
         if self._stack and self._stack[-1].name == name:
             call = self._stack.pop()
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether any forward has ended."""
+        return bool(self._calls)
 
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """The location of the current operation; ``names`` are by the key of the storage."""

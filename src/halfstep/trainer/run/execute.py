@@ -110,7 +110,9 @@ def execute(
             raise
         best = world.main_only(lambda: finish_run(session, path))
         message = f"{error}; the best state before it: {best}"
-        raise NonFiniteError(message, cause=error.cause, parameters=error.parameters) from error
+        told = NonFiniteError(message, cause=error.cause, parameters=error.parameters)
+        told.first_cause = error.first_cause
+        raise told from error
     finally:
         session.task.close()
         for sink in every:

@@ -7,6 +7,7 @@
     metrics.jsonl   one JSON object per step
     curves.png      loss, loss scale, gradient norm, lost updates and speed over the steps
     numerics.jsonl  with --watch: one JSON object per watched step
+    causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
     report.txt      for a classifier: scores of its classes; also report.json and confusion.png
@@ -36,6 +37,7 @@ from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "env.json"
+CAUSES = "causes.jsonl"
 CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}

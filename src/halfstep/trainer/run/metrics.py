@@ -24,7 +24,11 @@ from halfstep.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One step's line of ``metrics.jsonl``; None and non-finite values are left out."""
+    """One step's line of ``metrics.jsonl``; None is left out.
+
+    JSON has no NaN: it is written as the string ``"nan"``, infinities as ``"inf"`` and ``"-inf"``,
+    which ``float()`` reads in Python, NumPy and pandas (docs/decisions/0017-first-cause.md).
+    """
 
     step: int
     """Number of the step, from 1; skipped steps count."""
@@ -48,6 +52,8 @@ class Record:
     """Loss scale that the gradients were multiplied by."""
     skip_reason: str | None = None
     """Why the step was skipped."""
+    first_cause: str | None = None
+    """The operation that made its first NaN or infinity, in a line; ``causes.jsonl`` has it all."""
     lost_updates: dict[str, float] | None = None
     """On steps that the lost-update meter measured: parameter group to the share of its updates
     that rounding swallowed for good, leaving the stored weight as it was."""
@@ -78,11 +84,13 @@ class Record:
     up to a tenth of a second before the step's end."""
 
     def to_json(self) -> str:
-        """Format the record as one line of JSON, without absent values."""
+        """Format the record as one line of strict JSON, without absent values."""
         kept = {}
         for key in _FIELDS:
             value = getattr(self, key)
-            if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
+            if isinstance(value, float) and not math.isfinite(value):
+                value = str(value)
+            if value is not None:
                 kept[key] = value
         return json.dumps(kept)
 
@@ -107,7 +115,7 @@ class MetricsFile:
         try:
             if path.exists():
                 temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(_kept(path, keep_until_step)), encoding="utf-8")
+                temporary.write_text("".join(kept_lines(path, keep_until_step)), encoding="utf-8")
                 os.replace(temporary, path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -125,8 +133,8 @@ class MetricsFile:
         self._file.close()
 
 
-def _kept(path: Path, last_step: int) -> list[str]:
-    """Return the complete lines of a metrics file up to a step."""
+def kept_lines(path: Path, last_step: int) -> list[str]:
+    """Return the complete lines, up to a step, of a file with one JSON object a line."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -1,0 +1,258 @@
+"""Runs a batch again under the trace, to name what made its NaN, and changes nothing else.
+
+The forward and backward are those of the step that failed: the caller gives a function that runs
+them. Gradients, buffers and random state come back as they were. Where the rows of the batch can be
+run apart, the rows that make the NaN are named too::
+
+    rows of the operation's output     which of its rows are not finite
+    otherwise, halves of the batch     go on with the half that fails, until one row is left
+    in the end                         without these rows it must not happen, else no row is named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.nonfinite.trace import NonFiniteTrace, trace_nonfinite
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.precision.agreement import ranks_of_this_process
+from halfstep.precision.border import require
+from halfstep.precision.recovery import FIND_IT
+from halfstep.precision.scaling.gradients import OneRank
+from halfstep.precision.step import Precision
+
+_OF_NO_SAMPLE = ("weights diverged", "weight not finite", "buffer not finite", "literal not finite")
+
+
+def first_cause(
+    precision: Precision | nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Any = None,
+) -> Cause | None:
+    """Run forward and backward of a batch again, and name what makes its first NaN or infinity.
+
+    Call it where a step was skipped or has raised, with the batch of that step. Weights, buffers,
+    optimizer and random state are left as they are; gradients are cleared.
+
+    Args:
+        precision: The :class:`halfstep.Precision` that trains, whose autocast, loss scale and
+            arithmetic are used; or the model of a loop without one.
+        loss: Computes the loss, a scalar, as the loop does; called once without a batch, or
+            with ``batch``, and then several times with some of its rows.
+        batch: A tensor, or tuples, lists and dicts of tensors whose first dim is the batch's.
+
+    Returns:
+        The cause, with the ``samples`` of the batch that make it; None if all values are finite.
+
+    Raises:
+        PrecisionError: If ``precision`` is neither, or ``loss`` is not a function.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> x = torch.ones(4, 2)
+        >>> x[3] = 0
+        >>> cause = first_cause(model, lambda x: model(x * 0 / x).mean(), x)
+        >>> cause.cause_class, cause.op, cause.samples
+        ('invalid operation', 'aten.div.Tensor', (3,))
+    """
+    allowed = "a halfstep.Precision, or a torch.nn.Module"
+    require(precision, (Precision, nn.Module), "first_cause(precision)", allowed)
+    if not callable(loss):
+        raise PrecisionError(
+            f"first_cause(loss) is {loss!r:.60}; allowed: a function that computes the loss, as in "
+            "first_cause(precision, lambda: loss_of(batch))"
+        )
+    if isinstance(precision, Precision):
+        used, model = precision, precision.model
+
+        def run(number: int, rows: Any) -> None:
+            with used.autocast():
+                value = loss() if batch is None else loss(rows)
+            used.backward(value)
+
+        clear = used.discard
+    else:
+        model = precision
+        clear = model.zero_grad
+
+        def run(number: int, rows: Any) -> None:
+            (loss() if batch is None else loss(rows)).backward()  # type: ignore[no-untyped-call]
+
+    clear()
+    cause = search(model, run, [batch], clear=clear)
+    return cause and replace(cause, micro_batch=0, micro_batches=0)
+
+
+def search(
+    model: nn.Module,
+    run: Callable[[int, Any], object],
+    batches: Sequence[Any],
+    *,
+    clear: Callable[[], object],
+    alone: bool = True,
+    finish: Callable[[], object] = lambda: None,
+) -> Cause | None:
+    """Run the micro-batches of a step under the trace, then parts of the one that fails.
+
+    Every run starts from the present buffers and random state, and leaves them as they are.
+
+    Args:
+        model: The model whose modules are named.
+        run: Runs forward and backward of a micro-batch, given its number, from 0, and the batch or
+            some of its rows.
+        batches: The micro-batches.
+        clear: Drops the gradients.
+        alone: Whether no other process takes part; otherwise each runs all micro-batches once, and
+            samples are known only from the rows of the operation's output.
+        finish: Called after the last micro-batch, under the trace.
+
+    Returns:
+        The first cause, or None if every value was finite.
+    """
+    at, trace = 0, trace_nonfinite(model)
+    with undisturbed(model), trace:
+        for number, batch in enumerate(batches):
+            if trace.first_cause is None:
+                at = number
+            elif alone:
+                break
+            run(number, batch)
+        finish()
+    clear()
+    cause = trace.first_cause
+    if cause is None:
+        return None
+    cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
+    rows = rows_of(batches[at])
+    if not rows or cause.cause_class in _OF_NO_SAMPLE:
+        return cause
+    likely = _likely(cause, rows)
+    if not alone:
+        return replace(cause, samples=likely)
+
+    def fails(some: Sequence[int]) -> bool:
+        try:
+            rest = take(batches[at], rows, some)
+            with undisturbed(model), trace_nonfinite(model) as part:
+                run(at, rest)
+        except Exception:  # a model that takes no such part of a batch
+            return False
+        finally:
+            clear()
+        return _same(part, cause)
+
+    return replace(cause, samples=_responsible(rows, likely, fails))
+
+
+def explained(
+    error: NonFiniteError,
+    model: nn.Module,
+    run: Callable[[int, Any], object],
+    batches: Sequence[Any] = (None,),
+    *,
+    clear: Callable[[], object],
+) -> NonFiniteError:
+    """An error with its first cause, found by :func:`search` where this process is the only one."""
+    if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
+        return error  # the other ranks do not take part
+    cause = None
+    try:
+        cause = search(model, run, batches, clear=clear)
+        told = "" if cause is None else f". First cause: {cause}"
+    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
+        name = type(failed).__name__
+        told = f". Looking for the first cause failed: {name}: {failed}"
+    finally:
+        clear()
+    plain = str(error).removesuffix(FIND_IT)
+    known = NonFiniteError(f"{plain}{told}", cause=error.cause, parameters=error.parameters)
+    known.first_cause = cause
+    return known
+
+
+def _same(trace: NonFiniteTrace, cause: Cause) -> bool:
+    found = trace.first_cause
+    return found is not None and (found.op, found.module) == (cause.op, cause.module)
+
+
+def _likely(cause: Cause, rows: int) -> tuple[int, ...]:
+    """The samples to which the rows of the operation's output belong, if it has such rows."""
+    length = cause.shape[0] if cause.shape else 0
+    if not cause.rows or length % rows or (cause.direction == "backward" and length != rows):
+        return ()
+    found = tuple(sorted({row * rows // length for row in cause.rows}))
+    return found if len(found) < rows or rows == 1 else ()
+
+
+def _responsible(
+    rows: int, likely: tuple[int, ...], fails: Callable[[Sequence[int]], bool]
+) -> tuple[int, ...]:
+    """The samples that make the NaN, and without which it is not made; empty if there are none."""
+    if rows == 1:
+        return (0,)
+    every = range(rows)
+    if likely and not fails([row for row in every if row not in likely]):
+        return likely
+    found: Sequence[int] = every
+    while len(found) > 1:
+        half = len(found) // 2
+        found = next((part for part in (found[:half], found[half:]) if fails(part)), ())
+    return tuple(found) if found and not fails([r for r in every if r not in found]) else ()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside the block a model may run; afterwards buffers, gradients and random state are back."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    with torch.random.fork_rng([i or 0 for i in devices]):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value, version in buffers:
+                    if buffer._version != version:
+                        buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            torch.clear_autocast_cache()
+
+
+# Rows of a nested batch.
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows of a batch: the first dim of its first tensor that has one; else 0."""
+    return next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
+
+
+def take(batch: Any, rows: int, some: Sequence[int]) -> Any:
+    """Some rows of a batch that has ``rows`` of them; what has another first dim stays whole."""
+    if isinstance(batch, Tensor):
+        if not batch.dim() or batch.shape[0] != rows:
+            return batch
+        return batch[torch.tensor(some, dtype=torch.int64, device=batch.device)]
+    if isinstance(batch, Mapping):
+        return {key: take(part, rows, some) for key, part in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [take(part, rows, some) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)

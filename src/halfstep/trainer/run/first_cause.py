@@ -1,0 +1,172 @@
+"""Names the first cause of a step that was not finite, by running its batch again.
+
+Precision calls :class:`CauseSearch` before it recovers from such a step, so weights, optimizer
+state and loss scale are those of the step, and so are the dropout seeds. It searches
+
+- where no loss scale can help, whether the run stops, skips or rolls back then;
+- at the third skip in a row, which a loss scale seldom needs once it has found its level;
+- whenever the scale has fallen to a 16th of its level since the last search.
+
+While a scale searches for its level, overflows of the backward are expected and not told. With
+several ranks all of them run the step again together, and tell of the one that met it first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch.distributed as dist
+
+from halfstep.diagnostics.nonfinite.again import search
+from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.precision.scaling.gradients import Judged
+from halfstep.trainer.run.folder import CAUSES
+from halfstep.trainer.run.metrics import kept_lines
+from halfstep.trainer.session import Session
+from halfstep.trainer.step import Batch, run_micro_batch
+
+_SKIPS = 3
+"""Skips in a row after which a search begins: a scale that has found its level halves once in a
+growth interval, and a gradient seldom grows eightfold from one step to the next."""
+_FALL = 16.0
+"""A fall of the scale below its level that is searched: four halvings, none regained."""
+
+
+class CauseSearch:
+    """Searches the first cause of broken steps of a session, while it is entered."""
+
+    def __init__(self, session: Session, path: Path) -> None:
+        self._session = session
+        self._path = path
+        self._batches: Sequence[Batch] = ()
+        self._seeds: Sequence[int] = ()
+        self._level = 0.0
+        self.judged: Judged | None = None
+        """What was measured in the present step, if it was not finite."""
+        self.scale = 1.0
+        """The loss scale of that step."""
+        self.cause: Cause | None = None
+        """The first cause of the present step, if it was searched and found."""
+        self.failed = ""
+        """Why a search in the present step failed."""
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """What the user is to be told of the present step."""
+        return tuple(filter(None, (str(self.cause or ""), self.failed)))
+
+    def __enter__(self) -> CauseSearch:
+        file = self._path / CAUSES
+        if self._session.world.is_main and file.exists():  # a resumed run writes them again
+            file.write_text("".join(kept_lines(file, self._session.step)), encoding="utf-8")
+        self._session.precision.on_broken = self._look
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.precision.on_broken = None
+
+    def begin(self, batches: Sequence[Batch], seeds: Sequence[int]) -> None:
+        """Remember the micro-batches of the step that begins, and their dropout seeds."""
+        self._batches, self._seeds = batches, seeds
+        self.judged, self.cause, self.failed = None, None, ""
+
+    def _look(
+        self,
+        judged: Judged,
+        error: NonFiniteError | None,
+        scale: float,
+        in_a_row: int,
+        calibrating: bool,
+    ) -> None:
+        """Search, if this step calls for it; the arguments are those of ``OnBroken``."""
+        self.judged, self.scale = judged, scale
+        fallen = not calibrating and scale <= self._level / _FALL
+        if not calibrating and (fallen or not self._level):
+            self._level = scale
+        if error is None and in_a_row != _SKIPS and not fallen:
+            return
+        try:
+            cause = self._search()
+        except (RuntimeError, ValueError, TypeError, LookupError) as failed:
+            if self._session.world.size > 1:
+                raise
+            self.failed = (
+                f"looking for the first cause failed ({type(failed).__name__}: {failed!s:.80})"
+            )
+            return
+        expected = calibrating and error is None
+        if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
+            self.cause = cause
+            self._write(cause)
+
+    def _search(self) -> Cause | None:
+        """Run the step again on all ranks; the same cause on all of them."""
+        session, batches = self._session, self._batches
+        precision, strategy, world = session.precision, session.strategy, session.world
+        (n,) = strategy.sum([sum(map(session.task.targets, batches))])
+
+        def run(number: int, batch: Batch) -> None:
+            with strategy.micro_batch(last=number == len(batches) - 1):
+                seed = self._seeds[number] if self._seeds else None
+                run_micro_batch(session.loss_sum, precision, batch, n, seed)
+
+        precision.discard()
+        alone = world.size == 1
+        cause = search(
+            session.task.model,
+            run,
+            batches,
+            clear=precision.discard,
+            alone=alone,
+            finish=strategy.finish,
+        )
+        if alone:
+            return cause
+        cause = cause and replace(cause, rank=world.rank, ranks=world.size)
+        every: list[Any] = [None] * world.size
+        dist.all_gather_object(every, cause)
+        return min((c for c in every if c is not None), key=_order, default=None)
+
+    def _write(self, cause: Cause) -> None:
+        """Append the cause to ``causes.jsonl``; on rank 0."""
+        if not self._session.world.is_main:
+            return
+        line = {"step": self._session.step + 1, "loss_scale": self.scale, **cause.to_json()}
+        line["text"] = str(cause)
+        file = self._path / CAUSES
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be written: {error}") from error
+
+    def next_command(self) -> str:
+        """The command to type next, as a sentence; empty where only code can be changed."""
+        config, cause = self._session.config, self.cause
+        command = getattr(config, "COMMAND", "")
+        if cause is None or not command:
+            return ""
+        path, size = str(self._path), self._session.world.size
+        ranks = f" --nproc {size}" if size > 1 else ""
+        resumed = f"halfstep {command}{ranks} --resume --output-dir {quote(path)}"
+        if cause.change == "range":
+            return f"try: {resumed} --precision bf16-mixed"
+        if cause.change == "data":
+            return f"try: {resumed} --on-nonfinite skip:1"
+        if cause.change == "rate":
+            fresh = f"halfstep {command}{ranks} --config {quote(str(self._path / 'config.toml'))}"
+            lower = config.optimizer.learning_rate / 10
+            other = quote(f"{path}-lower-rate")
+            return f"try: {fresh} --output-dir {other} --learning-rate {lower:g}"
+        return ""
+
+
+def _order(cause: Cause) -> tuple[Any, ...]:
+    """Sort key: the earlier cause first, by micro-batch, then forward, then the rank."""
+    return cause.micro_batch, cause.direction == "backward", cause.rank

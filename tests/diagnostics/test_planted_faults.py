@@ -1,0 +1,116 @@
+"""Planted faults: cause, operation, module, sample and remedy are right; healthy runs have none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
+from halfstep import NonFiniteError, Precision, PrecisionError, first_cause
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_named_with_its_remedy(fault):
+    torch.manual_seed(0)
+    model, batch = MAKERS[fault.model](), batch_for(fault.model)
+    fault.plant(model, batch)
+    spec = fault.policy + (",init_scale=1" if fault.policy.startswith("fp16") else "")
+    precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = fault.loss or (lambda model, batch: loss_of(fault.model, model, batch))
+    cause = first_cause(precision, lambda rows: loss(model, rows), batch)
+    assert cause is not None
+    told = f"{cause}\n{cause.rows} {cause.shape}"
+    assert cause.cause_class == fault.cause_class, told
+    assert cause.op.startswith(fault.op), told
+    assert cause.direction == fault.direction, told
+    assert fault.remedy in cause.remedy, told
+    assert fault.module is None or cause.module == fault.module, told
+    assert cause.samples == fault.samples, told
+
+
+@pytest.mark.parametrize("name", [*MAKERS])
+@pytest.mark.parametrize("spec", ["fp32", "bf16-mixed", "fp16-mixed,init_scale=1", "bf16-master"])
+def test_a_healthy_step_has_no_cause(name, spec):
+    """Padding, causal masks, T5's log of distances: infinities and masks that are meant."""
+    torch.manual_seed(0)
+    model, batch = MAKERS[name](), batch_for(name)
+    if name in ("bert", "t5", "llama"):
+        batch["attention_mask"] = torch.ones(4, 8, dtype=torch.long)
+        batch["attention_mask"][1, 3:] = 0
+        batch["attention_mask"][2, 1:] = 0
+    precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert first_cause(precision, lambda rows: loss_of(name, model, rows), batch) is None
+
+
+def test_the_step_after_a_search_is_the_one_without_it():
+    """Weights, buffers, random numbers and gradients are bit for bit those of an unsearched run."""
+
+    def run(searched):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+        )
+        precision = Precision("fp16-mixed", model, torch.optim.Adam(model.parameters()))
+        for step in range(4):
+            x = torch.randn(8, 4)
+            if step == 2:
+                x[5] = torch.inf
+            with precision.autocast():
+                loss = model(x).square().mean() if step != 2 else model(x).sum() * 0
+            if step == 2:
+                precision.discard()
+                if searched:
+                    cause = first_cause(precision, lambda x: model(x).sum() * 0, x)
+                    assert cause.samples == (5,), cause
+                continue
+            precision.step(loss)
+        return [*model.parameters(), *model.buffers(), torch.rand(3)]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def test_what_cannot_be_searched_is_refused():
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(PrecisionError, match=r"first_cause\(loss\) is .*allowed: a function"):
+        first_cause(model, model(torch.ones(1, 2)).sum())
+    with pytest.raises(PrecisionError, match=r"first_cause\(precision\)"):
+        first_cause("model", lambda: None)
+
+
+def test_a_cause_as_json_and_in_one_line():
+    model = torch.nn.Linear(2, 1)
+    x = torch.ones(4, 2)
+    x[1, 1] = float("nan")
+    cause = first_cause(model, lambda x: model(x).mean(), x)
+    table = json.loads(json.dumps(cause.to_json()))
+    assert table["cause_class"] == "data not finite"
+    assert (table["dtype"], table["samples"]) == ("fp32", [1])
+    assert table["inputs"][1]["nan"] == 1
+    assert table["remedy"] == cause.remedy
+    assert cause.summary.startswith("data not finite: aten.addmm.default in fp32, forward of the m")
+    assert "sample 1" in cause.summary
+    assert "\n" not in cause.summary
+
+
+def test_the_error_of_an_own_loop_gives_the_line_to_type():
+    model = torch.nn.Linear(2, 1)
+    precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
+
+    def your_loss(rows):
+        return model(rows).mean()
+
+    with precision.autocast():
+        loss = your_loss(batch)
+    with pytest.raises(NonFiniteError) as error:
+        precision.step(loss)
+    line = "halfstep.first_cause(precision, lambda rows: your_loss(rows), batch)"
+    assert line in str(error.value)
+    cause = first_cause(precision, lambda rows: your_loss(rows), batch)
+    assert cause.samples == (1,)
+    with precision.autocast():  # and the loop goes on
+        loss = your_loss(batch[:1])
+    assert precision.step(loss).applied
