@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-Reason = Literal["overflow", "nan_gradients", "nonfinite_loss"]
+Reason = Literal["overflow", "nan_gradients", "nonfinite_loss", "loss_spike", "gradient_spike"]
 
 
 class _ReadLater:
@@ -46,7 +46,8 @@ class StepResult(_ReadLater):
     reason: Reason | None = None
     """Why it was skipped: ``"overflow"`` (infinities in the scaled gradients), ``"nan_gradients"``
     (NaN and no infinity), ``"nonfinite_loss"`` (the loss itself; only where ``on_nonfinite`` lets
-    training continue), or None if it was applied."""
+    training continue), ``"loss_spike"`` or ``"gradient_spike"`` (finite, but far above the steps
+    before; only with ``on_spike``), or None if it was applied."""
     loss: float
     """Sum of the losses given to ``backward`` since the last step, unscaled."""
     grad_norm: float
@@ -64,5 +65,7 @@ class StepResult(_ReadLater):
     yet; a skip is expected then."""
     rolled_back: bool = False
     """Whether weights and optimizer state went back to an earlier step's."""
+    steps_undone: int = 0
+    """Applied steps whose updates were undone by that."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
