@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ from typing import Any
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
 from halfstep.distributed.world import SAVING_SECONDS
-from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.run.excluded import Excluded
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
 from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
 from halfstep.trainer.session import Session
@@ -68,6 +69,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
+        SpikeError: The same, when it stops at a finite spike.
         PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
@@ -129,12 +131,13 @@ def _take_step(session: Session, books: _Books) -> _Taken:
             targets=task.targets,
             seeds=seeds,
         )
-    except NonFiniteError as error:
+    except (NonFiniteError, SpikeError) as error:
         raise books.last_words(error) from error
     lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
+    books.note(result)
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
@@ -170,8 +173,11 @@ class _Books:
             meet=world.wait_for_save,
         )
         self._metrics: MetricsFile | None = None
+        self._excluded: Excluded | None = None
         if world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+            excluded = partial(Excluded, path, session.task, settings.on_spike)
+            self._excluded = excluded(last_step=session.step)
 
     def __enter__(self) -> _Books:
         return self
@@ -195,6 +201,11 @@ class _Books:
         if self._metrics is not None:
             self._metrics.write(record)
 
+    def note(self, result: StepResult) -> None:
+        """Write down the batches of a step that spiked; on rank 0."""
+        if self._excluded is not None:
+            self._excluded.stepped(self._session.step, result)
+
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due; return the one completed since the last call."""
         session = self._session
@@ -211,12 +222,15 @@ class _Books:
             world.wait_for_save()
         return checkpoint
 
-    def last_words(self, error: NonFiniteError) -> NonFiniteError:
+    def last_words(self, error: NonFiniteError | SpikeError) -> NonFiniteError | SpikeError:
         """Record why the run stops; return the error with the last checkpoint in its message."""
         step, world, also = self._session.step + 1, self._session.world, ""
         record = Record(step=step, applied=False, skip_reason=error.cause)
+        works: list[Callable[[], object]] = [partial(self.write, record), self._saver.wait]
+        if self._excluded is not None and isinstance(error, SpikeError):
+            works.append(partial(self._excluded.spiked, step, error.cause))
         # wait for the save in progress: it may become the last checkpoint, which the message names
-        for work in (partial(self.write, record), self._saver.wait):
+        for work in works:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
@@ -225,9 +239,10 @@ class _Books:
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-        return NonFiniteError(
-            f"step {step}: {error}; {last}", cause=error.cause, parameters=error.parameters
-        )
+        text = f"step {step}: {error}; {last}"
+        if isinstance(error, SpikeError):
+            return SpikeError(text, cause=error.cause)
+        return NonFiniteError(text, cause=error.cause, parameters=error.parameters)
 
 
 class _Losses:

@@ -22,6 +22,7 @@ import numpy as np
 
 from halfstep.errors import PrecisionError
 
+Spiking = Literal["loss_spike", "gradient_spike"]
 WINDOW = 128
 """Applied steps that a new one is compared with."""
 FEWEST = 20
@@ -42,7 +43,7 @@ _TINIEST = 2.0**-149  # stands for a norm of 0
 class Spike:
     """A step that is too far from the ones before it."""
 
-    reason: Literal["loss_spike", "gradient_spike"]
+    reason: Spiking
     """Which of the two values is further out."""
     expected_loss: float
     """Where the steps before lead."""
@@ -85,8 +86,7 @@ class SpikeDetector:
         excess /= 1 + _FEW / len(self._seen)
         if excess <= 1:
             return None
-        reason: Literal["loss_spike", "gradient_spike"]
-        reason = "loss_spike" if loss_part >= norm_part else "gradient_spike"
+        reason: Spiking = "loss_spike" if loss_part >= norm_part else "gradient_spike"
         return Spike(reason, of_loss.expected, of_norm.expected, excess)
 
     def remember(self, loss: float, norm: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.errors import NonFiniteError
+from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.trainer.checkpoint.store import passed_over
 from halfstep.trainer.cores import Watch
 from halfstep.trainer.loop import Tick, train
@@ -93,11 +93,13 @@ def execute(
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
-    except NonFiniteError as error:
+    except (NonFiniteError, SpikeError) as error:
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
         message = f"{error}; the best state before it: {best}"
+        if isinstance(error, SpikeError):
+            raise SpikeError(message, cause=error.cause) from error
         raise NonFiniteError(message, cause=error.cause, parameters=error.parameters) from error
     finally:
         session.task.close()
