@@ -13,8 +13,10 @@ CODES = {
     "DataError": (2, ValueError),
     "CheckpointError": (2, RuntimeError),
     "NonFiniteError": (3, ArithmeticError),
+    "SpikeError": (3, ArithmeticError),
     "PeerError": (1, RuntimeError),
 }
+WITH_CAUSE = ("NonFiniteError", "SpikeError")
 
 
 def test_the_table_above_names_every_error():
@@ -43,7 +45,7 @@ def test_nonfinite_error_carries_its_cause_and_parameters():
         errors.NonFiniteError("text")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("name", [name for name in CODES if name != "NonFiniteError"])
+@pytest.mark.parametrize("name", [name for name in CODES if name not in WITH_CAUSE])
 def test_plain_errors_survive_pickling(name):
     error = pickle.loads(pickle.dumps(getattr(errors, name)("text")))
     assert (type(error).__name__, str(error)) == (name, "text")
@@ -54,3 +56,8 @@ def test_nonfinite_error_survives_pickling():
     error = errors.NonFiniteError("text", cause="skip_limit", parameters=("a",))
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.cause, copy.parameters) == ("text", "skip_limit", ("a",))
+
+
+def test_a_spike_error_keeps_its_cause_through_pickling():
+    copy = pickle.loads(pickle.dumps(errors.SpikeError("text", cause="loss_spike")))
+    assert (type(copy), str(copy), copy.cause) == (errors.SpikeError, "text", "loss_spike")

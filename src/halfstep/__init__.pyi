@@ -20,6 +20,7 @@ from .errors import (
     HalfstepError as HalfstepError,
     NonFiniteError as NonFiniteError,
     PrecisionError as PrecisionError,
+    SpikeError as SpikeError,
 )
 from .formats import (
     BF16 as BF16,

@@ -66,6 +66,24 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         return _nonfinite, (str(self), self.cause, self.parameters)
 
 
+class SpikeError(HalfstepError, ArithmeticError):
+    """A run stopped because a finite loss or gradient norm was far above those of the steps before.
+
+    Attributes:
+        cause: ``"loss_spike"`` or ``"gradient_spike"``, by which of the two was further out.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with the keyword argument, as :class:`NonFiniteError` does."""
+        return _spike, (str(self), self.cause)
+
+
 class PeerError(HalfstepError, RuntimeError):
     """Another rank of the run failed or is gone, so that this one cannot go on.
 
@@ -77,6 +95,10 @@ class PeerError(HalfstepError, RuntimeError):
 
 def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFiniteError:
     return NonFiniteError(message, cause=cause, parameters=parameters)
+
+
+def _spike(message: str, cause: str) -> SpikeError:
+    return SpikeError(message, cause=cause)
 
 
 # What torch.distributed raises when another process is gone: class names, and phrases from the

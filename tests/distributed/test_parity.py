@@ -360,6 +360,21 @@ def test_what_breaks_on_one_rank_is_skipped_on_all(request, layout, size, value,
 
 
 @pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
+@pytest.mark.parametrize("answer", ["skip:1", "rollback:2"])
+def test_a_finite_spike_on_one_rank_is_answered_on_all(pool2, layout, answer):
+    many = pool2.run(
+        parity.run, layout=layout, policy="bf16-mixed", poison=[(23, 1)], value=1e6, steps=26,
+        on_spike=answer,
+    )  # fmt: skip
+    ranks_agree(many)
+    for rank in many:
+        assert [n for n, applied in enumerate(rank["applied"]) if not applied] == [23]
+        assert rank["reasons"][23] == "gradient_spike"
+        assert rank["rolled_back"][23] == (answer == "rollback:2")
+        assert rank["unchanged"][23] == (answer == "skip:1")
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
 def test_a_skip_is_as_if_the_step_had_not_been(pool2, layout):
     """Not only unchanged at once: later steps are those of a run that skipped on one device."""
     with pytest.warns(UserWarning, match="left out"):

@@ -18,6 +18,7 @@ from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.scaling.spikes import as_state
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
@@ -248,6 +249,19 @@ def no_backward() -> PrecisionError:
     )
 
 
+def twice() -> PrecisionError:
+    """The error for a loss that is given to ``backward`` and to ``step``."""
+    return PrecisionError(
+        "step(loss) back-propagates the loss, and backward(loss) has done so already: "
+        "call step() without it"
+    )
+
+
+def closed() -> PrecisionError:
+    """The error for using a Precision after ``close()``."""
+    return PrecisionError("this Precision was closed and trains nothing any more; make another one")
+
+
 def no_gradients() -> PrecisionError:
     """The error for a step without gradients."""
     return PrecisionError(
@@ -329,7 +343,7 @@ def check_state(
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) != expected:
+    if set(state) - {"spikes"} != expected:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(map(str, state))}, expected "
             f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
@@ -344,6 +358,7 @@ def check_state(
         count = state[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
+    as_state(state.get("spikes"))
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
             raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")

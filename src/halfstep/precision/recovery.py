@@ -1,4 +1,4 @@
-"""Recovery from non-finite losses or gradients that no loss scale cures: stop, skip, rollback."""
+"""Recovery from steps that no loss scale cures, non-finite or spiking: stop, skip, roll back."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
+from halfstep.precision.after_step import EMA
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, NonFinite, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 Action = Literal["stop", "skip", "rollback"]
 _KEPT = ("params", "lr", "initial_lr")
@@ -56,17 +58,86 @@ class OnNonFinite:
             return text
         if not isinstance(text, str):
             text = repr(text)  # not an allowed form, so that the error below shows it
-        name, _, number = text.partition(":")
         if text == "stop":
             return cls()
-        if name in get_args(Action)[1:] and number.isdecimal() and int(number) >= 1:
-            return cls(name, int(number))  # type: ignore[arg-type]
+        if counted := _counted(text):
+            return cls(*counted)
         raise PrecisionError(
             f"on_nonfinite={text!r}; allowed: stop, skip:K, rollback:N with K, N > 0"
         )
 
     def __str__(self) -> str:
-        return self.action if self.action == "stop" else f"{self.action}:{self.count}"
+        return _written(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OnSpike:
+    """What to do about a finite spike: ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
+
+    Attributes:
+        action: ``"off"`` looks for none. The others are those of :class:`OnNonFinite`, and raise
+            :class:`~halfstep.errors.SpikeError` where that raises its error; ``"skip"`` is written
+            for ``"skip:10"``.
+        count: Number of steps; unused for ``"off"`` and ``"stop"``.
+    """
+
+    action: Literal["off"] | Action = "off"
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str | OnSpike) -> OnSpike:
+        """Parse the written form; an OnSpike is returned as it is."""
+        if isinstance(text, OnSpike):
+            return text
+        if not isinstance(text, str):
+            text = repr(text)  # not an allowed form, so that the error below shows it
+        if text in ("off", "stop"):
+            return cls(text)  # type: ignore[arg-type]
+        if counted := _counted("skip:10" if text == "skip" else text):
+            return cls(*counted)
+        raise PrecisionError(
+            f"on_spike={text!r}; allowed: off, stop, skip, skip:K, rollback:N with K, N > 0"
+        )
+
+    def __str__(self) -> str:
+        return _written(self)
+
+
+def _counted(text: str) -> tuple[Action, int] | None:
+    """Read ``"skip:K"`` or ``"rollback:N"``; None for anything else."""
+    name, _, number = text.partition(":")
+    if name in get_args(Action)[1:] and number.isdecimal() and int(number) >= 1:
+        return name, int(number)  # type: ignore[return-value]
+    return None
+
+
+def _written(choice: OnNonFinite | OnSpike) -> str:
+    return f"{choice.action}:{choice.count}" if choice.count else choice.action
+
+
+def parse_choices(
+    on_nonfinite: str | OnNonFinite, on_spike: str | OnSpike
+) -> tuple[OnNonFinite, OnSpike]:
+    """Parse both options, and refuse copies of two ages: one list of copies serves both."""
+    both = OnNonFinite.parse(on_nonfinite), OnSpike.parse(on_spike)
+    if len({choice.count for choice in both if choice.action == "rollback"}) > 1:
+        raise PrecisionError(
+            f"on_nonfinite={both[0]} and on_spike={both[1]} would keep copies of two ages; "
+            "allowed: the same N in both"
+        )
+    return both
+
+
+def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
+    """The error for a finite step far from the ones before it."""
+    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
+    return SpikeError(
+        f"the {what} spikes: loss {loss:.4g} and gradient norm {norm:.4g}, where the steps before "
+        f"lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
+        f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate; the "
+        "weights are unchanged",
+        cause=spike.reason,
+    )
 
 
 def failure(
@@ -76,8 +147,10 @@ def failure(
     model: nn.Module,
     ranks: Ranks,
     in_a_row: int,
-) -> NonFiniteError | None:
-    """The error for a step that is not finite, or None if a smaller loss scale may help."""
+) -> NonFiniteError | SpikeError | None:
+    """The error for a step that must not be applied, or None if a smaller loss scale may help."""
+    if judged.spike is not None:
+        return spiking(judged.spike, judged.loss, judged.norm)
     if judged.found is None:
         return broken_loss(policy, judged.loss, model, ranks)
     return incurable(policy, loss_scale, judged.found, judged.loss, in_a_row)
@@ -136,77 +209,116 @@ def broken_loss(
     )
 
 
+class _Copy(NamedTuple):
+    """What a rollback restores."""
+
+    applied: int  # applied steps when it was taken
+    weights: Snapshot
+    spikes: dict[str, Any] | None  # the state of the spike detector
+
+
 class Guard:
-    """Continues after an error by skipping or rolling back; ``"stop"`` needs no guard."""
+    """Continues after an error by skipping or rolling back; ``"stop"`` needs no guard.
+
+    One guard answers for values that are not finite and for finite spikes, with the same copies.
+    """
 
     def __init__(
         self,
-        choice: OnNonFinite,
+        choices: tuple[OnNonFinite, OnSpike],
+        spikes: SpikeDetector | None,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         averages: Mapping[str, Tensor],
         ranks: Ranks,
     ) -> None:
-        self._choice = choice
+        self._on_nonfinite, self._on_spike = choices
+        self._spikes = spikes
         self._ranks = ranks
         self._model = model
         self._optimizers = optimizers
         self._averages = averages
-        self._copies: list[tuple[int, Snapshot]] = []  # with the step of each; newest last
+        (self._every,) = {c.count for c in choices if c.action == "rollback"} or {0}
+        self._copies: list[_Copy] = []  # newest last
         self._applied = 0
-        self._in_a_row = 0
-        self._said = False
+        self._in_a_row: dict[str, int] = {}  # steps left out since the last applied one, by option
+        self._said: set[str] = set()
 
     def start(self, applied: int) -> None:
         """Begin after ``applied`` steps, with a copy of the present weights and state."""
-        self._applied, self._in_a_row, self._copies = applied, 0, []
+        self._applied, self._in_a_row, self._copies = applied, {}, []
         self._copy()
 
     def applied(self) -> None:
         """Count an applied step, and take a copy if one is due."""
         self._applied += 1
-        self._in_a_row = 0
-        if self._choice.action == "rollback" and self._applied % self._choice.count == 0:
+        self._in_a_row.clear()
+        if self._every and self._applied % self._every == 0:
             self._copy()
 
     def _copy(self) -> None:
-        if self._choice.action == "rollback":
+        if self._every:
             taken = Snapshot(self._model, self._optimizers, self._averages)
-            self._copies = [*self._copies[-1:], (self._applied, taken)]
+            spikes = None if self._spikes is None else self._spikes.state()
+            self._copies = [*self._copies[-1:], _Copy(self._applied, taken, spikes)]
 
-    def answer(self, error: NonFiniteError) -> bool:
-        """Raise ``error``, or continue and return whether weights, buffers and state went back.
+    def answer(self, error: NonFiniteError | SpikeError) -> int:
+        """Raise ``error``, or continue and return how many applied steps were undone: 0 or more.
 
         Skipping a step does not help if its forward has left a NaN in a buffer: that raises, too.
         """
-        choice = self._choice
-        self._in_a_row += 1
+        choice: OnNonFinite | OnSpike = self._on_nonfinite
+        option = "on_nonfinite"
+        if isinstance(error, SpikeError):
+            choice, option = self._on_spike, "on_spike"
+        self._in_a_row[option] = self._in_a_row.get(option, 0) + 1
         what = str(error).removesuffix(FIND_IT).removesuffix("; the weights are unchanged")
-        if choice.action == "skip" and self._in_a_row <= choice.count:
-            floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
-            buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
-            if buffers:
-                raise NonFiniteError(
-                    f"{what}; the step was left out, but its forward has left values that are not "
-                    f"finite in {some(buffers)}; use on_nonfinite=rollback:N, which puts buffers "
-                    "back",
-                    cause=error.cause,
-                    parameters=buffers,
-                ) from error
-            self._say(f"the step is left out, as on_nonfinite={choice} allows: {what}")
-            return False
-        older = [copy for applied, copy in self._copies if applied < self._applied]
+        if choice.action == "skip" and self._in_a_row[option] <= choice.count:
+            self._require_finite_buffers(error, what)
+            self._say(option, f"the step is left out, as {option}={choice} allows: {what}")
+            return 0
+        older = [copy for copy in self._copies if copy.applied < self._applied]
         if choice.action == "rollback" and older:
-            older[-1].restore_()
+            copy = older[-1]
+            copy.weights.restore_()
+            if self._spikes is not None:
+                self._spikes.restore_(copy.spikes)
             self._copies = []  # if it happens again before the next copy, this did not help
-            self._say(f"back to a copy of earlier weights, on_nonfinite={choice}: {what}")
-            return True
+            self._say(option, f"back to a copy of earlier weights, {option}={choice}: {what}")
+            return self._applied - copy.applied
         raise error
 
-    def _say(self, text: str) -> None:
-        if not self._said:
-            self._said = True
+    def _require_finite_buffers(self, error: NonFiniteError | SpikeError, what: str) -> None:
+        floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
+        buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
+        if buffers:
+            raise NonFiniteError(
+                f"{what}; the step was left out, but its forward has left values that are not "
+                f"finite in {some(buffers)}; use on_nonfinite=rollback:N, which puts buffers "
+                "back",
+                cause=error.cause,
+                parameters=buffers,
+            ) from error
+
+    def _say(self, option: str, text: str) -> None:
+        if option not in self._said:
+            self._said.add(option)
             warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
+
+
+def make_guard(
+    choices: tuple[OnNonFinite, OnSpike],
+    spikes: SpikeDetector | None,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    ema: EMA | None,
+    ranks: Ranks,
+) -> Guard | None:
+    """A guard for the two choices; None where every error is raised."""
+    if {choice.action for choice in choices} <= {"off", "stop"}:
+        return None
+    averages = {} if ema is None else ema.averages
+    return Guard(choices, spikes, model, optimizers, averages, ranks)
 
 
 class Snapshot:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from halfstep.shown import as_html
 
-Reason = Literal["overflow", "nan_gradients", "nonfinite_loss"]
+Reason = Literal["overflow", "nan_gradients", "nonfinite_loss", "loss_spike", "gradient_spike"]
 
 
 class _ReadLater:
@@ -48,7 +48,8 @@ class StepResult(_ReadLater):
     reason: Reason | None = None
     """Why it was skipped: ``"overflow"`` (infinities in the scaled gradients), ``"nan_gradients"``
     (NaN and no infinity), ``"nonfinite_loss"`` (the loss itself; only where ``on_nonfinite`` lets
-    training continue), or None if it was applied."""
+    training continue), ``"loss_spike"`` or ``"gradient_spike"`` (finite, but far above the steps
+    before; only with ``on_spike``), or None if it was applied."""
     loss: float
     """Sum of the losses given to ``backward`` since the last step, unscaled."""
     grad_norm: float
@@ -66,6 +67,8 @@ class StepResult(_ReadLater):
     yet; a skip is expected then."""
     rolled_back: bool = False
     """Whether weights and optimizer state went back to an earlier step's."""
+    steps_undone: int = 0
+    """Applied steps whose updates were undone by that."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
 

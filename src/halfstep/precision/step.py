@@ -3,7 +3,7 @@
 One optimizer step, in this order (the order of Megatron-Core's mixed-precision optimizer)::
 
     backward   of loss * scale; gradients are divided by the scale and accumulated in p.grad
-    check      one global norm in fp32; if not finite, name the parameters and skip or stop
+    check      one global norm in fp32; if not finite, or a spike, say what and skip or stop
     update     gradients * clip factor; optimizer.step() on masters; round them into weights
     adapt      the loss scale backs off, holds or grows
     report     StepResult
@@ -16,7 +16,6 @@ On CUDA the device takes these steps alone where it can: ``device_path.py``.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import PrecisionError
+from halfstep.errors import PrecisionError, SpikeError
+from halfstep.precision import recovery
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
@@ -37,12 +37,14 @@ from halfstep.precision.checks import (
     check_max_norm,
     check_parameters,
     check_state,
+    closed,
     load_scale,
     no_backward,
     no_gradients,
     no_loss,
     one_device,
     require_one,
+    twice,
 )
 from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -60,11 +62,11 @@ from halfstep.precision.ownership import (
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.recovery import Guard, OnBroken, OnNonFinite, Snapshot, failure
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.calibrate import largest_finite_scale
+from halfstep.precision.scaling.calibrate import calibrate_
 from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale, make_loss_scale
+from halfstep.precision.scaling.spikes import SpikeDetector
 
 
 class Precision:
@@ -93,7 +95,8 @@ class Precision:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        on_nonfinite: str | OnNonFinite = "stop",
+        on_nonfinite: str | recovery.OnNonFinite = "stop",
+        on_spike: str | recovery.OnSpike = "off",
         schedulers: Sequence[Any] = (),
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
@@ -113,6 +116,8 @@ class Precision:
                 own parameters; masters replace them only while it steps.
             on_nonfinite: What to do where no loss scale can help: ``"stop"``, ``"skip:K"`` or
                 ``"rollback:N"`` (:class:`~halfstep.precision.recovery.OnNonFinite`).
+            on_spike: What to do about a finite loss or norm far above the steps before: ``"off"``,
+                or the same three (:class:`~halfstep.precision.recovery.OnSpike`).
             schedulers: Learning-rate schedulers, which :meth:`step` steps.
             on_skip: Whether they ``"hold"`` on a skipped step or ``"advance"``.
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
@@ -136,14 +141,14 @@ class Precision:
         self._scale_found = self.policy.loss_scale.kind != "dynamic"
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
-        self.on_broken: OnBroken | None = None
+        self.on_broken: recovery.OnBroken | None = None
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self._schedulers, self._ema = schedulers, ema
-        choice = OnNonFinite.parse(on_nonfinite)
+        self._choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
@@ -153,26 +158,24 @@ class Precision:
         check_replicas(model.named_parameters(), self.ranks)
         self._door = StepDoor(self.policy, self.optimizers, names)
         try:
-            self._take(model, placed, choice, upcast=upcast_trainable)
+            self._take(model, placed, upcast=upcast_trainable)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
 
-    def _take(
-        self, model: nn.Module, placed: PlacedModel, choice: OnNonFinite, *, upcast: bool
-    ) -> None:
+    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool) -> None:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         if upcast and self.policy.param_dtype == torch.float32:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
-        self._guard: Guard | None = None
-        if choice.action != "stop":
-            averages = self._ema.averages if self._ema is not None else {}
-            self._guard = Guard(choice, model, self.optimizers, averages, self.ranks)
-        self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks)
-        config, installed = self.policy.loss_scale, self.masters.installed
-        self.path = device_path(self.optimizers, config, self.ranks, installed)
+        self._spikes = None if self._choices[1].action == "off" else SpikeDetector()
+        parts = model, self.optimizers, self._ema, self.ranks
+        self._guard = recovery.make_guard(self._choices, self._spikes, *parts)
+        self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
+        if self._spikes is None:  # the host tests for spikes, so it decides then
+            config, installed = self.policy.loss_scale, self.masters.installed
+            self.path = device_path(self.optimizers, config, self.ranks, installed)
         self._scalers = OneScaler()
         self._watch = ForwardWatch(self.policy, self.device)
         self.model = model
@@ -192,10 +195,7 @@ class Precision:
         self._begin(0)
 
     def autocast(self) -> Autocast:
-        """The context for the forward and the loss, for any policy; also usable as a decorator.
-
-        It may be entered any number of times, and from several threads.
-        """
+        """The context for forward and loss, any number of times, in any thread; or a decorator."""
         return self._context
 
     def backward(
@@ -235,14 +235,9 @@ class Precision:
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
         with self._context.arithmetic():
-            if self._uncalibrated and not any(self.ranks.worst([not bool(loss.isfinite())])):
-                self._uncalibrated = False
-                config = self.policy.loss_scale
-                found = largest_finite_scale(
-                    loss.reshape(()), minimum=config.min_scale, maximum=config.max_scale
-                )
-                self._loss_scale.start_at(2.0 ** -self.ranks.worst([-round(math.log2(found))])[0])
             held = self._loss_scale
+            if self._uncalibrated:
+                self._uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
             scale = held.value if self.path is None else self.path.scale(held)
             with self.masters.arrivals.running(scale, loss, asked):
                 scalar = loss.reshape(()) if loss.dim() else loss
@@ -313,6 +308,7 @@ class Precision:
                 the loss is not finite, there is no scale to lower or it is at its floor, or too
                 many steps in a row were skipped. Weights and optimizer state are unchanged.
                 On CUDA it may be raised when the result is read, or by the next call.
+            SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
             PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
                 ``max_norm`` is not above 0.
         """
@@ -326,10 +322,7 @@ class Precision:
             return self._step_with(as_closure(loss), max_norm)
         if loss is not None:
             if self._last is not None and self._last() is loss:
-                raise PrecisionError(
-                    "step(loss) back-propagates the loss, and backward(loss) has done so already: "
-                    "call step() without it"
-                )
+                raise twice()
             self.backward(loss)
         try:
             self.settle()
@@ -403,7 +396,7 @@ class Precision:
             with self.masters.installed(False), torch.enable_grad():
                 value = closure()
                 gradients = self._gradients()
-                seen.append(self._judge(gradients))
+                seen.append(self._judge(gradients, first=not seen))
             if seen[-1].broken:
                 raise _BrokenClosure
             factor = clip_factor(seen[-1].norm, max_norm)
@@ -413,7 +406,7 @@ class Precision:
 
         self.masters.take_written_()
         with self.masters.installed():
-            before = Snapshot(self.model, self.optimizers, {})
+            before = recovery.Snapshot(self.model, self.optimizers, {})
             try:
                 with self._door.open():
                     optimizer.step(evaluate)
@@ -438,6 +431,8 @@ class Precision:
         self._scale_found = True
         if self._schedulers or self._ema is not None:
             self._after(True, self.masters.items())
+        if self._spikes is not None:
+            self._spikes.remember(judged.loss, judged.norm)
         if self._guard is not None:
             with self.masters.installed():
                 self._guard.applied()
@@ -460,6 +455,7 @@ class Precision:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
+        spikes = {} if self._spikes is None else {"spikes": self._spikes.state()}
         return {
             "policy": str(self.policy),
             "loss_scale": self._loss_scale.state_dict(),
@@ -467,6 +463,7 @@ class Precision:
             "skipped_total": self._skipped_total,
             "skipped_in_a_row": self._skipped_in_a_row,
             "masters": masters,
+            **spikes,
         }
 
     @torch.no_grad()
@@ -493,6 +490,8 @@ class Precision:
         self._applied_total = state["applied_total"]
         self._skipped_total = state["skipped_total"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
+        if self._spikes is not None:
+            self._spikes.restore_(state.get("spikes"))
         if masters:
             self.masters.load_(masters)
         self._begin(self._applied_total)
@@ -514,9 +513,7 @@ class Precision:
 
     def _require_open(self) -> None:
         if not self._released.alive:
-            raise PrecisionError(
-                "this Precision was closed and trains nothing any more; make another one"
-            )
+            raise closed()
 
     def _require_own_weights(self) -> None:
         if self._ema is not None and self._ema.applied:
@@ -546,26 +543,26 @@ class Precision:
             raise
         return gradients
 
-    def _judge(self, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
+    def _judge(self, gradients: Mapping[nn.Parameter, Tensor], *, first: bool = True) -> Judged:
         assert self._loss is not None, "checked with the gradients"
-        return self._examiner.judge(self._loss, gradients)
+        return self._examiner.judge(self._loss, gradients, first=first)
 
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
         scale, calibrating = self._loss_scale.value, not self._scale_found
-        found = judged.found
         self._skipped_total += 1
         self._skipped_in_a_row += 1
-        in_a_row, rolled_back = self._skipped_in_a_row, False
-        error = failure(self.policy, self._loss_scale, judged, self.model, self.ranks, in_a_row)
-        if self.on_broken is not None:
-            self.on_broken(judged, error, scale, in_a_row, calibrating)
+        row, undone = self._skipped_in_a_row, 0
+        error = recovery.failure(self.policy, self._loss_scale, judged, self.model, self.ranks, row)
+        if self.on_broken is not None and not isinstance(error, SpikeError):
+            self.on_broken(judged, error, scale, row, calibrating)
         if error is not None:
             if self._guard is None:
                 raise error
             with self.masters.installed():
-                rolled_back = self._guard.answer(error)
-        if found is not None:
+                undone = self._guard.answer(error)
+        names = () if judged.found is None else judged.found.names
+        if names:
             self._loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
@@ -573,9 +570,10 @@ class Precision:
             scale,
             calibrating,
             applied=False,
-            reason="nonfinite_loss" if found is None else found.reason,
-            rolled_back=rolled_back,
-            nonfinite_parameters=() if found is None else found.names,
+            reason=judged.reason,
+            rolled_back=undone > 0,
+            steps_undone=undone,
+            nonfinite_parameters=names,
         )
 
     def _result(

@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,14 @@ from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.statistics.numerics import NUMERICS
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
-from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
+from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import Team, list_checkpoints
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.run.excluded import Excluded
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
 from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
@@ -74,6 +75,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
 
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
+        SpikeError: The same, when it stops at a finite spike.
         PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
@@ -138,12 +140,13 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
             targets=task.targets,
             seeds=seeds,
         )
-    except NonFiniteError as error:
+    except (NonFiniteError, SpikeError) as error:
         raise books.last_words(error, causes) from error
     lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
+    books.note(result)
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
@@ -179,8 +182,11 @@ class _Books:
             meet=world.wait_for_save,
         )
         self._metrics: MetricsFile | None = None
+        self._excluded: Excluded | None = None
         if world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+            excluded = partial(Excluded, path, session.task, settings.on_spike)
+            self._excluded = excluded(last_step=session.step)
 
     def __enter__(self) -> _Books:
         return self
@@ -204,6 +210,11 @@ class _Books:
         if self._metrics is not None:
             self._metrics.write(record)
 
+    def note(self, result: StepResult) -> None:
+        """Write down the batches of a step that spiked; on rank 0."""
+        if self._excluded is not None:
+            self._excluded.stepped(self._session.step, result)
+
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due; return the one completed since the last call."""
         session = self._session
@@ -220,7 +231,9 @@ class _Books:
             world.wait_for_save()
         return checkpoint
 
-    def last_words(self, error: NonFiniteError, causes: CauseSearch) -> NonFiniteError:
+    def last_words(
+        self, error: NonFiniteError | SpikeError, causes: CauseSearch
+    ) -> NonFiniteError | SpikeError:
         """Record why the run stops; return the error with the last checkpoint in its message."""
         step, world, also = self._session.step + 1, self._session.world, ""
         judged, cause = causes.judged, causes.cause
@@ -233,8 +246,11 @@ class _Books:
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
+        works: list[Callable[[], object]] = [partial(self.write, record), self._saver.wait]
+        if self._excluded is not None and isinstance(error, SpikeError):
+            works.append(partial(self._excluded.spiked, step, error.cause))
         # wait for the save in progress: it may become the last checkpoint, which the message names
-        for work in (partial(self.write, record), self._saver.wait):
+        for work in works:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
@@ -244,6 +260,8 @@ class _Books:
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
         told = [f"step {step}: {str(error).removesuffix(FIND_IT)}"]
+        if isinstance(error, SpikeError):
+            return SpikeError("; ".join([*told, last]), cause=error.cause)
         if cause is not None:
             told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
         told += [causes.failed, last, causes.next_command()]

@@ -270,7 +270,13 @@ def open_session(
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
     ema = EMA(model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
-        policy, model, optimizer, on_nonfinite=run.on_nonfinite, ema=ema, ranks=strategy.ranks
+        policy,
+        model,
+        optimizer,
+        on_nonfinite=run.on_nonfinite,
+        on_spike=run.on_spike,
+        ema=ema,
+        ranks=strategy.ranks,
     )
     strategy.attach_(precision)
     loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.scaling.gradients import Ranks
+from halfstep.precision.scaling.loss_scale import LossScale
 
 
 def largest_finite_scale(loss: Tensor, *, minimum: float = 1.0, maximum: float = 2.0**24) -> float:
@@ -139,3 +142,13 @@ def _is_finite_at(loss: Tensor, scale: float, leaves: list[Tensor]) -> bool:
         ) from error
     found = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
     return all(bool(values.isfinite().all()) for values in found)
+
+
+def calibrate_(scale: LossScale, policy: PrecisionPolicy, loss: Tensor, ranks: Ranks) -> bool:
+    """Start at the smallest of the scales that ranks find; False if a loss is not finite yet."""
+    if any(ranks.worst([not bool(loss.isfinite())])):
+        return False
+    low, high = policy.loss_scale.min_scale, policy.loss_scale.max_scale
+    found = largest_finite_scale(loss.reshape(()), minimum=low, maximum=high)
+    scale.start_at(2.0 ** -ranks.worst([-round(math.log2(found))])[0])
+    return True

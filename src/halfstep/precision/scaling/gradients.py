@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from halfstep.precision.masters.stepping import Decision, KeepsMasters
 from halfstep.precision.result import Reason
+from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 Gradients = Mapping[int, Sequence[Tensor]]
 """Maps a number of ranks with different parts (:meth:`Ranks.parts_of`) to such gradients."""
@@ -206,11 +207,19 @@ class Judged:
     loss: float  # of the whole step, over all ranks
     norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
     found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
+    spike: Spike | None = None  # what is wrong with a finite step, where spikes are guarded
 
     @property
     def broken(self) -> bool:
         """Whether the step must not be applied."""
-        return self.found is None or bool(self.found.names)
+        return self.found is None or bool(self.found.names) or self.spike is not None
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it must not be applied, or None if it may."""
+        if self.spike is not None:
+            return self.spike.reason
+        return "nonfinite_loss" if self.found is None else self.found.reason
 
 
 class TrainedTensors(Protocol):
@@ -224,7 +233,7 @@ class TrainedTensors(Protocol):
 
 
 class Examiner:
-    """Measures a step's gradients, and names those that are not finite."""
+    """Measures a step's gradients, names those that are not finite, and may look for spikes."""
 
     def __init__(
         self,
@@ -232,15 +241,29 @@ class Examiner:
         masters: TrainedTensors,
         optimizers: Sequence[Optimizer],
         ranks: Ranks,
+        spikes: SpikeDetector | None = None,
     ) -> None:
         self._model = model
         self._masters = masters
         self._ranks = ranks
+        self._spikes = spikes
         own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
         self._dense_norm: Norm = own[0].norm if own else global_norm
 
-    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
-        """Judge this rank's loss, and the gradient of each target; the host waits once."""
+    def judge(
+        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], *, first: bool = True
+    ) -> Judged:
+        """Judge this rank's loss, and the gradient of each target; the host waits once.
+
+        A finite step is tested for a spike, too, unless it is not the ``first`` evaluation of a
+        closure. All ranks find the same: loss, norm and window are bit-equal on all of them.
+        """
+        judged = self._finite(loss, gradients)
+        if self._spikes is None or judged.broken or not first:
+            return judged
+        return replace(judged, spike=self._spikes.test(judged.loss, judged.norm))
+
+    def _finite(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         by_parts: dict[int, list[Tensor]] = {}
         if isinstance(self._ranks, OneRank):
             by_parts[1] = [*gradients.values()]

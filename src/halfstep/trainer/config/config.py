@@ -19,7 +19,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
-from halfstep.precision.recovery import OnNonFinite
+from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
 from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
 from halfstep.trainer.config.run import BaseConfig
@@ -103,6 +103,7 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
         )
     config: BaseConfig = build(TASKS[task], values)
     run = config.run
+    on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)
     return replace(
         config,
         # parsed now, so that a run does not depend on a policy file after it has started
@@ -110,7 +111,8 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
-            on_nonfinite=OnNonFinite.parse(run.on_nonfinite),
+            on_nonfinite=on_nonfinite,
+            on_spike=on_spike,
         ),
     )
 
@@ -125,7 +127,7 @@ def _plain(part: Any) -> dict[str, Any]:
     hints = get_type_hints(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
-        if isinstance(value, PrecisionPolicy | Auto | Layout | OnNonFinite):
+        if isinstance(value, PrecisionPolicy | Auto | Layout | OnNonFinite | OnSpike):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
         if type(value) in sections(hints[field.name])[1:]:  # the union's first class is the default

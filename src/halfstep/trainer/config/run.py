@@ -39,6 +39,9 @@ class RunConfig:
     on_nonfinite: Spelled = "stop"
     """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
+    on_spike: Spelled = "off"
+    """What to do about a finite loss or gradient norm far above the steps before: "off", "stop",
+    "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md)."""
     lost_update_every: Count = 50
     """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
     watch: Count = field(default=0, metadata={"bare": "100"})

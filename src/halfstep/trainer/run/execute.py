@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.errors import NonFiniteError
+from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.policy.devices import choose, name_of
 from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
@@ -104,12 +104,14 @@ def execute(
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
         judged = world.main_only(lambda: _conclude(path, say)) or ""
-    except NonFiniteError as error:
+    except (NonFiniteError, SpikeError) as error:
         world.main_only(lambda: _conclude(path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
         message = f"{error}; the best state before it: {best}"
+        if isinstance(error, SpikeError):
+            raise SpikeError(message, cause=error.cause) from error
         told = NonFiniteError(message, cause=error.cause, parameters=error.parameters)
         told.first_cause = error.first_cause
         raise told from error

@@ -99,6 +99,13 @@ class Task(Protocol):
     def batch(self, step: int, rows: range) -> Batch:
         """Return some rows of a step's batch, on the host; a pure function."""
 
+    def rows(self, step: int) -> Mapping[str, list[int]]:
+        """Name a step's rows over all ranks: under what they are, where each of them is found.
+
+        The default names none.
+        """
+        return {}
+
     def targets(self, batch: Batch) -> float:
         """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
 
@@ -159,6 +166,10 @@ class EpochTask(Task):
     def batch_size(self, step: int) -> int:
         """Return the number of a step's examples; steps of an epoch differ by one at most."""
         return len(self.indices(step))
+
+    def rows(self, step: int) -> Mapping[str, list[int]]:
+        """Return the positions of a step's examples among the training examples."""
+        return {"examples": self.indices(step).tolist()}
 
     def tokens(self, step: int) -> int:
         """Return the tokens of the step's examples, special tokens included."""

@@ -15,7 +15,12 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.corpus.batches import IGNORED, batch, validation_batches
+from halfstep.trainer.data.corpus.batches import (
+    IGNORED,
+    batch,
+    start_of_sequence,
+    validation_batches,
+)
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
 from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
@@ -142,6 +147,12 @@ class TextTask(Task):
             sequences=rows,
             block_size=self.config.block_size,
         )
+
+    def rows(self, step: int) -> Mapping[str, list[int]]:
+        """Return where each of a step's windows begins, in tokens of the training file."""
+        run, places = self.config.run, self.data.train.count - self.config.block_size
+        sequences = range(run.batch_size)
+        return {"first_token": [start_of_sequence(run.seed, step, n, places) for n in sequences]}
 
     def targets(self, batch: Batch) -> float:
         """Return the number of target tokens, all of which enter the loss: no window is padded."""

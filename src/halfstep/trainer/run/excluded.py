@@ -1,0 +1,75 @@
+"""The batches around each finite spike, written down so that a later run can leave them out."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any, get_args
+
+from halfstep.errors import CheckpointError
+from halfstep.precision.recovery import OnSpike
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.spikes import Spiking
+from halfstep.trainer.tasks.task import Task
+
+EXCLUDE = "exclude.jsonl"
+
+
+class Excluded:
+    """Writes one line for each batch of a spike's window to ``exclude.jsonl``.
+
+    The window is the spiking step and, where a rollback undid some, the applied steps before it.
+    """
+
+    def __init__(self, folder: Path, task: Task, choice: OnSpike, *, last_step: int) -> None:
+        """Drop the lines of spikes after ``last_step``: a resumed run takes those steps again."""
+        self._path, self._task = folder / EXCLUDE, task
+        undone = choice.count if choice.action == "rollback" else 0
+        self._applied: deque[int] = deque(maxlen=undone)
+        self._guarded = choice.action != "off"
+        if self._guarded and self._path.exists():
+            self._write("w", _kept(self._path, last_step))
+
+    def stepped(self, step: int, result: StepResult) -> None:
+        """Note a step, numbered as in ``metrics.jsonl``; write its window if it spiked."""
+        if not self._guarded:
+            return
+        if result.applied:
+            self._applied.append(step)
+        elif result.reason in get_args(Spiking):
+            count = min(result.steps_undone, len(self._applied))
+            self.spiked(step, str(result.reason), [self._applied.pop() for _ in range(count)])
+
+    def spiked(self, step: int, reason: str, undone: list[int] | None = None) -> None:
+        """Write a spiking step, and the applied ones that were undone with it.
+
+        Raises:
+            CheckpointError: If the file cannot be written.
+        """
+        lines = []
+        for number in sorted([step, *(undone or [])]):
+            batch = self._task.rows(number - 1)
+            line = {"step": number, "spike_step": step, "reason": reason, **batch}
+            lines.append(json.dumps(line) + "\n")
+        self._write("a", lines)
+
+    def _write(self, mode: str, lines: list[str]) -> None:
+        try:
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
+
+
+def _kept(path: Path, last_step: int) -> list[str]:
+    """The complete lines of spikes up to a step."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found: Any = json.loads(line)
+            if found["spike_step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept

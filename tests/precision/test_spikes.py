@@ -1,0 +1,372 @@
+"""Finite spikes: found before the update, answered like a non-finite step, and never imagined."""
+
+import copy
+import math
+import random
+import statistics
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError, SpikeError
+from halfstep.optim.optimizers import SGD
+from halfstep.precision.recovery import OnSpike
+from halfstep.precision.scaling.spikes import (
+    FEWEST,
+    LOSS_LIMIT,
+    NORM_LIMIT,
+    RECORD_LIMIT,
+    WINDOW,
+    SpikeDetector,
+)
+from reference.spike_runs import FAULTS, Run, kinds
+from reference.training import batches, differences, loss_of, mlp, scaled, snapshot
+
+POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split")
+
+
+def history(length, seed=0, slope=-0.003, noise=0.05, start=3.0):
+    """Losses that fall like an exponential, and norms, both with normal noise on the logarithm."""
+    draw = random.Random(seed)
+    return [
+        (start * math.exp(slope * i + draw.gauss(0, noise)), math.exp(draw.gauss(0, 0.2)))
+        for i in range(length)
+    ]
+
+
+def detector_after(steps):
+    detector = SpikeDetector()
+    for step in steps:
+        detector.remember(*step)
+    return detector
+
+
+def deviation(values, new, least):
+    """How far ``new`` is above where ``values`` lead, by the definition and statistics alone."""
+    n, third = len(values), len(values) // 3
+    rise = statistics.median(values[-third:]) - statistics.median(values[:third])
+    slope = rise / (n - third)
+    start = statistics.median(v - slope * i for i, v in enumerate(values))
+    residuals = [v - (start + slope * i) for i, v in enumerate(values)]
+    expected = max(start + slope * n, statistics.median(values[-16:]))
+    tail = sorted(residuals)[-min(3, max(1, n // 40))] / 2
+    return (new - expected) / max(1.4826 * statistics.median(map(abs, residuals)), tail, least)
+
+
+def excess(steps, loss, norm):
+    seen = steps[-WINDOW:]
+    of_loss = deviation([math.log(a) for a, _ in seen], math.log(loss), 0.02)
+    of_norm = deviation([math.log(b) for _, b in seen], math.log(norm), 0.1)
+    joint = math.hypot(max(of_loss, 0) / LOSS_LIMIT, max(of_norm, 0) / NORM_LIMIT)
+    if loss > 1.4 * max(a for a, _ in steps):
+        joint = max(joint, of_loss / RECORD_LIMIT)
+    return joint / (1 + 4 / len(seen))
+
+
+@pytest.mark.parametrize("length", [20, 21, 60, 127, 128, 300])
+def test_the_excess_is_what_its_definition_says(length):
+    steps = history(length, seed=length)
+    detector = detector_after(steps)
+    draw = random.Random(1)
+    above = 0
+    for _ in range(200):
+        loss, norm = steps[-1][0] * draw.uniform(0.5, 3), draw.uniform(0.2, 20)
+        found, expected = detector.test(loss, norm), excess(steps, loss, norm)
+        assert (found is not None) == (expected > 1)
+        if found is not None:
+            above += 1
+            assert found.excess == pytest.approx(expected, rel=1e-9)  # other order of fp64 sums
+    assert 20 < above < 180
+
+
+def test_nothing_is_tested_before_there_is_something_to_compare_with():
+    steps = history(FEWEST)
+    assert detector_after(steps[:-1]).test(1e9, 1e9) is None
+    assert detector_after(steps).test(1e9, 1e9) is not None
+
+
+def test_a_falling_loss_is_no_reason_to_fear_the_norm_or_a_plateau():
+    """The first steps fall fast, then slowly: a line through them leads too low."""
+    fast = [(4 * math.exp(-0.05 * i), 1.0) for i in range(60)]
+    detector = detector_after(fast)
+    for i in range(200):
+        step = (fast[-1][0] * (1 - 1e-4 * i), 1.0)
+        assert detector.test(*step) is None, i
+        detector.remember(*step)
+
+
+def test_one_value_alone_must_be_further_out_than_both():
+    detector = detector_after(history(128))
+    calm_loss, calm_norm = 3.0 * math.exp(-0.003 * 128), 1.0
+    factors = [1 + 0.02 * i for i in range(400)]
+    alone = next(f for f in factors if detector.test(calm_loss * f, calm_norm))
+    joint = next(f for f in factors if detector.test(calm_loss * f, calm_norm * 5))
+    assert joint < alone
+    (loss, norm) = (detector.test(calm_loss * 3, 1.0), detector.test(calm_loss, 1e3))
+    assert (loss.reason, norm.reason) == ("loss_spike", "gradient_spike")
+
+
+def test_the_scale_of_loss_and_norm_does_not_matter():
+    steps = history(128)
+    for times in (1e-6, 1.0, 2.0**40):
+        detector = detector_after([(a * times, b * times) for a, b in steps])
+        assert detector.test(2.05 * times, 1.0 * times) is None
+        found = detector.test(6.0 * times, 4.0 * times)
+        assert found is not None
+        assert found.expected_loss == pytest.approx(2.04 * times, rel=0.05)  # one deviation
+
+
+def test_a_run_without_noise_may_still_move_by_some_percent():
+    detector = detector_after([(1.0, 1.0)] * 128)
+    assert detector.test(1.05, 1.2) is None
+    assert detector.test(1.3, 1.0) is not None
+    assert detector.test(1.0, 5.0) is not None
+
+
+def test_losses_below_zero_and_norms_of_zero_are_compared_too():
+    draw = random.Random(2)
+    steps = [(draw.gauss(-1, 0.3), 0.0 if i % 3 else 1.0) for i in range(128)]
+    detector = detector_after(steps)
+    assert all(detector.test(*step) is None for step in steps)
+    assert detector.test(9.0, 1.0).reason == "loss_spike"
+    assert detector_after([(0.0, 0.0)] * 30).test(0.0, 0.0) is None
+
+
+def test_a_loss_above_every_loss_so_far_is_out_sooner():
+    """Losses near 0 vary by orders of magnitude: against these alone even 5.0 is within reach."""
+    draw = random.Random(3)
+    start = [(2.0, 1.0)] * 20
+    near_zero = [(math.exp(draw.gauss(-6, 1.7)), math.exp(draw.gauss(0, 0.5))) for _ in range(128)]
+    assert detector_after([*start, *near_zero]).test(5.0, 1.0) is not None
+    assert detector_after([(6.0, 1.0), *start, *near_zero]).test(5.0, 1.0) is None
+
+
+def test_the_state_decides_the_same_and_a_damaged_one_is_refused():
+    steps = history(200)
+    detector, other = detector_after(steps[:150]), SpikeDetector()
+    other.restore_(detector.state())
+    for step in steps[150:]:
+        for asked in (step, (2.4, 2.0), (3.0, 4.0)):
+            assert detector.test(*asked) == other.test(*asked)
+        detector.remember(*step)
+        other.remember(*step)
+    good = detector.state()
+    pair = [1.0, 1.0]
+    for bad in (
+        [], "x", 3, {"window": []}, {**good, "more": 1}, {**good, "highest_loss": math.nan},
+        {**good, "highest_loss": "1"}, {**good, "window": [pair] * 129},
+        {**good, "window": [[1.0]]}, {**good, "window": [[1.0, math.inf]]},
+        {**good, "window": [[True, 1.0]]}, {**good, "window": ["ab"]}, {**good, "window": 7},
+    ):  # fmt: skip
+        with pytest.raises(PrecisionError, match="the saved precision state has spikes="):
+            other.restore_(bad)
+    assert other.state() == good
+
+
+# Precision.
+
+
+def make(policy, **options):
+    model = mlp(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if "split" in policy:
+        optimizer = SGD(model.parameters(), lr=0.01)
+    return model, optimizer, Precision(scaled(policy), model, optimizer, **options)
+
+
+def step(model, precision, number, times=1.0):
+    return precision.step(loss_of(model, precision, batches(40)[number % 40]) * times)
+
+
+def warmed(policy, steps=30, **options):
+    made = make(policy, **options)
+    for number in range(steps):
+        assert step(made[0], made[2], number).applied
+    return made
+
+
+@pytest.mark.parametrize("text", ["skip:0", "rollback", "rollback:x", "stop:1", "", "on", "SKIP"])
+def test_an_unknown_answer_is_refused(text):
+    with pytest.raises(PrecisionError, match="allowed: off, stop, skip, skip:K, rollback:N"):
+        make("fp32", on_spike=text)
+
+
+def test_answers_are_written_as_they_are_read():
+    for text in ("off", "stop", "skip:3", "rollback:20"):
+        assert str(OnSpike.parse(text)) == text
+    assert str(OnSpike.parse("skip")) == "skip:10"
+
+
+def test_copies_of_two_ages_are_refused():
+    with pytest.raises(PrecisionError, match="the same N in both"):
+        make("fp32", on_spike="rollback:5", on_nonfinite="rollback:6")
+    make("fp32", on_spike="rollback:5", on_nonfinite="rollback:5")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_off_applies_what_stop_refuses(policy):
+    model, _, precision = warmed(policy)
+    assert step(model, precision, 30, 200.0).applied
+    assert "spikes" not in precision.state_dict()
+    model, optimizer, precision = warmed(policy, on_spike="stop")
+    before = snapshot(model, optimizer, precision)
+    with pytest.raises(SpikeError, match=r"spikes: loss .* the weights are unchanged") as told:
+        step(model, precision, 30, 200.0)
+    assert told.value.cause in ("loss_spike", "gradient_spike")
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+    assert precision.path is None  # the host decides
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_skip_leaves_all_as_it_was_k_times_in_a_row(policy):
+    model, optimizer, precision = warmed(policy, on_spike="skip:2")
+    before = snapshot(model, optimizer, precision)
+    spikes, scale = precision.state_dict()["spikes"], precision.loss_scale.state_dict()
+    with pytest.warns(UserWarning, match=r"on_spike=skip:2 allows.*Said once"):
+        first = step(model, precision, 30, 200.0)
+    assert (first.applied, first.rolled_back, first.steps_undone) == (False, False, 0)
+    assert first.reason in ("loss_spike", "gradient_spike")
+    assert math.isfinite(first.loss)
+    assert first.nonfinite_parameters == ()
+    assert step(model, precision, 31, 200.0).skipped_in_a_row == 2
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+    assert precision.state_dict()["spikes"] == spikes
+    assert precision.loss_scale.state_dict() == scale
+    with pytest.raises(SpikeError):
+        step(model, precision, 32, 200.0)
+    assert step(model, precision, 33).applied
+
+
+@pytest.mark.filterwarnings("ignore:back to a copy")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rollback_undoes_the_steps_before_the_spike(policy):
+    model, optimizer, precision = warmed(policy, on_spike="rollback:3")
+    weights = snapshot(model, optimizer, precision)
+    spikes = precision.state_dict()["spikes"]
+    for number in (30, 31):
+        assert step(model, precision, number).applied
+    result = step(model, precision, 32, 200.0)
+    assert (result.applied, result.rolled_back, result.steps_undone) == (False, True, 2)
+    assert differences(weights, snapshot(model, optimizer, precision)) == []
+    assert precision.state_dict()["spikes"] == spikes
+    with pytest.raises(SpikeError):  # before the next copy: it has not helped
+        step(model, precision, 33, 200.0)
+
+
+@pytest.mark.filterwarnings("ignore:(back to a copy|the step is left out)")
+def test_each_option_answers_its_own_trouble():
+    model, _, precision = warmed("fp32", on_spike="skip:1", on_nonfinite="rollback:4")
+    step(model, precision, 30)
+    assert step(model, precision, 31, 200.0).reason in ("loss_spike", "gradient_spike")
+    assert step(model, precision, 32, math.nan).rolled_back
+    model, _, precision = warmed("fp32", on_spike="stop", on_nonfinite="skip:1")
+    assert step(model, precision, 31, math.nan).reason == "nonfinite_loss"
+    with pytest.raises(SpikeError):
+        step(model, precision, 32, 200.0)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-split"])
+def test_a_resumed_run_decides_the_same(policy):
+    model, optimizer, precision = warmed(policy, on_spike="skip:9")
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), precision.state_dict()))
+    other, of_other, resumed = make(policy, on_spike="skip:9")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(30, 60):
+            times = 200.0 if number % 7 == 5 else 1.0 + 0.04 * (number % 11)
+            if number == 30:
+                other.load_state_dict(saved[0])
+                of_other.load_state_dict(saved[1])
+                resumed.load_state_dict(saved[2], weights=saved[0])
+            one, two = step(model, precision, number, times), step(other, resumed, number, times)
+            assert one == two
+    assert precision.skipped_total > 2
+
+
+def test_a_state_without_a_window_begins_a_new_one():
+    _, _, precision = warmed("fp32")
+    state = copy.deepcopy(precision.state_dict())
+    _, _, guarded = warmed("fp32", on_spike="stop")
+    guarded.load_state_dict(state)
+    assert guarded.state_dict()["spikes"]["window"] == []
+    with pytest.raises(PrecisionError, match="spikes="):
+        guarded.load_state_dict({**state, "spikes": {"window": 1}})
+    precision.load_state_dict({**state, "spikes": guarded.state_dict()["spikes"]})  # not needed
+
+
+@pytest.mark.filterwarnings("ignore:the step is left out")
+def test_a_closure_is_judged_by_its_first_evaluation():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
+    precision = Precision("fp32", model, optimizer, on_spike="skip:1")
+    times, x = [1.0], torch.randn(64, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = ((model(x) - x.sum(1, keepdim=True)).square().mean() + 1) * times[0]
+        precision.backward(loss)
+        return loss
+
+    for _ in range(30):
+        assert precision.step(closure).applied
+    before = snapshot(model, optimizer, precision)
+    times[0] = 1e4
+    assert precision.step(closure).reason in ("loss_spike", "gradient_spike")
+    assert differences(before, snapshot(model, optimizer, precision)) == []
+    times[0] = 1.0
+    assert precision.step(closure).applied
+
+
+# Real runs. The full acceptance is slow; a short part of it always runs.
+
+STEPS = 2000
+PLAN = {400 + 177 * i: FAULTS[i % 4] for i in range(8)}
+
+
+def follow(kind, steps, plan=(), **options):
+    """A run's last state, and the steps that were not applied."""
+    plan = dict(plan)
+    run, stopped = Run(kinds()[kind], steps, seed=31, **options), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(steps):
+            result = run.step(number, plan.get(number, ""))
+            if not result.applied:
+                stopped[number] = result.reason
+    return run, stopped
+
+
+def caught(plan, stopped):
+    """The faults that were stopped before the update that would have followed."""
+    late = ("rate", "bit")  # the step itself looks healthy; the next one must not be applied
+    return [n for n, fault in plan.items() if n + (fault in late) in stopped]
+
+
+def test_a_short_run_is_undisturbed_and_its_faults_are_caught():
+    _, stopped = follow("images", 250, on_spike="stop")
+    assert stopped == {}
+    plan = {150: "labels", 170: "inputs", 190: "rate", 210: "bit"}
+    _, stopped = follow("images", 250, plan, on_spike="rollback:5", on_nonfinite="rollback:5")
+    assert caught(plan, stopped) == [*plan]
+
+
+@pytest.mark.slow
+def test_forty_planted_spikes_and_ten_thousand_healthy_steps():
+    """At least 38 of 40 caught, at most one false alarm, final losses within 1 %."""
+    found, alarms, worse = 0, [], {}
+    for kind in kinds():
+        options = {"on_spike": "skip:10"}
+        healthy, stopped = follow(kind, STEPS, **options)
+        alarms += [(kind, *pair) for pair in stopped.items() if "spike" in pair[1]]
+        options = {"on_spike": "rollback:10", "on_nonfinite": "rollback:10"}
+        disturbed, stopped = follow(kind, STEPS, PLAN, **options)
+        found += len(caught(PLAN, stopped))
+        worse[kind] = disturbed.score() / healthy.score() - 1
+    print(found, alarms, worse)
+    assert len(alarms) <= 1
+    assert found >= 38
+    assert max(worse.values()) < 0.01

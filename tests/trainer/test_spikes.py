@@ -1,0 +1,121 @@
+"""Finite spikes in whole runs: the answer, the batches that are written down, and the resume."""
+
+import json
+
+import pytest
+from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
+
+from halfstep.errors import CheckpointError, SpikeError
+from halfstep.trainer.config.config import config_to_table
+from halfstep.trainer.loop import train
+from halfstep.trainer.run.excluded import EXCLUDE, Excluded
+from halfstep.trainer.run.resume import require_resumable
+from halfstep.trainer.session import open_session
+
+pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
+
+
+def config(corpus, answer, **overrides):
+    values = {"run__max_steps": 30, "run__eval_every": 0, "run__save_every": 0} | overrides
+    return small_config(corpus, run__on_spike=answer, **values)
+
+
+def spoil(session, steps):
+    """Multiply the loss of these steps by 300: finite, and far above any other."""
+    loss_sum = session.loss_sum
+
+    def wrapped(batch):
+        total, count = loss_sum(batch)
+        return (total * 300 if session.step + 1 in steps else total), count
+
+    session.loss_sum = wrapped
+
+
+def follow(config, path, steps, until=None):
+    session, folder = start(config, path)
+    spoil(session, steps)
+    try:
+        for tick in train(session, folder.path):
+            if tick.record.step == until:
+                break
+    finally:
+        folder.close()
+    return session
+
+
+def excluded(path):
+    return [json.loads(line) for line in (path / EXCLUDE).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "window"), [("skip:2", [26]), ("skip", [26]), ("rollback:4", [25, 26])]
+)
+def test_a_spiking_step_is_not_applied_and_its_batches_are_written(
+    corpus, tmp_path, answer, window
+):
+    session = follow(config(corpus, answer), tmp_path / "r", {26})
+    lines = metrics(tmp_path / "r")
+    assert [line["step"] for line in lines if not line["applied"]] == [26]
+    assert lines[25]["skip_reason"] in ("loss_spike", "gradient_spike")
+    assert lines[25].get("rolled_back", False) == (answer == "rollback:4")
+    found = excluded(tmp_path / "r")
+    assert [(line["step"], line["spike_step"]) for line in found] == [(n, 26) for n in window]
+    for line in found:  # the first token of each row leads back to the batch
+        tokens = session.task.data.train.windows(line["first_token"], 33)
+        inputs, _ = session.task.batch(line["step"] - 1, range(4))
+        assert (tokens[:, :-1] == inputs.numpy()).all()
+
+
+def test_stop_names_the_last_checkpoint_and_the_batch(corpus, tmp_path):
+    with pytest.raises(SpikeError, match=r"step 26: the .* spikes: .*the last checkpoint is .*24"):
+        follow(config(corpus, "stop", run__save_every=12), tmp_path / "r", {26})
+    assert [line["step"] for line in excluded(tmp_path / "r")] == [26]
+    assert metrics(tmp_path / "r")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
+
+
+def test_a_run_without_spikes_or_guard_writes_no_such_file(corpus, tmp_path):
+    follow(config(corpus, "skip"), tmp_path / "a", set())
+    follow(config(corpus, "off"), tmp_path / "b", {26})
+    assert not (tmp_path / "a" / EXCLUDE).exists()
+    assert not (tmp_path / "b" / EXCLUDE).exists()
+    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert a[:25] == b[:25]  # the guard changes nothing in a healthy step
+    assert b[25]["applied"]
+
+
+def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
+    steps = {24, 25, 28}
+    wanted = config(corpus, "skip:2", run__save_every=13)
+    whole = follow(wanted, tmp_path / "whole", steps)
+    follow(wanted, tmp_path / "r", steps, until=27)  # past the checkpoint of step 26
+
+    def opened(*args, **kwargs):
+        session = open_session(*args, **kwargs)
+        spoil(session, steps)
+        return session
+
+    monkeypatch.setattr("tests.trainer.runs.open_session", opened)
+    session, _ = run(wanted, tmp_path / "r")
+    assert metrics(tmp_path / "r") == metrics(tmp_path / "whole")
+    assert excluded(tmp_path / "r") == excluded(tmp_path / "whole")
+    one, two = (dict(s.precision.masters.items()) for s in (session, whole))
+    assert_same_tensors(one, two)
+    assert session.precision.state_dict()["spikes"] == whole.precision.state_dict()["spikes"]
+
+
+def test_the_answer_is_a_setting_that_a_resume_may_change(corpus):
+    one, other = config(corpus, "skip:3"), config(corpus, "rollback:5")
+    assert config_to_table(other)["run"]["on_spike"] == "rollback:5"
+    require_resumable(one, other)
+
+
+def test_lines_of_later_spikes_and_torn_ones_are_dropped_and_a_full_disk_is_told(corpus, tmp_path):
+    session, folder = start(config(corpus, "skip"), tmp_path / "r")
+    folder.close()
+    path = tmp_path / "r" / EXCLUDE
+    path.write_text('{"step": 3, "spike_step": 3}\n{"step": 7, "spike_step": 9}\n{"step": 9, "sp')
+    Excluded(tmp_path / "r", session.task, session.config.run.on_spike, last_step=8)
+    assert [line["step"] for line in excluded(tmp_path / "r")] == [3]
+    gone = Excluded(tmp_path / "gone", session.task, session.config.run.on_spike, last_step=8)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        gone.spiked(9, "loss_spike")
