@@ -62,7 +62,8 @@ def test_a_run_from_text_to_predictions(files, tmp_path, halfstep):
     words = words_of(files, path, "--epochs", 2, "--seed", 7, "--learning-rate", "3e-3", steps=0)
     code, out, err = classify(halfstep, *words)
     assert code == 0, err
-    summary, left = out.splitlines()
+    summary, judged, left = out.splitlines()
+    assert judged.startswith("healthy: 0 of ")
     best = json.loads((path / "report.json").read_text())["step"]
     assert summary.startswith(f"{path}: step 18; validation loss ")
     assert f"; best at step {best}; 18 steps applied, 0 skipped; " in summary
@@ -140,7 +141,8 @@ def test_patience_says_so(files, tmp_path, halfstep):
     words = words_of(files, path, *more, "--best-by", "accuracy", steps=40)
     code, out, err = classify(halfstep, *words)
     assert code == 0, err
-    summary, left = out.splitlines()
+    summary, judged, left = out.splitlines()
+    assert judged.startswith("healthy: 0 of ")
     assert summary.startswith(f"{path}: step 6; ")  # 2 is the best, 4 and 6 are no better
     assert summary.endswith("; stopped by patience")
     assert "best at step 2" in summary

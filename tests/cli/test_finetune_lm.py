@@ -67,7 +67,7 @@ def test_a_run_says_what_it_trains_and_leaves(place, halfstep, tmp_path):
     assert "perplexity" in err
     lines = out.splitlines()
     assert "tokens in fp16-mixed; best at step 4; 4 steps applied, 0 skipped" in lines[0]
-    assert lines[1:] == [f"adapter in {tmp_path / 'r' / 'model'}"]
+    assert lines[2:] == [f"adapter in {tmp_path / 'r' / 'model'}"]
     assert "transformers" not in err  # its own warnings
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
         "config.toml", "env.json", "metrics.jsonl", "tokenizer", "model", "prompt.json",

@@ -275,7 +275,8 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     (code, out, err), silent = on_ranks(pool2, "finetune", "classify", *words_of(files, path))
     assert code == 0, err
     assert silent == (0, "", "")
-    summary, left = out.splitlines()
+    summary, judged, left = out.splitlines()
+    assert judged.startswith("healthy: 0 of ")
     assert summary.startswith(f"{path}: step 6; validation loss ")
     assert "each rank sent " in summary
     assert left == f"model in {path / 'model'}, report in {path / 'report.txt'}"

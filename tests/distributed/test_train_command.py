@@ -67,7 +67,7 @@ def test_two_ranks_are_two_micro_batches_bit_for_bit_and_rank_0_prints(
     (code, out, err), silent = run(pool2, *words)
     assert code == 0, err
     assert silent == (0, "", "")
-    assert len(out.splitlines()) == 1
+    assert len(out.splitlines()) == 2  # the summary and the verdict
     assert f"2 ranks as {parallel}" in err
     one = reference("--grad-accum", "2", *more, precision=precision)
     assert losses(path) == losses(one)
@@ -142,4 +142,4 @@ def test_a_guard_stops_all_ranks_with_the_same_message(pool2, corpus, tmp_path):
     assert [(code, out) for code, out, _ in ends] == [(3, "")] * 2
     for _, _, err in ends:
         assert_one_line(err, "step 2: the loss is ", "the last checkpoint is ", "step-00000001")
-    assert ends[0][2].replace("rank 0", "rank 1") == ends[1][2]
+    assert ends[0][2].replace("rank 0:", "rank 1:", 1) == ends[1][2]

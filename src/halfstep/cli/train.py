@@ -67,10 +67,10 @@ def _train(
             display.say(f"saved: go on by the same command with --resume --output-dir {path}")
     if world.is_main:
         print(_summary(session, path, outcome.last))
-        if outcome.written:
-            print(outcome.written)
         if outcome.verdict:
             print(f"{outcome.verdict} (halfstep report {path} makes a page of it)")
+        if outcome.written:
+            print(outcome.written)
     return INTERRUPTED if outcome.interrupted else 0
 
 
