@@ -201,10 +201,34 @@ def test_gradients_are_unscaled_and_a_skipped_step_is_counted_with_what_broke_it
     with torch.autocast("cpu", torch.float16):
         F.cross_entropy(model(x), y).backward()
     assert sound.step == seen.index(sound) + 1
+    assert elements(sound, "gradient") == {n: p.numel() for n, p in model.named_parameters()}
     for one in sound.of("gradient"):
         want = model.get_parameter(one.name).grad.abs().max().item()
         assert one.absmax == pytest.approx(want, rel=0.02)  # fp16 keeps 11 bits of each factor
     assert sound.of("activation_gradient")[0].absmax < 1
+
+
+def test_a_fused_optimizer_which_is_called_on_overflow_too():
+    model, seen = network(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with watch(model, optimizer, scaler=scaler, every=1) as watched:
+        for factor in (math.inf, 1.0):
+            scaler.scale(F.cross_entropy(model(data()[0]), data()[1]) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(watched.report())
+    broken, sound = seen
+    assert not broken.applied
+    assert not broken.of("update")
+    assert sound.applied
+    assert sound.loss_scale == 2.0**19
+    assert len(sound.of("update")) == 6
+    model = network()
+    F.cross_entropy(model(data()[0]), data()[1]).backward()
+    for one in sound.of("gradient"):  # a power of two scales exactly
+        assert one.absmax == model.get_parameter(one.name).grad.abs().max()
 
 
 def test_an_odd_loss_scale_is_taken_out_as_well():
