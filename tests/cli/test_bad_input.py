@@ -63,7 +63,7 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
-        (["train", "--device", "tpu"], "auto, cpu, cuda"),
+        (["train", "--device", "tpu"], "auto, cpu, mps, cuda"),
         (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
         (["train", "--block-size", "5000"], "model.block_size"),
         (["train", "--max-steps", "3", "--warmup-steps", "4"], "warmup_steps=4 is longer"),
