@@ -2,8 +2,12 @@
 
 from . import distributed as distributed, optim as optim
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
+from .diagnostics.memory.estimate import estimate as estimate
+from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
+from .diagnostics.memory.table import Memory as Memory
 from .diagnostics.nonfinite.again import first_cause as first_cause
 from .diagnostics.nonfinite.cause import Cause as Cause
+from .diagnostics.nonfinite.operations import Cause as Cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .diagnostics.scripts.rules import Finding as Finding, check_script as check_script
 from .diagnostics.statistics.numerics import (

@@ -26,6 +26,7 @@ TRACING = "trace_nonfinite"
 SCALER = "GradScaler"
 FABRIC = "the Fabric plugin"
 MACHINES = "gradients over several machines"
+MEMORY = "estimate"
 LAUNCHER = "--nproc"
 
 
@@ -105,6 +106,13 @@ def _composite() -> bool:
     )
 
 
+def _fake() -> bool:
+    # by name: importing it takes as long as a third of torch
+    module = importlib.import_module("torch._subclasses.fake_tensor")
+    with module.FakeTensorMode(allow_non_fake_inputs=True):
+        return bool(torch.ones(2, device="cpu").untyped_storage().nbytes() == 8)
+
+
 def _sequence() -> bool:
     node: Any = (torch.ones(1, requires_grad=True) * 2).grad_fn
     return isinstance(node._sequence_nr(), int)
@@ -158,6 +166,7 @@ PRIVATE: tuple[Private, ...] = (
     Private("torch._foreach_add_", EVERYTHING, _add),
     Private("torch._foreach_zero_", EVERYTHING, _zero),
     Private("torch._functorch.config", EVERYTHING, _backward_pass_autocast),
+    Private("torch._subclasses.fake_tensor", MEMORY, _fake),
     Private("torch._C", EVERYTHING, _composite),
     Private(
         "torch.autograd.forward_ad._current_level",

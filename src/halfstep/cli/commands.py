@@ -106,6 +106,31 @@ class Doctor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Estimate the memory of training, by part and policy, before there is a run.
+
+    With --params: weights, gradients and optimizer state of any model of that size. With --config:
+    also what a step of that GPT saves for its backward, and the largest batch that fits.
+    """
+
+    params: str = ""
+    """Number of parameters: 1.3B, 124M, 7e9."""
+    config: str = ""
+    """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
+    precision: tuple[str, ...] = ("fp32", "bf16-mixed", "bf16-master", "bf16-split",
+                                  "bf16-split,moments=8bit")  # fmt: skip
+    """Policies, separated by spaces."""
+    batch_size: int = 0
+    """Sequences of one micro-batch on one rank; 0: the configuration's."""
+    ranks: int = 1
+    """Ranks that weights, gradients and optimizer state are sharded over (parallel=shard=N)."""
+    memory: str = ""
+    """The device's memory, such as 16GB; default: of the device that this machine trains on."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListConfigs:
     """List the names and first lines of the shipped configurations."""
 
@@ -231,6 +256,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "formats": Formats,
     "env": Env,
     "doctor": Doctor,
+    "estimate": Estimate,
     "configs ls": ListConfigs,
     "configs show": ShowConfig,
     "configs cp": CopyConfig,

@@ -1,0 +1,76 @@
+"""``halfstep estimate``: the memory of a configuration, or of a number of parameters."""
+
+import json
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.errors import ConfigError
+from halfstep.trainer.estimate import read_count
+
+
+def answer(capsys, *words):
+    assert main(["estimate", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_parameters_alone(capsys):
+    """16, 18 and 8.02 bytes a parameter: docs/policies.md, checked against real steps elsewhere."""
+    words = ["--params", "1.3B", "--memory", "20GB"]
+    found = {row["policy"]: row["total"] for row in answer(capsys, *words)["policies"]}
+    assert found["fp32"] == found["bf16-mixed"] == 16 * 1.3e9
+    assert found["bf16-master"] == 18 * 1.3e9
+    assert found["bf16-split,moments=8bit"] == pytest.approx(8.015625 * 1.3e9)
+    assert main(["estimate", *words]) == 0
+    said = capsys.readouterr().out
+    assert "20.8 GB    no" in said
+    assert "10.4 GB   yes" in said
+    assert "without activations" in said
+
+
+def test_ranks_share_it(capsys):
+    (one,) = answer(capsys, "--params", "1B", "--precision", "fp32")["policies"]
+    (four,) = answer(capsys, "--params", "1B", "--precision", "fp32", "--ranks", "4")["policies"]
+    assert four["total"] == one["total"] / 4
+
+
+def test_a_configuration_with_its_batch(capsys):
+    words = ["--config", "gpt-tiny", "--precision", "fp32", "--memory", "1GB"]
+    (one,) = answer(capsys, *words, "--batch-size", "2")["policies"]
+    (two,) = answer(capsys, *words, "--batch-size", "4")["policies"]
+    assert one["bytes"]["moments"] == two["bytes"]["moments"]
+    # everything that is saved grows with the rows
+    assert sum(two["bytes"]["activations"].values()) == pytest.approx(
+        2 * sum(one["bytes"]["activations"].values()), rel=0.02
+    )
+    assert one["largest_batch"] == pytest.approx(two["largest_batch"], rel=0.02)
+    assert main(["estimate", *words]) == 0
+    assert "a micro-batch of 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1.3B", 1_300_000_000), ("124M", 124_000_000), ("16GB", 16 * 10**9), ("7e9", 7 * 10**9),
+     ("350_000", 350_000), ("2k", 2000), ("1T", 10**12)],
+)  # fmt: skip
+def test_numbers(text, count):
+    assert read_count(text, "--params") == count
+
+
+@pytest.mark.parametrize("text", ["", "B", "-1", "0", "nan", "inf", "1e30", "1.3 billion", "x"])
+def test_what_is_no_number(text):
+    with pytest.raises(ConfigError, match=r"--params .*allowed: a number from 1"):
+        read_count(text, "--params")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--params", "1B", "--config", "gpt2"], "give one of them"),
+        (["--config", "lm-lora"], "halfstep.estimate(model, policy, batch) answers"),
+        (["--ranks", "0"], "--ranks and --batch-size"),
+    ],
+)
+def test_what_is_refused(capsys, words, said):
+    assert main(["estimate", *words]) == 2
+    assert said in capsys.readouterr().err
