@@ -5,6 +5,8 @@ from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.nonfinite.again import first_cause as first_cause
 from .diagnostics.nonfinite.cause import Cause as Cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
+from .diagnostics.trace.ran import Ran as Ran
+from .diagnostics.trace.record import trace as trace
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
