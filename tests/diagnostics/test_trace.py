@@ -61,7 +61,8 @@ def test_simulated_products_and_compiled_kernels_show_as_what_they_mean(
     # the only casts of a layer are autocast's own, of weight and bias (its input comes in 16 bits)
     casts = [row for row in rows(ran, "cast") if row.class_name == "Linear"]
     assert {(row.inputs, row.outputs, row.calls) for row in casts} == {(("fp32",), (low,), 2)}
-    assert not rows(ran, "to_copy")
+    attends = [row for row in rows(ran, "cast") if row.class_name == "CausalSelfAttention"]
+    assert not attends
 
 
 def test_what_is_stored():

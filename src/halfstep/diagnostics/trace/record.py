@@ -214,7 +214,7 @@ def _frames() -> tuple[dict[str, Any] | None, bool]:
 
 def _name(base: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> str:
     """The operation's name as the policies' table has it."""
-    if base in ("_to_copy", "copy"):
+    if base in ("_to_copy", "to", "copy"):
         same = given and made and given[-1].dtype == made[0].dtype
         return "copy" if same else "cast"
     if "scaled_dot_product" in base:
