@@ -7,7 +7,6 @@ from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
 from .diagnostics.memory.table import Memory as Memory
 from .diagnostics.nonfinite.again import first_cause as first_cause
 from .diagnostics.nonfinite.cause import Cause as Cause
-from .diagnostics.nonfinite.operations import Cause as Cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .diagnostics.scripts.rules import Finding as Finding, check_script as check_script
 from .diagnostics.statistics.numerics import (
@@ -17,6 +16,8 @@ from .diagnostics.statistics.numerics import (
 from .diagnostics.statistics.values import TensorStatistics as TensorStatistics
 from .diagnostics.statistics.watch import watch as watch
 from .diagnostics.statistics.what_if import what_if as what_if
+from .diagnostics.trace.ran import Ran as Ran
+from .diagnostics.trace.record import trace as trace
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

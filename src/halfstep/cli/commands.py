@@ -61,6 +61,39 @@ class Explain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Show what one training step really runs: operations, formats, and what is stored.
+
+    The step is that of a configuration, or the next one of a run; nothing of it is kept. Below the
+    table are the operations that ran otherwise than the policy says.
+    """
+
+    run: str = field(default="", metadata=POSITIONAL)
+    """A run folder; the step after its newest checkpoint is traced."""
+    config: str = ""
+    """In place of a run: a shipped configuration or a TOML file."""
+    data: tuple[str, ...] = ()
+    """With --config: the training data; default: the configuration's."""
+    precision: str = ""
+    """Policy; default: that of the run or configuration."""
+    device: str = ""
+    """auto, cpu, cuda or cuda:N; default: that of the run or configuration."""
+    save: str = ""
+    """Write the trace to this file, for --check."""
+    check: str = ""
+    """Compare with a file of --save, and fail with the difference."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless exactly one thing to trace is given."""
+        if bool(self.run) == bool(self.config):
+            raise ConfigError("give a run folder or --config: which step is to be traced")
+        if self.run and self.data:
+            raise ConfigError("--data goes with --config; a run has its own data")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Formats:
     """Show the number formats, and what each makes of a number.
 
@@ -253,6 +286,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "evaluate": Evaluating,
     "export": Exporting,
     "explain": Explain,
+    "trace": Trace,
     "formats": Formats,
     "env": Env,
     "doctor": Doctor,

@@ -1,0 +1,64 @@
+"""The command halfstep trace: one step of a configuration or run, and a golden file of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.trainer.config.config import config_to_toml
+from trainer.runs import small_config
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = tmp_path / "tiny.toml"
+    config.write_text(config_to_toml(small_config("elsewhere.txt")))
+    return ["--config", str(config), "--data", str(text), "--device", "cpu"]
+
+
+def test_a_configuration(settings, tmp_path, capsys):
+    golden = tmp_path / "golden.json"
+    assert main(["trace", *settings, "--save", str(golden)]) == 0
+    out = capsys.readouterr().out
+    assert "layers.0.attn" in out
+    assert "optimizer exp_avg_sq" in out
+    assert out.splitlines()[-1] == "all operations ran as bf16-mixed says"
+    assert main(["trace", *settings, "--check", str(golden)]) == 0
+    capsys.readouterr()
+    assert main(["trace", *settings, "--precision", "fp16-mixed", "--check", str(golden)]) == 2
+    err = capsys.readouterr().err
+    assert "-policy bf16-mixed\n+policy fp16-mixed\n" in err
+    assert "printed above; where that is meant, write it anew by --save" in err
+
+
+def test_a_run_as_json(settings, tmp_path, capsys):
+    path = str(tmp_path / "r")
+    train = [*settings, "--max-steps", "2", "--precision", "bf16-split", "--quiet",
+             "--output-dir", path]  # fmt: skip
+    assert main(["train", *train]) == 0
+    before = sorted(p.name for p in (tmp_path / "r").rglob("*"))
+    capsys.readouterr()
+    assert main(["trace", path, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert (table["policy"], table["differences"]) == ("bf16-split", [])
+    assert {"weights", "gradients"} <= {holding["kind"] for holding in table["stored"]}
+    assert sorted(p.name for p in (tmp_path / "r").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a run folder or --config"),
+        (["runs/x", "--config", "gpt-tiny"], "give a run folder or --config"),
+        (["runs/x", "--data", "y"], "--data goes with --config"),
+        (["runs/none"], "holds no run"),
+        (["--config", "gpt-tinny"], "gpt-tiny"),
+    ],
+)
+def test_what_cannot_be_traced(words, said, capsys):
+    assert main(["trace", *words]) == 2
+    assert said in capsys.readouterr().err

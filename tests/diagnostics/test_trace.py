@@ -1,0 +1,175 @@
+"""What really ran: formats of operations and storage, against a policy and a golden file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep.precision.casting.autocast
+from diagnostics.planted import MAKERS, batch_for, loss_of
+from halfstep import Precision, PrecisionError, trace
+from halfstep.optim import AdamW
+
+
+def traced(name, spec, optimizer=torch.optim.AdamW, steps=1, plant=lambda model: None):
+    torch.manual_seed(0)
+    model, batch = MAKERS[name](), batch_for(name)
+    plant(model)
+    precision = Precision(spec, model, optimizer(model.parameters(), lr=1e-3))
+    for _ in range(steps):
+        with trace(model, precision) as ran:
+            with precision.autocast():
+                loss = loss_of(name, model, batch)
+            precision.step(loss)
+    return ran, model, precision
+
+
+def rows(ran, op, direction="forward"):
+    return [row for row in ran.operations if (row.op, row.direction) == (op, direction)]
+
+
+@pytest.mark.parametrize("name", [*MAKERS])
+@pytest.mark.parametrize("spec", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
+def test_what_runs_is_what_the_policy_says(name, spec):
+    ran, _, _ = traced(name, spec)
+    assert ran.differences() == []
+    low = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}[spec.partition("-")[0]]
+    products = [row for op in ("mm", "addmm", "bmm") for row in rows(ran, op)]
+    assert products
+    assert {form for row in products for form in row.inputs} == {low}
+    backward = [row for op in ("mm", "bmm") for row in rows(ran, op, "backward")]
+    assert {form for row in backward for form in row.inputs} == {low}
+    other = "fp16-mixed" if low != "fp16" else "bf16-mixed"
+    assert len(ran.differences(other)) >= len(products)
+
+
+@pytest.mark.parametrize(("spec", "low"), [("bf16-mixed", "bf16"), ("fp16-mixed", "fp16")])
+@pytest.mark.parametrize("native", [True, False])
+def test_simulated_products_and_compiled_kernels_show_as_what_they_mean(
+    spec, low, native, monkeypatch
+):
+    monkeypatch.setattr(halfstep.precision.casting.autocast, "cpu_has_bf16", lambda: native)
+    ran, _, _ = traced("gpt", spec)
+    (attention,) = {(row.inputs, row.outputs) for row in rows(ran, "attention")}
+    assert attention == ((low,) * 3, (low,))
+    linears = [row for row in rows(ran, "addmm") if row.class_name == "Linear"]
+    assert len(linears) == 2 * 4  # two blocks of four layers
+    assert {(row.inputs, row.outputs) for row in linears} == {((low,) * 3, (low,))}
+    # the only casts of a layer are autocast's own, of weight and bias (its input comes in 16 bits)
+    casts = [row for row in rows(ran, "cast") if row.class_name == "Linear"]
+    assert {(row.inputs, row.outputs, row.calls) for row in casts} == {(("fp32",), (low,), 2)}
+    attends = [row for row in rows(ran, "cast") if row.class_name == "CausalSelfAttention"]
+    assert not attends
+
+
+def test_what_is_stored():
+    ran, model, _ = traced("gpt", "bf16-master")
+    stored = {(h.kind, h.dtype): h.bytes for h in ran.holdings}
+    n = sum(p.numel() for p in model.parameters())
+    assert stored == {
+        ("weights", "bf16"): 2 * n,
+        ("masters", "fp32"): 4 * n,
+        ("gradients", "bf16"): 2 * n,
+        ("optimizer exp_avg", "fp32"): 4 * n,
+        ("optimizer exp_avg_sq", "fp32"): 4 * n,
+    }
+    ran, _, _ = traced("gpt", "bf16-split", AdamW)
+    kinds = {h.kind: h.dtype for h in ran.holdings}
+    assert (kinds["weights"], kinds["gradients"]) == ("bf16", "bf16")
+    assert "masters" not in kinds
+    assert [k for k, form in kinds.items() if k.startswith("optimizer") and form == "int16"]
+
+
+class Aside(nn.Module):
+    """Leaves the policy: its product is in fp32."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.nn.functional.linear(x.float(), self.inner.weight)
+
+
+def test_an_operation_that_leaves_the_policy_is_named():
+    def plant(model):
+        model.classifier = Aside(model.classifier)
+
+    ran, _, _ = traced("bert", "bf16-mixed", plant=plant)
+    found = ran.differences()
+    assert len(found) == 2  # one product forward, two calls backward
+    assert all("of classifier (Aside): 2 fp32 -> fp32" in line for line in found)
+    assert all(line.endswith("bf16-mixed says bf16") for line in found)
+    ran, _, _ = traced("bert", "bf16-mixed,keep_fp32=classifier*", plant=plant)
+    assert ran.differences() == []
+
+
+def test_a_golden_file_tells_what_changed(tmp_path):
+    golden = tmp_path / "golden.json"
+    ran, _, _ = traced("gpt", "bf16-mixed")
+    ran.save(golden)
+    again, _, _ = traced("gpt", "bf16-mixed")
+    again.check(golden)
+    other, _, _ = traced("gpt", "bf16-mixed,keep_fp32=layers.1.mlp.up")
+    with pytest.raises(PrecisionError, match=r"differs from .*golden\.json in \d+ lines") as error:
+        other.check(golden)
+    lines = str(error.value).splitlines()[1:]
+    assert "-addmm in forward of layers.1.mlp.up (Linear): 3 bf16 -> bf16, 1 call" in lines
+    assert "+addmm in forward of layers.1.mlp.up (Linear): 3 fp32 -> fp32, 1 call" in lines
+    assert not any("layers.0" in line for line in lines)
+    for text in ("", "[1]", "{}"):
+        golden.write_text(text)
+        with pytest.raises(PrecisionError, match="cannot read a trace from it"):
+            again.check(golden)
+    with pytest.raises(PrecisionError, match="cannot read a trace from it"):
+        again.check(tmp_path / "none.json")
+
+
+def test_the_table_and_the_json():
+    ran, _, _ = traced("gpt", "bf16-mixed")
+    head, *body = ran.table().splitlines()
+    assert head.split()[:4] == ["module", "class", "direction", "operation"]
+    assert len({len(line) for line in body[: len(ran.operations)]} | {len(head)}) == 1
+    table = json.loads(json.dumps(ran.to_json()))
+    assert table["policy"] == "bf16-mixed"
+    assert len(table["operations"]) == len(ran.operations)
+    assert {row["direction"] for row in table["operations"]} == {"forward", "backward", "update"}
+
+
+def test_a_trace_changes_no_bit_and_leaves_no_hook(monkeypatch):
+    def weights(watched):
+        torch.manual_seed(0)
+        model, batch = MAKERS["bert"](), batch_for("bert")
+        precision = Precision("bf16-mixed", model, torch.optim.AdamW(model.parameters()))
+        for step in range(3):
+            if watched and step == 1:
+                with trace(model, precision), precision.autocast():
+                    precision.step(loss_of("bert", model, batch))
+            else:
+                with precision.autocast():
+                    loss = loss_of("bert", model, batch)
+                precision.step(loss)
+        hooks = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {})]
+        assert not hooks
+        return [*model.parameters()]
+
+    # without compiled kernels, which step aside for a trace
+    monkeypatch.setattr("halfstep.kernels.forward.loaded", lambda: "none")
+    for a, b in zip(weights(True), weights(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_a_precision_a_policy_is_needed_to_compare():
+    model = nn.Linear(2, 1)
+    with trace(model) as ran:
+        model(torch.ones(1, 2)).sum().backward()
+    assert rows(ran, "addmm")[0].inputs == ("fp32",) * 3
+    with pytest.raises(PrecisionError, match=r"differences\(\) needs a policy"):
+        ran.differences()
+    assert len(ran.differences("bf16-mixed")) == 2
+    with pytest.raises(PrecisionError, match=r"trace\(precision\)"):
+        trace(model, "bf16-mixed")
