@@ -149,6 +149,7 @@ class Precision:
         self._scale_found = self.policy.loss_scale.kind != "dynamic"
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
+        self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -177,8 +178,8 @@ class Precision:
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self._choices[1].action == "off" else SpikeDetector()
-        parts = model, self.optimizers, self._ema, self._ranks
-        self._guard = make_guard(self._choices, self._spikes, *parts)
+        guarded = model, self.optimizers, self._ema, self._ranks
+        self._guard = make_guard(self._choices, self._spikes, *guarded)
         self._examiner = Examiner(model, self.masters, self.optimizers, self._ranks, self._spikes)
         if self._spikes is None:  # the host tests for spikes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
@@ -262,10 +263,7 @@ class Precision:
         self.masters.note()
 
     def unscale_(self) -> None:
-        """Do nothing: gradients in ``p.grad`` are unscaled from the start.
-
-        It exists for loops that call it before clipping, as ``torch.amp.GradScaler`` requires.
-        """
+        """Do nothing, where ``torch.amp.GradScaler`` needs it: ``p.grad`` is unscaled already."""
 
     def discard(self) -> None:
         """Drop everything back-propagated since the last step: gradients and losses.
@@ -557,10 +555,12 @@ class Precision:
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
         scale, calibrating = self._loss_scale.value, not self._scale_found
-        self._skipped_total += 1
-        self._skipped_in_a_row += 1
-        row, undone = self._skipped_in_a_row, 0
+        row, undone = self._skipped_in_a_row + 1, 0
         error = incurable_step(self.policy, self._loss_scale, judged, row, self.model, self._ranks)
+        if error is not None and self.on_incurable is not None:
+            self.on_incurable(judged)  # all is as before the step
+        self._skipped_total += 1
+        self._skipped_in_a_row = row
         if error is not None:
             if self._guard is None:
                 raise error
