@@ -11,7 +11,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Chapter -> chapters it may import besides itself and its parents; the longest entry counts.
 BASE = {"errors", "files", "formats", "torch_version"}
-LIBRARY = {*BASE, "precision", "optim", "diagnostics", "distributed"}
+LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
     "files": set(),

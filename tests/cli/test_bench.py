@@ -164,3 +164,23 @@ def test_a_real_measurement(halfstep, tmp_path):
     assert table["steps_timed"] == 3
     assert "Take " in done.stdout
     assert torch.get_num_threads() == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_measurement(
+    halfstep, asked, tmp_path
+):
+    (tmp_path / "file").write_text("")
+    done = halfstep("bench", "--out", tmp_path / "file" / "folder")
+    assert done.returncode == 2
+    assert "cannot be written" in done.stderr
+    assert asked == {}
+
+
+def test_a_measurement_that_fails_leaves_no_folder(halfstep, tmp_path, monkeypatch):
+    def fails(*args, **options):
+        raise ConfigError("no data")
+
+    monkeypatch.setattr(command, "bench", fails)
+    done = halfstep("bench", "--out", tmp_path / "folder")
+    assert done.returncode == 2
+    assert not (tmp_path / "folder").exists()

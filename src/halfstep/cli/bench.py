@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from halfstep.cli.commands import BenchRequest
@@ -36,14 +37,11 @@ def run(request: BenchRequest) -> int:
         if not asked.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # before minutes of measurement
-    except OSError as error:
-        raise _not_written(folder, error) from error
-    report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
-    if not report.measured:
-        reasons = "; ".join(dict.fromkeys(row.why_not for row in report.rows))
-        raise PrecisionError(f"no policy could be measured: {reasons}")
+    with _writable(folder):
+        report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
+        if not report.measured:
+            reasons = "; ".join(dict.fromkeys(row.why_not for row in report.rows))
+            raise PrecisionError(f"no policy could be measured: {reasons}")
     try:
         path = report.write(folder)
         missing = draw(report, folder / "bench.png")
@@ -57,6 +55,22 @@ def run(request: BenchRequest) -> int:
     if missing:
         say(f"note: {missing}")
     return 0
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Make a folder before minutes of measurement, not after; without a result it goes again."""
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(folder, error) from error
+    try:
+        yield
+    except BaseException:
+        if new:
+            folder.rmdir()
+        raise
 
 
 def _not_written(folder: Path, error: OSError) -> ConfigError:

@@ -46,7 +46,7 @@ Installed = Callable[[], AbstractContextManager[None]]
 """A context in which optimizers hold what they update: :meth:`MasterWeights.installed`."""
 
 
-class KnownLater(Generic[T]):
+class Later(Generic[T]):
     """An attribute of Precision that the device may have to tell first."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
@@ -54,12 +54,12 @@ class KnownLater(Generic[T]):
         self._name = f"_{name}"
 
     @overload
-    def __get__(self, precision: None, owner: type[Any]) -> KnownLater[T]: ...
+    def __get__(self, precision: None, owner: type[Any]) -> Later[T]: ...
 
     @overload
     def __get__(self, precision: object, owner: type[Any]) -> T: ...
 
-    def __get__(self, precision: Any, owner: type[Any]) -> KnownLater[T] | T:
+    def __get__(self, precision: Any, owner: type[Any]) -> Later[T] | T:
         """The value after the last step; waits for that step on the device."""
         if precision is None:
             return self

@@ -45,7 +45,7 @@ from halfstep.precision.checks import (
     require_one,
     twice,
 )
-from halfstep.precision.device_path import CapturedStep, DevicePath, KnownLater, device_path
+from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
@@ -91,10 +91,10 @@ class Precision:
         (True, 1.0)
     """
 
-    loss_scale = KnownLater[LossScale]()
-    applied_total = KnownLater[int]()
-    skipped_total = KnownLater[int]()
-    skipped_in_a_row = KnownLater[int]()
+    loss_scale = Later[LossScale]()
+    applied_total = Later[int]()
+    skipped_total = Later[int]()
+    skipped_in_a_row = Later[int]()
 
     def __init__(
         self,
@@ -145,7 +145,6 @@ class Precision:
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         self._applied_total = self._skipped_total = self._skipped_in_a_row = 0
         self._scaled = self.policy.loss_scale.kind != "none"
-        # whether the scale has found its level
         self._scale_found = self.policy.loss_scale.kind != "dynamic"
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
