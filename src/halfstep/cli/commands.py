@@ -214,7 +214,7 @@ class Bench:
     """The configurations whose keys are options too: each key once, whichever task has it."""
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
-        r"|lost_update_every|watch|save_every|keep|output_dir|patience|report_to|parallel"
+        r"|lost_update_every|watch|save_every|keep|capture|output_dir|patience|report_to|parallel"
         r"|sequence_parallel|agree_every|rank_timeout|background_save)"
     )
     """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
@@ -270,6 +270,18 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Take a captured step of halfstep train again, bit for bit, or in another precision."""
+
+    capture: str = field(metadata=POSITIONAL)
+    """A folder in captures/ of a run with run.capture."""
+    precision: str = ""
+    """The policy to take it in, such as fp32; default: the run's own."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """Print a script that makes a shell complete commands and options."""
 
@@ -297,6 +309,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "demo": Demo,
     "bench": Bench,
     "report": Report,
+    "replay": Replay,
     "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""

@@ -142,6 +142,7 @@ class Precision:
         self._uncalibrated = self.policy.loss_scale.calibrate
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self.on_broken: recovery.OnBroken | None = None
+        self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -255,10 +256,7 @@ class Precision:
         self.masters.note()
 
     def unscale_(self) -> None:
-        """Do nothing: gradients in ``p.grad`` are unscaled from the start.
-
-        It exists for loops that call it before clipping, as ``torch.amp.GradScaler`` requires.
-        """
+        """Do nothing, where ``torch.amp.GradScaler`` needs it: ``p.grad`` is unscaled already."""
 
     def discard(self) -> None:
         """Drop everything back-propagated since the last step: gradients and losses.
@@ -550,12 +548,14 @@ class Precision:
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
         scale, calibrating = self._loss_scale.value, not self._scale_found
-        self._skipped_total += 1
-        self._skipped_in_a_row += 1
-        row, undone = self._skipped_in_a_row, 0
+        row, undone = self._skipped_in_a_row + 1, 0
         error = recovery.failure(self.policy, self._loss_scale, judged, self.model, self.ranks, row)
+        if error is not None and self.on_incurable is not None:
+            self.on_incurable(judged)  # all is as before the step
         if self.on_broken is not None and not isinstance(error, SpikeError):
             self.on_broken(judged, error, scale, row, calibrating)
+        self._skipped_total += 1
+        self._skipped_in_a_row = row
         if error is not None:
             if self._guard is None:
                 raise error

@@ -25,9 +25,11 @@ from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_cont
 from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
-from halfstep.trainer.checkpoint.store import Team, list_checkpoints
+from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkpoints
+from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.run.capture import CAPTURES, recorder
 from halfstep.trainer.run.excluded import Excluded
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
@@ -124,22 +126,32 @@ class _Taken:
     tokens: int
 
 
-def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
-    config, task, begin = session.config, session.task, time.perf_counter()
-    rate = partial(task.learning_rate, taken=session.step, applied=session.applied)
+def attempt(session: Session, begun: Callable[..., None] | None = None) -> StepResult:
+    """Take the session's next step, and count nothing; ``begun`` is told its batches and seeds."""
     batches, seeds = session.micro_batches()
-    causes.begin(batches, seeds)
+    if begun is not None:
+        begun(batches, seeds)
+    return train_step(
+        session.loss_sum,
+        session.precision,
+        session.strategy,
+        batches,
+        learning_rate=_rate(session),
+        max_norm=session.config.optimizer.max_norm or None,
+        targets=session.task.targets,
+        seeds=seeds,
+    )
+
+
+def _rate(session: Session) -> Callable[[float], float]:
+    """The function from a group's peak rate to its rate at the next step."""
+    return partial(session.task.learning_rate, taken=session.step, applied=session.applied)
+
+
+def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
+    task, begin, rate = session.task, time.perf_counter(), _rate(session)
     try:
-        result = train_step(
-            session.loss_sum,
-            session.precision,
-            session.strategy,
-            batches,
-            learning_rate=rate,
-            max_norm=config.optimizer.max_norm or None,
-            targets=task.targets,
-            seeds=seeds,
-        )
+        result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
         raise books.last_words(error, causes) from error
     lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
@@ -187,6 +199,9 @@ class _Books:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
             excluded = partial(Excluded, path, session.task, settings.on_spike)
             self._excluded = excluded(last_step=session.step)
+        config = session.config
+        if isinstance(config, TrainConfig) and config.run.capture:
+            session.precision.on_incurable = recorder(session, path, config.run.capture)
 
     def __enter__(self) -> _Books:
         return self
@@ -255,6 +270,9 @@ class _Books:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
                 also += f"; {failed}"
+        capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
+        if capture.is_dir():
+            also += f"; take the step again: halfstep replay {capture}"
         world.wait_for_save()
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"

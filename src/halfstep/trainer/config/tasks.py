@@ -26,6 +26,9 @@ class TextRunConfig(RunConfig):
     init_from: str = ""
     """A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape takes
     the place of ``model``'s, whose dropout and activation_checkpointing stay."""
+    capture: Count = 0
+    """How many captures to keep of steps that were not finite, where no loss scale can help, or
+    that spiked, for halfstep replay (docs/diagnostics.md); each is as large as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

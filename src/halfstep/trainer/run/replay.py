@@ -1,0 +1,129 @@
+"""Takes a captured step again, in a new process, in the same precision or in another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.recovery import OnNonFinite, OnSpike
+from halfstep.precision.scaling.gradients import Judged
+from halfstep.trainer.checkpoint.store import load_checkpoint
+from halfstep.trainer.config.config import config_from_table
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.loop import attempt
+from halfstep.trainer.run.capture import Finding, captured, finding
+from halfstep.trainer.session import Session, open_session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A captured step, and the same step taken again."""
+
+    step: int
+    """The step's number, as in ``metrics.jsonl``."""
+    precision: str
+    """The policy of the replay."""
+    captured_precision: str
+    captured: Finding
+    found: Finding
+    """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
+    unchanged: bool
+    """Whether the weights after it are those before, bit for bit."""
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the replay found the same, bit for bit; only meant in the same precision."""
+        return self.unchanged and self.found.same_bits(self.captured)
+
+    @property
+    def survives(self) -> bool:
+        """Whether the step could be applied."""
+        return self.found.reason == "applied"
+
+
+def replay(path: Path, precision: str = "") -> Replayed:
+    """Rebuild a run from a capture, and take the captured step.
+
+    Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
+    configuration says, and must have the hashes that the run had.
+
+    Args:
+        path: A folder in ``captures/`` of a run.
+        precision: The policy to take the step in; empty: the run's own.
+
+    Raises:
+        CheckpointError: If it is no capture, is damaged, or is of another model or other data.
+        ConfigError: If its configuration cannot be run here.
+    """
+    path = Path(path)
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: a link, not a capture; give the folder that it leads to")
+    saved = load_checkpoint(path)
+    before = captured(saved.state, path)
+    config = _config(saved.state.get("config"), path)
+    own = config.precision
+    policy = parse_policy(precision) if precision else own
+    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
+    run = replace(
+        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, parallel="",
+        report_to=(), threads=before.threads,
+    )  # fmt: skip
+    data = replace(config.data, cache_dir="")  # nothing is written where a capture says
+    config = replace(config, precision=policy, run=run, data=data)
+    threads = torch.get_num_threads()
+    try:
+        session = open_session(config, no_progress, resuming=True)
+        try:
+            session.restore(load_checkpoint(path, session.pieces), path)
+            return _take(session, before, str(own))
+        finally:
+            session.precision.close()
+            session.task.close()
+    except HalfstepError as error:
+        if isinstance(error, NonFiniteError | SpikeError):
+            raise CheckpointError(f"{path}: the weights in it are not usable: {error}") from error
+        raise
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _take(session: Session, before: Finding, own: str) -> Replayed:
+    """Take the session's next step, and compare it with what was found before."""
+    judged: list[Judged] = []
+    session.precision.on_incurable = judged.append
+    weights = {name: value.clone() for name, value in session.precision.masters.items()}
+    try:
+        result = attempt(session)
+        found = Finding(
+            result.reason or "applied", result.loss, result.grad_norm, torch.get_num_threads()
+        )
+    except (NonFiniteError, SpikeError):
+        found = finding(judged[-1])
+    after = dict(session.precision.masters.items())
+    return Replayed(
+        step=session.step + 1,
+        precision=str(session.config.precision),
+        captured_precision=own,
+        captured=before,
+        found=found,
+        unchanged=all(torch.equal(weights[name], after[name]) for name in weights),
+    )
+
+
+def _config(table: object, where: Path) -> TrainConfig:
+    """The configuration in a capture, which may come from anywhere."""
+    try:
+        config: BaseConfig | None = config_from_table(table) if isinstance(table, dict) else None
+    except HalfstepError as error:
+        raise CheckpointError(f"{where}: its configuration is damaged: {error}") from error
+    if not isinstance(config, TrainConfig):
+        raise CheckpointError(
+            f"{where}: not a capture of halfstep train, whose runs alone can be rebuilt from one"
+        )
+    return config
