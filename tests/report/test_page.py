@@ -11,7 +11,7 @@ import pytest
 from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, draw_curves, thinned
 from halfstep.report.numbers import MOST_ROWS
-from halfstep.report.page import make_report
+from halfstep.report.page import _one_line, make_report
 from halfstep.report.record import read_run
 from report.conftest import line, tensor, watch
 
@@ -52,9 +52,8 @@ def run_named(folder, text, number):
         f"[model]\npath = {json.dumps(text)}\n",
         encoding="utf-8",
     )
-    (path / "causes.jsonl").write_text(
-        json.dumps({"module": text, "sample": {"text": text}}) + "\n"
-    )
+    causes = [{"module": text, "sample": {"text": text}}, {"cause_class": text, "text": text}]
+    (path / "causes.jsonl").write_text("".join(json.dumps(c) + "\n" for c in causes))
     watch(path, tensor(text), tensor(text, "activation"), tensor(text, "update"))
     return read_run(path)
 
@@ -188,6 +187,10 @@ def test_markdown_of_hostile_names(folder):
         assert "<script" not in page
         assert "](javascript" not in page
         assert not re.search(r"^# heading", page, re.MULTILINE)
+
+
+def test_signs_of_markdown_are_shown_as_they_are():
+    assert _one_line("6 > 5 & [a](b) #1\n|x|") == r"6 &#62; 5 &#38; \[a\]\(b\) \#1 \|x\|"
 
 
 def test_long_curves_keep_their_extremes():

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
 from halfstep.errors import ConfigError
@@ -99,7 +99,7 @@ class Report:
         environment = Environment(
             loader=PackageLoader("halfstep.report", "templates"),
             autoescape=template.endswith(".html.j2"),
-            undefined=StrictUndefined,
+            undefined=ChainableUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -213,9 +213,15 @@ def _tail(name: str, most: int = 36) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
+_PLAIN = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "\\`*_{}[]()#+!|"},
+        **{sign: f"&#{ord(sign)};" for sign in "<>&"},
+    }
+)
+"""What keeps a sign from meaning something in Markdown."""
+
+
 def _one_line(value: Any) -> str:
     """Text for a cell of a Markdown table: one line, in which nothing ends the cell or is HTML."""
-    text = " ".join(str(value).split())
-    for sign in "\\`*_{}[]<>()#+!|&":
-        text = text.replace(sign, f"\\{sign}" if sign not in "<>&" else f"&#{ord(sign)};")
-    return text
+    return " ".join(str(value).split()).translate(_PLAIN)
