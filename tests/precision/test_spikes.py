@@ -320,6 +320,13 @@ def test_a_closure_is_judged_by_its_first_evaluation():
     times[0] = 1.0
     assert precision.step(closure).applied
 
+    def climbing():
+        loss = closure()
+        times[0] = 1e4  # a line search may go far out
+        return loss
+
+    assert precision.step(climbing).applied
+
 
 # Real runs. The full acceptance is slow; a short part of it always runs.
 
