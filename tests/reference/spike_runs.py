@@ -1,7 +1,7 @@
 """Small real runs, healthy or with planted faults, for tests of the spike guard.
 
 Each run trains a model of its own kind on data made here, under a policy of its own. The limits of
-the guard were chosen on other runs (docs/decisions/0017-finite-spikes.md): none of these.
+the guard were chosen on other runs (docs/decisions/0018-finite-spikes.md): none of these.
 """
 
 import sysconfig

@@ -7,7 +7,7 @@ it is far out; both together decide sooner, and so does a loss that is higher th
 Skipped steps and non-finite ones are never remembered.
 
 The limits were chosen on recorded healthy runs and judged on others:
-``docs/decisions/0017-finite-spikes.md`` has the figures.
+``docs/decisions/0018-finite-spikes.md`` has the figures.
 """
 
 from __future__ import annotations
