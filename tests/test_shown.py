@@ -44,3 +44,15 @@ def test_steps_meters_and_watches_are_tables():
     assert "lost" in shown(meter)
     assert "weight" in shown(watch)
     assert shown(watch) == shown(watch.report())
+
+
+def test_traces_memory_and_causes_are_tables():
+    model = nn.Linear(4, 2)
+    precision = halfstep.Precision("fp32", model, torch.optim.AdamW(model.parameters()))
+    with halfstep.trace(model, precision) as ran, halfstep.MemoryMeter(precision) as meter:
+        precision.step(model(torch.ones(3, 4)).square().mean())
+    assert "addmm" in shown(ran)
+    assert "weights" in shown(meter.memory)
+    with halfstep.trace_nonfinite(model) as trace:
+        torch.log(torch.zeros(2, requires_grad=True)) * 0
+    assert "log" in shown(trace.first_cause)

@@ -61,36 +61,53 @@ class Explain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class OneStep:
+    """The options of commands that look at one training step, of which nothing is kept."""
+
+    run: str = field(default="", metadata=POSITIONAL)
+    """A run folder; the step after its newest checkpoint is taken."""
+    config: str = ""
+    """In place of a run: a shipped configuration or a TOML file."""
+    data: tuple[str, ...] = ()
+    """With --config: the training data; default: the configuration's."""
+    device: str = ""
+    """auto, cpu, cuda or cuda:N; default: that of the run or configuration."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless exactly one thing to take a step of is given."""
+        if bool(self.run) == bool(self.config):
+            raise ConfigError("give a run folder or --config: which step is to be taken")
+        if self.run and self.data:
+            raise ConfigError("--data goes with --config; a run has its own data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(OneStep):
     """Show what one training step really runs: operations, formats, and what is stored.
 
     The step is that of a configuration, or the next one of a run; nothing of it is kept. Below the
     table are the operations that ran otherwise than the policy says.
     """
 
-    run: str = field(default="", metadata=POSITIONAL)
-    """A run folder; the step after its newest checkpoint is traced."""
-    config: str = ""
-    """In place of a run: a shipped configuration or a TOML file."""
-    data: tuple[str, ...] = ()
-    """With --config: the training data; default: the configuration's."""
     precision: str = ""
     """Policy; default: that of the run or configuration."""
-    device: str = ""
-    """auto, cpu, cuda or cuda:N; default: that of the run or configuration."""
     save: str = ""
     """Write the trace to this file, for --check."""
     check: str = ""
     """Compare with a file of --save, and fail with the difference."""
-    json: bool = False
-    """Print one JSON object on stdout."""
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless exactly one thing to trace is given."""
-        if bool(self.run) == bool(self.config):
-            raise ConfigError("give a run folder or --config: which step is to be traced")
-        if self.run and self.data:
-            raise ConfigError("--data goes with --config; a run has its own data")
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(OneStep):
+    """Measure what one training step holds, by part and format, under several policies.
+
+    The step is that of a configuration, or the next one of a run; nothing of it is kept.
+    """
+
+    precision: tuple[str, ...] = ()
+    """Policies; default: fp32 and that of the run or configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,6 +316,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "export": Exporting,
     "explain": Explain,
     "trace": Trace,
+    "memory": Memory,
     "formats": Formats,
     "env": Env,
     "doctor": Doctor,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from halfstep.shown import as_html
+
 PARTS = {
     "weights": "parameters and buffers",
     "masters": "fp32 copies that the optimizer updates, and remainders",
@@ -71,16 +73,14 @@ class Memory:
         total = self.total
         fixed = sum(map(self.part, ("weights", "masters", "gradients", "moments")))
         wide = {name: self.bytes.get(name, {}).get("fp32", 0) for name in ("logits", "activations")}
-        parts = [
-            f"{fixed / total:.0%} are weights, gradients and optimizer state, which a *-mixed "
-            "policy keeps in fp32"
-        ]
+        kept = ", which a *-mixed policy keeps in fp32" if "-mixed" in self.policy else ""
+        parts = [f"{fixed / total:.0%} are weights, gradients and optimizer state{kept}"]
         parts += [
             f"{size / total:.0%} are {name} in fp32 (softmax, norms and losses compute in it)"
             for name, size in wide.items()
             if size > 0.02 * total
         ]
-        if self.part("cast copies"):
+        if self.part("cast copies") > 0.005 * total:
             share = self.part("cast copies") / total
             parts.append(f"{share:.0%} are 16-bit copies of weights that come on top")
         low = sum(
@@ -90,6 +90,9 @@ class Memory:
         )
         rest = f"{low / total:.0%} are saved tensors that 16 bits have halved"
         return f"Of {size_text(total)}, {'; '.join([*parts, rest])}."
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]

@@ -10,6 +10,7 @@ from torch import nn
 
 from halfstep.diagnostics.nonfinite.remedies import REMEDIES, Change, Kind, Role
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.shown import as_html
 
 _SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
 
@@ -161,6 +162,9 @@ class Cause:
     def share(self) -> float:
         """The share of the output's elements that are not finite."""
         return (self.nan + self.inf) / self.elements
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         maximum = torch.finfo(self.dtype).max

@@ -18,6 +18,7 @@ from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.shown import as_html
 
 _LOW = ("bf16", "fp16")
 
@@ -100,6 +101,9 @@ class Ran:
         return f"{_aligned([head, *rows])}\n\n" + _aligned(
             [("stored", "dtype", "tensors", "bytes"), *stored]
         )
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def __str__(self) -> str:
         return self.table()

@@ -1,0 +1,70 @@
+"""The command halfstep memory: what a step holds, under several policies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.trainer.config.config import config_to_toml
+from trainer.runs import small_config
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = tmp_path / "tiny.toml"
+    config.write_text(config_to_toml(small_config("elsewhere.txt")))
+    return ["--config", str(config), "--data", str(text), "--device", "cpu"]
+
+
+def test_policies_beside_each_other(settings, capsys):
+    policies = ["fp32", "bf16-split,moments=8bit"]
+    assert main(["memory", *settings, "--precision", *policies]) == 0
+    out = capsys.readouterr().out
+    head, wide, split, *_ = out.splitlines()
+    assert head.split()[:3] == ["policy", "weights", "masters"]
+    assert wide.split()[0] == "fp32"
+    assert wide.endswith("1.00")
+    assert split.split()[0] == "bf16-split,moments=8bit"
+    assert float(split.split()[-1]) < 0.75
+    assert "bf16-split,moments=8bit: Of " in out
+    assert "*-mixed" not in out
+
+
+def test_the_state_is_what_the_policy_says(settings, capsys):
+    """16 bytes a parameter in fp32: weight, gradient and two moments."""
+    assert main(["memory", *settings, "--precision", "fp32", "bf16-mixed", "--json"]) == 0
+    wide, mixed = json.loads(capsys.readouterr().out)["policies"]
+    assert wide["bytes"]["moments"]["fp32"] == 2 * wide["bytes"]["weights"]["fp32"]
+    assert wide["bytes"]["gradients"] == wide["bytes"]["weights"]
+    assert mixed["bytes"]["weights"] == wide["bytes"]["weights"]
+    assert mixed["total"] < wide["total"]
+
+
+def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
+    path = tmp_path / "r"
+    train = ["--max-steps", "2", "--precision", "bf16-mixed", "--quiet", "--output-dir", str(path)]
+    assert main(["train", *settings, *train]) == 0
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert main(["memory", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["fp32", "bf16-mixed"]
+    after = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a run folder or --config"),
+        (["runs/none"], "holds no run"),
+        (["--config", "gpt-tiny", "--precision", "bf17"], "bf17"),
+    ],
+)
+def test_what_cannot_be_measured(words, said, capsys):
+    assert main(["memory", *words]) == 2
+    assert said in capsys.readouterr().err
