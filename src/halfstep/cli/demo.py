@@ -63,8 +63,10 @@ def run(arguments: Demo) -> int:
     print(table([_COLUMNS, *map(_cells, runs)], right=set(range(1, len(_COLUMNS)))))
     if len(runs) > 1:
         print(_savings(runs[0], runs[-1]))
-    print(f"\nRuns: {root}. Go on: halfstep train --resume --output-dir {root / policies[-1]}"
-              f" --max-steps {steps * 10}")  # fmt: skip
+    last, every = root / policies[-1], " ".join(str(root / policy) for policy in policies)
+    print(f"\nRuns: {root}\nLook at them: halfstep report {every} --out {root / 'report.html'}")
+    print(f"Ask the last for more: halfstep generate --run {last} --prompt 'def '")
+    print(f"Go on: halfstep train --resume --output-dir {last} --max-steps {steps * 10}")
     return 0
 
 
