@@ -201,7 +201,7 @@ class ForwardWatch:
             self._require_one_format(module)
             return
         if self._needed or torch.is_autocast_enabled(self._device.type):
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
 
@@ -230,16 +230,16 @@ class ForwardWatch:
             )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a module's output, through nested lists, tuples and mappings."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output or a batch, through nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 class OneScaler:

@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory.saved import SavedTensors, tensors_in
+from halfstep.diagnostics.memory.saved import SavedTensors
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts
 from halfstep.precision.explain import bytes_per_parameter
+from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place

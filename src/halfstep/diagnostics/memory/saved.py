@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim.storage.state import REMAINDER
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
 
@@ -195,18 +196,6 @@ class MemoryMeter:
         )
         length = len(self._batch[0]) if self._batch and self._batch[0].dim() else 0
         return Memory(str(precision.policy), True, found, length)
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors of a nested batch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
 
 
 def _distinct(tensors: Iterable[Tensor], others: list[Tensor]) -> list[Tensor]:
