@@ -24,6 +24,7 @@ IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.fsdp",
             "torch.distributed.tensor.parallel", "halfstep.distributed.shard",
             "halfstep.distributed.tensor.tensor_parallel", "halfstep.trainer.session")  # fmt: skip
 """What takes long to import, and most workers need."""
+JOBS = 40  # after which new processes serve: meshes leave groups, whose threads poll for ever
 WHERE_ASKED_FOR = ("accelerate", "transformers.trainer")
 """The same, for workers of tests that have imported it."""
 
@@ -43,6 +44,7 @@ class Pool:
         rendezvous = os.path.join(self._folder.name, "rendezvous")
         self._pipes = []
         self._processes = []
+        self._jobs = 0
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -59,6 +61,10 @@ class Pool:
         The function stands at the top of a module; arguments and results are pickled. Where it
         raises in any process, AssertionError shows every process's traceback.
         """
+        self._jobs += 1
+        if self._jobs > JOBS:
+            self.close()
+            self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, arguments))
         answers: list[tuple[bool, Any]] = []

@@ -362,6 +362,7 @@ def test_a_short_run_is_undisturbed_and_its_faults_are_caught():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # two minutes on a quiet machine
 def test_forty_planted_spikes_and_ten_thousand_healthy_steps():
     """At least 38 of 40 caught, at most one false alarm, final losses within 1 %."""
     found, alarms, worse = 0, [], {}
