@@ -120,7 +120,7 @@ def _meant(word: str) -> str:
     closest = difflib.get_close_matches(word.lower()[:100], [*commands, *ANSWERS], n=1, cutoff=0.7)
     if closest and closest[0] in ANSWERS:
         return f": halfstep {ANSWERS[closest[0]]}"
-    return did_you_mean(word, commands)
+    return did_you_mean(word.lower(), commands)
 
 
 def overview(names: Sequence[str]) -> str:
