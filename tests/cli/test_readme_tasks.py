@@ -32,7 +32,10 @@ OUTCOMES = {
     "own loop": ([r"step  80  loss 0\.\d+ .* applied", "no known mistake"], []),
     "train": ([r"step 20; validation loss", r"healthy: 0 of 20 steps skipped"], ["runs/book"]),
     "generate": ([r"\w+ \w+"], []),
-    "classify": (["accuracy", r"best at"], ["labels.jsonl", "runs/reviews/report.txt"]),
+    "classify": (
+        ["accuracy", r"best at"],
+        ["labels.jsonl", "runs/reviews/report.txt"],
+    ),
     "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
     "nan": (
         [r"first cause: .* of layers\.", "to do: lower the learning rate", r"try: halfstep train"],
@@ -181,14 +184,14 @@ def newcomer(files):
     return Newcomer(files)
 
 
-@pytest.mark.parametrize("name", [name for name in OUTCOMES if name not in ("install", "compare")])
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("install", "compare")])
 def test_the_commands_of_the_page_do_the_task(name, newcomer, halfstep, capsys, monkeypatch):
     monkeypatch.chdir(newcomer.room)
     newcomer.do(name, halfstep, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OUTCOMES if TASKS[name].language == "sh"])
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.language == "sh"])
 def test_a_shell_does_the_task(name, files, tmp_path):
     """As pasted, each task in a folder and a shell of its own; the package is installed for one."""
     shutil.copytree(files, tmp_path, dirs_exist_ok=True, symlinks=True,
