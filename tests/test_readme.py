@@ -8,6 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional
 
 import halfstep
 from halfstep.cli.grammar import read_words
@@ -91,3 +93,62 @@ def test_the_aliases_are_those_of_the_page():
     for alias, name in ALIASES.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"`{alias}`" in row, alias
+
+
+def fences(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+NOT_HERE = {("docs/own-loop.md", 1): "a captured step needs a GPU"}
+BLOCKS = [
+    pytest.param(page, number, block, id=f"{page}-{number}")
+    for page in (
+        *NAMES,
+        *(f"docs/{name}.md" for name in (
+            "loss-scaling", "optimizers", "own-loop", "policies", "reference", "trainer")),
+    )
+    for number, block in enumerate(fences(page))
+    if (page, number) not in NOT_HERE
+]  # fmt: skip
+
+
+def what_users_have(block):
+    """Model, data and the like of a reader, who has them under the names that the pages use."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    x, y = torch.randn(6, 4, requires_grad=True), torch.randint(3, (6,))
+    data = torch.utils.data.TensorDataset(x.detach(), y)
+    have = {
+        "halfstep": halfstep, "torch": torch, "AdamW": halfstep.optim.AdamW, "model": model, "x": x,
+        "y": y, "batches": [(x.detach(), y)] * 3, "criterion": functional.cross_entropy,
+        "loss_fn": functional.cross_entropy, "train_data": data, "val_data": data,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # fmt: skip
+    if "precision." in block and "precision =" not in block:
+        precision = halfstep.Precision("bf16-mixed", model, have["optimizer"])
+        have["precision"] = precision
+        if "first" in block:
+            with precision.autocast():
+                loss = functional.cross_entropy(model(x), y)
+            have |= {"first": loss, "second": loss * 2}
+    return have
+
+
+def test_there_are_blocks_to_run():
+    assert len(BLOCKS) > 12
+    assert all(fences(page)[number] for page, number in NOT_HERE)
+
+
+@pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
+def test_a_block_of_python_runs(page, number, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
+    have = what_users_have(block)
+    before = [p.detach().clone() for p in have["model"].parameters()]
+    model = have["model"]
+    exec(compile(block, f"{page}, block {number}", "exec"), have)
+    if "precision.step(" in block:  # a loop that trains nothing would run as well
+        assert any(
+            not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
+        )

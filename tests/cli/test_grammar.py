@@ -1,10 +1,11 @@
 """Options follow from dataclasses: their spellings, values, help, suggestions and completion."""
 
 import dataclasses
+import re
 
 import pytest
 
-from halfstep.cli.commands import COMMANDS
+from halfstep.cli.commands import ANSWERS, COMMANDS, OTHER_NAMES
 from halfstep.cli.completion import SCRIPTS, following
 from halfstep.cli.grammar import leaves, option_name, read_words, short_options
 from halfstep.cli.main import extra_with, main
@@ -66,13 +67,55 @@ def test_only_what_is_given_is_known():
         (["export", "--run", "r", "--output", "o"], "--to is missing"),
         (["export", "--run", "r", "--output", "o", "--to", "gguf"], "--to: 'gguf'; allowed: hf"),
         (["train", "--seed"], "expected one argument; see halfstep train --help"),
-        (["configs", "show"], "the following arguments are required: NAME"),
+        (["configs", "show"], "the following arguments are required: NAME: A shipped"),
+        (["replay"], "the following arguments are required: CAPTURE: A folder in captures/"),
+        (["train", "book.txt"], "files of text are given by --data book.txt"),
+        (["train", "--lr", "1"], "unknown option --lr, did you mean '--learning-rate'?"),
+        (["train", "--epochs", "1"], "unknown option --epochs, did you mean '--max-steps'?"),
+        (["finetune", "lm", "--num_train_epochs", "1"], "did you mean '--epochs'?"),
+        (["--verison"], "did you mean '--version'?"),
+        (["-v"], "did you mean '--version'?"),
+        (["--max-steps", "3"], "the COMMAND comes first, as in halfstep train --max-steps"),
     ],
 )
 def test_a_mistake_says_what_is_meant(words, message):
     with pytest.raises(ConfigError) as error:
         read_words(words)
     assert message in str(error.value)
+
+
+# Each word that people try, and slips of it: a command, or named with what answers it.
+WORDS = {
+    "inspect": ("insepct", "halfstep trace RUN"),
+    "trace": ("trcae", "did you mean 'trace'?"),
+    "report": ("reprot", "did you mean 'report'?"),
+    "estimate": ("estmate", "did you mean 'estimate'?"),
+    "doctor": ("docter", "did you mean 'doctor'?"),
+    "compare": ("comapre", "halfstep report A B"),
+    "advise": ("advice", "halfstep doctor"),
+    "bench": ("benchmark", "did you mean 'bench'?"),
+    "replay": ("repaly", "did you mean 'replay'?"),
+    "diagnose": ("diagnoze", "halfstep report RUN"),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_that_people_try_is_a_command_or_leads_to_one(word):
+    slip, said = WORDS[word]
+    for tried in (slip, word.upper(), *([word] if word not in COMMANDS else [])):
+        with pytest.raises(ConfigError) as error:
+            read_words([tried])
+        assert said in str(error.value), tried
+
+
+def test_what_stands_for_another_name_exists():
+    options = {name for kind in RUNS for name in short_options(COMMANDS[kind])}
+    for other, option in OTHER_NAMES.items():
+        assert option[2:] in options, other
+    for word, answer in ANSWERS.items():
+        assert word not in COMMANDS
+        for named in re.findall(r"(?:^|halfstep )([a-z]+)", answer):
+            assert named in {name.split()[0] for name in COMMANDS}, answer
 
 
 def test_help_shows_docstrings_and_both_spellings(capsys):

@@ -58,7 +58,7 @@ def test_a_run_writes_down_what_auto_took_and_says_why_once(
     cpu(flags)
     assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
     said = capsys.readouterr().err
-    assert said.count("precision auto: Some CPU") == 1
+    assert said.count(f"precision auto took {policy}: Some CPU") == 1
     assert f"gpt-tiny {policy}:" in said
     assert str(run_config(tmp_path / "r").precision) == policy
     found = json.loads((tmp_path / "r" / "env.json").read_text())
@@ -138,7 +138,7 @@ def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
 
     cpu({"bf16"}, "Old CPU")
     trainer(2).train()
-    assert "precision auto: Old CPU" in capsys.readouterr().err
+    assert "precision auto took bf16-mixed: Old CPU" in capsys.readouterr().err
     cpu({"avx2"}, "New CPU")
     trainer(3).train(resume=True)
     assert "the run keeps bf16-mixed" in capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_demo_compares_with_what_auto_takes(monkeypatch, capsys, cpu):
     cpu({"bf16"})
     main(["demo"])
     assert started == ["fp32"]
-    assert "precision auto: Some CPU" in capsys.readouterr().err
+    assert "precision auto took bf16-mixed: Some CPU" in capsys.readouterr().err
     cpu({"avx2"})
     main(["demo"])
     assert "--precisions fp32 bf16-mixed compares two all the same" in capsys.readouterr().err

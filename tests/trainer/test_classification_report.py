@@ -186,7 +186,7 @@ def test_the_picture_says_what_the_table_says(tmp_path, monkeypatch):
     assert figure.axes[0].get_ylim() == (2.5, -0.5)
 
 
-def test_names_that_no_font_has_are_numbers(tmp_path, monkeypatch):
+def test_names_that_no_font_has_are_numbers(tmp_path, monkeypatch, caplog):
     from matplotlib import font_manager
 
     fonts = [f for f in font_manager.fontManager.ttflist if f.name.startswith(("DejaVu", "Last"))]
@@ -194,6 +194,7 @@ def test_names_that_no_font_has_are_numbers(tmp_path, monkeypatch):
     x, y, label, *_ = drawn(monkeypatch, MATRIX, NAMES)(tmp_path)
     assert x == y == ["0", "1", "2"]
     assert label == "found (numbers in the order of report.txt)"
+    assert "no installed font has all characters of the labels" in caplog.text
 
 
 def test_many_classes_make_no_giant(tmp_path, monkeypatch):

@@ -111,6 +111,8 @@ def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
         (["--device", "RTX 3090"], "take bf16-mixed: RTX 3090 (Ampere)"),
         (["--device", "M2"], "take fp16-mixed: M2 (Apple M)"),
         (["--device", "cpu"], "fp32    native    native"),
+        (["--device", "mps"], "take fp16-mixed: mps (Apple M)"),  # where there is no Mac
+        (["--device", "T4", "A100"], "T4      fp16-mixed  T4 (Turing)"),
         ([], "take "),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_run_from_a_model_folder_goes_on_without_it(corpus, tmp_path):
 def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"data \(.*short\.txt\) is too short: \d tokens"):
         start(small_config(short), tmp_path / "r")
     assert not (tmp_path / "r").exists()
 

@@ -145,8 +145,8 @@ class Doctor:
 
     targets: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Run folders and training scripts (.py) to look for mistakes in; none: the machine."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:N, mps, or the name of any product, such as T4 or 'RTX 3090'."""
+    device: tuple[str, ...] = ("auto",)
+    """auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'."""
     shapes: tuple[str, ...] = ()
     """Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."""
     config: str = ""
@@ -331,3 +331,41 @@ COMMANDS: Mapping[str, type[Any]] = {
     "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""
+
+ANSWERS: Mapping[str, str] = {
+    "advise": "doctor says which policy suits a machine, and halfstep bench measures them",
+    "chat": "generate continues a prompt",
+    "check": "doctor looks for mistakes in a script or a run, halfstep trace --check pins formats",
+    "compare": "report A B puts runs side by side, and halfstep bench policies",
+    "diagnose": "report RUN says what went wrong, and halfstep doctor finds mistakes in a script",
+    "eval": "evaluate measures a run on labelled data",
+    "fit": "train, or halfstep finetune classify|lm",
+    "infer": "generate continues a prompt, and halfstep predict labels texts",
+    "info": "env describes this machine",
+    "inspect": "trace RUN shows what a step runs in, and halfstep report RUN what happened",
+    "plot": "report RUN draws the curves of a run",
+    "profile": "bench measures speed, halfstep memory RUN memory",
+    "resume": "train --resume --output-dir RUN goes on with a run",
+    "sample": "generate continues a prompt",
+    "test": "evaluate measures a run on labelled data",
+    "visualize": "report RUN draws the curves of a run",
+}
+"""Words that people try as commands, and are none, to what answers them now."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "bs": "--batch-size",
+    "epochs": "--max-steps",
+    "gradient-accumulation-steps": "--grad-accum",
+    "iters": "--max-steps",
+    "lr": "--learning-rate",
+    "max-iters": "--max-steps",
+    "num-epochs": "--epochs",
+    "num-train-epochs": "--epochs",
+    "out": "--output-dir",
+    "output": "--output-dir",
+    "per-device-train-batch-size": "--batch-size",
+    "steps": "--max-steps",
+    "train-file": "--train",
+    "wd": "--weight-decay",
+}
+"""Options by the names that other trainers give them, without hyphens in front."""

@@ -13,8 +13,10 @@ def run(arguments: ListConfigs | ShowConfig | CopyConfig) -> int:
     """List, show or copy shipped configurations."""
     match arguments:
         case ListConfigs():
-            for name, text in shipped_configs().items():
-                print(f"{name:<14} {text.splitlines()[0].lstrip('# ')}")
+            shipped = shipped_configs()
+            width = max(map(len, shipped))
+            for name, text in shipped.items():
+                print(f"{name:<{width}}  {text.splitlines()[0].lstrip('# ')}")
         case ShowConfig(name=name):
             print(config_to_toml(load_config(name)).rstrip())
         case CopyConfig(name=name, path=path):

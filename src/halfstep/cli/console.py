@@ -10,6 +10,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from halfstep.trainer.loop import Tick
 
 _LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+_FEW = " (a few are normal: a dynamic loss scale finds its level so)"
+_WORTH_A_LINE = 50e6  # bytes of data that take seconds to prepare
 
 
 def duration(seconds: float) -> str:
@@ -64,7 +66,7 @@ class RunDisplay:
         """Show the progress of preparing data, in bytes."""
         text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
         self._show(what, done, total, text)
-        if not self._console.is_terminal and done < total:
+        if not self._console.is_terminal and 0 < done < total and total > _WORTH_A_LINE:
             self._line(f"{what}: {text}")
 
     def stepped(self, tick: Tick, max_steps: int) -> None:
@@ -82,7 +84,7 @@ class RunDisplay:
         if not record.applied:
             self.say(
                 f"step {record.step}: skipped ({record.skip_reason}) at loss scale "
-                f"{record.loss_scale:g}"
+                f"{record.loss_scale:g}{_FEW if record.skipped_total == 1 else ''}"
             )
         for verdict in tick.verdicts:
             self.say(f"step {record.step}: {verdict}")

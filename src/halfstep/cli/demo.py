@@ -41,7 +41,8 @@ def run(arguments: Demo) -> int:
         choose_strategy(Layout(), policy, device)
     policies = [str(policy) for policy in parsed]
     if AUTO in arguments.precisions:
-        print(f"precision auto: {choose(device).reason}", file=sys.stderr)
+        taken = choose(device)
+        print(f"precision auto took {taken.policy}: {taken.reason}", file=sys.stderr)
         if len(parsed) < len(arguments.precisions):
             print("--precisions fp32 bf16-mixed compares two all the same", file=sys.stderr)
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")

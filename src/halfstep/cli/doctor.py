@@ -33,18 +33,25 @@ def run(arguments: Doctor) -> int:
     products = [read_product(text) for text in arguments.shapes]
     if arguments.config:
         products += products_of(load_config(arguments.config))
-    if is_live(arguments.device):
-        found = diagnose(live_device(arguments.device), tuple(products))
+    every = [
+        diagnose(live_device(name), tuple(products)) if is_live(name) else diagnose_named(name)
+        for name in arguments.device
+    ]
+    if arguments.json:
+        values = [found.to_json() for found in every]
+        print(json.dumps(values if len(values) > 1 else values[0], indent=1))
+    elif len(every) == 1:
+        print(text_of(every[0]))
     else:
-        found = diagnose_named(arguments.device)
-    print(json.dumps(found.to_json(), indent=1) if arguments.json else text_of(found))
+        rows = [(name, d.policy, d.reason) for name, d in zip(arguments.device, every, strict=True)]
+        print(table([("device", "take", "why"), *rows], set()))
     return 0
 
 
 def _check(arguments: Doctor) -> int:
     """Look for mistakes in every target; return 3 if there is one."""
     given = [n for n in ("shapes", "config") if getattr(arguments, n)]
-    if given or arguments.device != "auto":
+    if given or arguments.device != ("auto",):
         raise ConfigError(
             "halfstep doctor TARGET looks at files; --device, --shapes and --config are for the "
             "machine: leave out one or the other"

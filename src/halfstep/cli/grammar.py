@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import inspect
 import re
 import sys
@@ -20,7 +21,16 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.cli.commands import COMMANDS, POSITIONAL, Bench, BenchRequest, Request, Start
+from halfstep.cli.commands import (
+    ANSWERS,
+    COMMANDS,
+    OTHER_NAMES,
+    POSITIONAL,
+    Bench,
+    BenchRequest,
+    Request,
+    Start,
+)
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
@@ -94,7 +104,23 @@ def command_of(words: Sequence[str]) -> str:
     allowed = ", ".join(dict.fromkeys(known))
     if not wrong:
         raise ConfigError(f"{first} what? One of: {allowed}")
-    raise ConfigError(f"unknown command {wrong!r}{did_you_mean(wrong, known)}; allowed: {allowed}")
+    hint = did_you_mean(wrong, known) if group else _meant(wrong)
+    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {allowed}")
+
+
+def _meant(word: str) -> str:
+    """Name the command that answers a word which is none: one spelt alike, or of another name."""
+    if word.startswith("-"):
+        known = ["--help", "--version"]
+        if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
+            return hint
+        return ", the COMMAND comes first, as in halfstep train " + f"{word:.40}"
+    commands = [name.split()[0] for name in COMMANDS]
+    # A name of this program goes before one of another.
+    closest = difflib.get_close_matches(word.lower()[:100], [*commands, *ANSWERS], n=1, cutoff=0.7)
+    if closest and closest[0] in ANSWERS:
+        return f": halfstep {ANSWERS[closest[0]]}"
+    return did_you_mean(word.lower(), commands)
 
 
 def overview(names: Sequence[str]) -> str:
@@ -117,6 +143,13 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> Any:
+        wrong, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not wrong and "--data" in self._option_string_actions:
+            message += f"; files of text are given by --data {words.split()[0]}"
+        missing = message.partition("arguments are required: ")[2].split(", ")
+        for action in self._actions:
+            if action.dest in missing or action.metavar in missing:
+                message += f": {str(action.help).rstrip('.')}"
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
@@ -237,7 +270,8 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         if word.startswith("--"):
             name = name.replace("_", "-")
             if name not in known:
-                hint = did_you_mean(name, known)
+                other = OTHER_NAMES.get(name[2:], "")
+                hint = f", did you mean {other!r}?" if other in known else did_you_mean(name, known)
                 raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
         done.append(name + equals + value)
     return done

@@ -233,10 +233,10 @@ def test_the_size_is_exact_and_the_first_ids_are_end_of_text_and_bytes():
 
 
 def test_too_little_text_is_refused_with_the_size_that_works():
-    why = r"data\.tokenizer asks for bpe:500, .* use bpe:(\d+)"
+    why = r"data\.tokenizer asks for bpe:500, .* use --tokenizer bytes or bpe:(\d+)"
     with pytest.raises(ConfigError, match=why) as e:
         train_bpe(["ab ab abc abc"], 500)
-    possible = int(str(e.value).split("use bpe:")[1].split(",")[0])
+    possible = int(str(e.value).split("bytes or bpe:")[1].split(",")[0])
     assert train_bpe(["ab ab abc abc"], possible).vocab_size == possible
     with pytest.raises(ConfigError):
         train_bpe(["ab ab abc abc"], possible + 1)

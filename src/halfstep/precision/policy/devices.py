@@ -259,7 +259,8 @@ def kind_named(name: str) -> DeviceKind:
             return kind
     known = ", ".join(kind.examples[0] for kind in DEVICES)
     raise PrecisionError(
-        f"device {name[:40]!r} is not in halfstep's table of devices; it has names such as {known}"
+        f"device {name[:40]!r} is not in halfstep's table of devices; it has names such as "
+        f"{known}; halfstep doctor without --device looks at this machine, such as a laptop"
     )
 
 

@@ -121,9 +121,12 @@ class LossScaleConfig:
             placeholder = min(max(self.init_scale, self.min_scale), self.max_scale)
             object.__setattr__(self, "init_scale", placeholder)
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
+            powers = [
+                math.frexp(v)[1] - 1 for v in (self.min_scale, self.init_scale, self.max_scale)
+            ]
             raise PrecisionError(
-                f"1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got "
-                f"{self.min_scale:g}, {self.init_scale:g}, {self.max_scale:g}"
+                "1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got 2^{}, 2^{}, "
+                "2^{}".format(*powers)
             )
         changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         if self.kind == "none" and changed:

@@ -206,7 +206,7 @@ def _decode(raw: bytes, place: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1} of the "
-            f"line; convert the file to UTF-8"
+            f"line; convert the file to UTF-8, such as by: iconv -f GBK -t UTF-8 OLD > NEW"
         ) from None
 
 

@@ -232,7 +232,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size != vocab_size:
         raise ConfigError(
             f"data.tokenizer asks for bpe:{vocab_size}, but this text has repeated pairs for only "
-            f"{tokenizer.vocab_size} ids; use bpe:{tokenizer.vocab_size}, bytes, or more text"
+            f"{tokenizer.vocab_size} ids; use --tokenizer bytes or bpe:{tokenizer.vocab_size}, or "
+            "more text"
         )
     return tokenizer
 

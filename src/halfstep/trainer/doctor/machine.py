@@ -149,8 +149,12 @@ def diagnose_named(name: str) -> Diagnosis:
 
 
 def is_live(name: str) -> bool:
-    """Whether ``--device`` names a device of this machine, and no product."""
-    return name.partition(":")[0] in ("auto", "cpu", "cuda", "mps")
+    """Whether ``--device`` names a device of this machine, and no product.
+
+    ``mps`` is a product's name too: where there is no Mac, the question is what one would do.
+    """
+    live = ("auto", "cpu", "cuda", *(["mps"] if torch.backends.mps.is_available() else []))
+    return name.partition(":")[0] in live
 
 
 def products_of(config: BaseConfig) -> tuple[Product, ...]:

@@ -143,7 +143,7 @@ def _introduce(session: Session, say: Say) -> None:
         f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
         f"({support.status}: {support.reason})"
     )
-    notes = [f"precision auto: {session.auto}"] if session.auto else []
+    notes = [f"precision auto took {config.precision}: {session.auto}"] if session.auto else []
     notes += session.task.notes
     if config.run.compile and support.status == "simulated":
         notes.append("--compile has no effect: torch compiles nothing around a simulation")

@@ -225,6 +225,14 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
         options |= {"rotation": 45, "ha": "right"}
     axes.set_xticks(named, shown, **options)
     axes.set_xlabel("found" if font is not None else "found (numbers in the order of report.txt)")
+    if font is None:
+        from matplotlib import get_cachedir
+
+        logging.getLogger(__name__).warning(
+            "confusion.png shows numbers: no installed font has all characters of the labels. "
+            "Install one, such as fonts-noto-cjk, and delete matplotlib's list of fonts: %s",
+            get_cachedir(),
+        )
     axes.set_ylabel("true")
     axes.set_title(f"accuracy {accuracy(confusion):.4f}, macro F1 {macro_f1(confusion):.4f}")
     if size <= 30:

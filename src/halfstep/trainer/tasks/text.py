@@ -109,7 +109,9 @@ class TextTask(Task):
             part = "validation"
             next(iter(self._validation(0, 1)))
         except DataError as error:
-            raise DataError(f"the {part} data is too short: {error}") from error
+            given = config.data.validation if part == "validation" else ()
+            files = ", ".join(given or config.data.train) or "the standard library"
+            raise DataError(f"the {part} data ({files:.200}) is too short: {error}") from error
 
     @staticmethod
     def _require_room(

@@ -92,8 +92,8 @@ def _check_length(tokens: TokenFile, block_size: int) -> int:
     """Returns how many starts leave room for block_size inputs and their targets."""
     if tokens.count < block_size + 1:
         raise DataError(
-            f"{tokens.path}: {tokens.count} tokens are too few for block_size {block_size}, "
-            f"which needs {block_size + 1}; use block_size {max(tokens.count - 1, 1)} or less, "
+            f"{tokens.count} tokens are too few for block_size {block_size}, which needs "
+            f"{block_size + 1}; use block_size {max(tokens.count - 1, 1)} or less, "
             f"or more text"
         )
     return tokens.count - block_size

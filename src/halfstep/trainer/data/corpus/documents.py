@@ -83,8 +83,14 @@ def _text(span: Span, size: int) -> Iterator[TextPiece]:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{span.source.path}: not UTF-8: byte 0x{raw[error.start]:02x} at byte offset "
-                f"{offset + error.start}; convert the file to UTF-8 or leave it out"
+                f"{offset + error.start}; convert the file to UTF-8, such as by: iconv -f GBK -t "
+                "UTF-8 OLD > NEW, or leave it out"
             ) from None
+        if offset == 0 and text.startswith("%PDF-"):  # whose bytes may all be ASCII
+            raise DataError(
+                f"{span.source.path} is a PDF, whose bytes are no text; take the text out of it, "
+                "such as by: pdftotext FILE.pdf FILE.txt"
+            )
         skipped = 0
         if offset == 0 and text.startswith("\ufeff"):
             text, skipped = text[1:], len(BYTE_ORDER_MARK)

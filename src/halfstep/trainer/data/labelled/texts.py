@@ -23,8 +23,8 @@ from halfstep.trainer.data.records import (
     read_lines,
 )
 
-TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post")
-LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target")
+TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容")
+LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "标签", "类别")
 
 STREAM = "standard input"
 

@@ -1,0 +1,219 @@
+"""A newcomer's thirteen tasks, done with the commands of the README and nothing else.
+
+A comment ``<!-- task: NAME; after: TASK; exit: CODE -->`` stands above each block of commands:
+after which task it comes, and the exit code of its first command. Commands are taken from the page.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tests.trainer.lm_folders import alpaca, save_base, write
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")}
+MARKED = re.compile(r"<!-- task: ([^>]*?) -->\n```(\w+)\n(.*?)```", re.DOTALL)
+
+# What a newcomer must then have read or got: patterns in the output, and files.
+OUTCOMES = {
+    "install": ([r"take (bf16|fp16)-mixed: "], [".venv/bin/halfstep"]),
+    "own loop": ([r"step  80  loss 0\.\d+ .* applied", "no known mistake"], []),
+    "train": ([r"step 20; validation loss", r"healthy: 0 of 20 steps skipped"], ["runs/book"]),
+    "generate": ([r"\w+ \w+"], []),
+    "classify": (
+        ["accuracy", r"best at"],
+        ["labels.jsonl", "runs/reviews/report.txt"],
+    ),
+    "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
+    "nan": (
+        [r"first cause: .* of layers\.", "to do: lower the learning rate", r"try: halfstep train"],
+        ["runs/nan/report.html"],
+    ),
+    "policy": (
+        [
+            r"V100 +fp16-mixed .*Volta", r"T4 +fp16-mixed .*none for bf16", r"A100 +bf16-mixed",
+            r"H100 +bf16-mixed", r"mps +fp16-mixed .*never run", r"cpu +(bf16|fp32)", "remainder",
+        ],
+        [],
+    ),
+    "memory": (
+        [r"bf16-mixed .* 20\.8 GB", r"moments=8bit .* 10\.4 GB", r"bf16-mixed: Of .* activations"],
+        [],
+    ),
+    "trace": ([r"layers\.0\.attn\.qkv +Linear +forward +addmm +3 (bf16|fp16)"], []),
+    "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
+    "curves": (["Written: runs/book/report.html"],
+               ["runs/book/report.html", "runs/book/curves.png"]),
+    "notebook": ([r"<(table|pre)>policy +bf16-split"], []),
+    "mac": ([r"take fp16-mixed: .*Apple M"], []),
+}  # fmt: skip
+
+
+class Task(NamedTuple):
+    language: str
+    lines: list[str]
+    after: str
+    exit: int
+
+
+def tasks_of(page: str) -> dict[str, Task]:
+    found = {}
+    for marker, language, block in MARKED.findall(page):
+        name, *pairs = marker.split("; ")
+        more = dict(pair.split(": ") for pair in pairs)
+        lines = [line for line in block.splitlines() if line.strip()]
+        task = Task(language, lines, more.get("after", ""), int(more.get("exit", "0")))
+        assert name not in found, f"{name} is marked twice"
+        found[name] = task
+    return found
+
+
+TASKS = tasks_of(PAGES["README.md"])
+
+
+def test_every_task_is_on_the_page():
+    assert list(TASKS) == list(OUTCOMES)
+    assert PAGES["README.md"].count("<!-- task:") == len(TASKS)  # none is left out by a slip
+
+
+def test_none_needs_more_than_three_commands():
+    for name, task in TASKS.items():
+        if task.language == "sh":
+            before = TASKS[task.after].lines if task.after else []
+            assert len(before) + len(task.lines) <= 3, name
+            assert not any("&&" in line for line in task.lines if "activate" not in line), name
+
+
+def test_the_chinese_page_has_the_same_commands():
+    def bare(page):
+        return {
+            name: task._replace(lines=[line.partition("  #")[0].strip() for line in task.lines])
+            for name, task in tasks_of(page).items()
+        }
+
+    assert bare(PAGES["README.zh.md"]) == bare(PAGES["README.md"])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The user's own files, under the names that the page gives them."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    book = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    (folder / "book.txt").write_text(book, encoding="utf-8")
+    with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:
+        rows = [(f"{word} 第 {i} 次", label) for i in range(20) for word, label in
+                (("good film", "joy"), ("bad film", "anger"), ("a film", "none"))]  # fmt: skip
+        csv.writer(file).writerows([("文本", "标签"), *rows])
+    write(folder / "notes.jsonl", alpaca(40))
+    save_base(folder / "gpt2", "GPT2")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+def check(name: str, task: Task, codes: list[int], output: str, room: Path) -> None:
+    assert codes == [task.exit, *[0] * (len(task.lines) - 1)], output[-3000:]
+    patterns, made = OUTCOMES[name]
+    for pattern in patterns:
+        assert re.search(pattern, output), f"{name}: no {pattern!r} in\n{output[-5000:]}"
+    for path in made:
+        assert (room / path).exists(), f"{name}: {path} was not made"
+
+
+class Newcomer:
+    """Does tasks in this process, each once, whatever comes before it first."""
+
+    def __init__(self, room: Path) -> None:
+        self.room, self.done = room, set()
+
+    def do(self, name, halfstep, capsys):
+        task = TASKS[name]
+        if task.after and task.after not in self.done:
+            self.do(task.after, halfstep, capsys)
+        if name in self.done:
+            return
+        ways = {"python": self.cell, "sh": self.commands}
+        check(name, task, *ways[task.language](task.lines, halfstep, capsys), self.room)
+        self.done.add(name)
+
+    def cell(self, lines, *_):
+        return [0] * len(lines), shown("\n".join(lines))
+
+    def commands(self, lines, halfstep, capsys):
+        codes, output = [], ""
+        for line in lines:
+            program, *words = shlex.split(line, comments=True)
+            if program == "python":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sys, "argv", words)
+                    capsys.readouterr()
+                    runpy.run_path(words[0], run_name="__main__")
+                codes.append(0)
+                output += capsys.readouterr().out
+            else:
+                assert program == "halfstep", line
+                code, out, err = halfstep(*words)
+                codes.append(code)
+                output += out + err
+        return codes, output
+
+
+def shown(block: str) -> str:
+    """What a notebook shows of a cell: its last expression as HTML."""
+    body = ast.parse(block).body
+    names: dict[str, object] = {}
+    exec(compile(ast.Module(body[:-1], []), "cell", "exec"), names)
+    assert isinstance(body[-1], ast.Expr)
+    return eval(compile(ast.Expression(body[-1].value), "cell", "eval"), names)._repr_html_()
+
+
+@pytest.fixture(scope="module")
+def newcomer(files):
+    return Newcomer(files)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("install", "compare")])
+def test_the_commands_of_the_page_do_the_task(name, newcomer, halfstep, capsys, monkeypatch):
+    monkeypatch.chdir(newcomer.room)
+    newcomer.do(name, halfstep, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.language == "sh"])
+def test_a_shell_does_the_task(name, files, tmp_path):
+    """As pasted, each task in a folder and a shell of its own; the package is installed for one."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True, symlinks=True,
+                    ignore=shutil.ignore_patterns("runs"))  # fmt: skip
+    environment = os.environ | {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
+    if name == "install":  # what it depends on is what the tests have
+        for path in ("src", "pyproject.toml", "README.md", "LICENSE"):
+            (tmp_path / path).symlink_to(ROOT / path)
+        (tmp_path / "others").mkdir()
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if not re.match(r"pip|.*halfstep", path.name):  # which are the new one's own
+                (tmp_path / "others" / path.name).symlink_to(path)
+        environment["PYTHONPATH"] = str(tmp_path / "others")
+    else:
+        environment["PYTHONPATH"] = str(ROOT / "src")
+    task, codes, output = TASKS[name], [], ""
+    before = TASKS[task.after].lines if task.after else []
+    script = "".join(f"{line}\necho code:$?\n" for line in [*before, *task.lines])
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900,
+                          check=False)  # fmt: skip
+    output = done.stdout
+    codes = [int(code) for code in re.findall(r"^code:(\d+)$", output, re.MULTILINE)]
+    assert codes[: len(before)] == [0] * len(before), output
+    check(name, task, codes[len(before) :], output, tmp_path)
