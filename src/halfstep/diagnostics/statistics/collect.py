@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
-from halfstep.kernels.exponents import add_, empty_row
+from halfstep.kernels.exponents import add_, add_difference_, empty_row
 from halfstep.kernels.onlookers import Onlooker
 from halfstep.precision.masters.local_part import local_part
 
@@ -64,10 +64,19 @@ class Collector:
         if not x.is_floating_point() or x.is_meta:
             return
         factor, shift = _parts(scale)
-        key = (kind, name, x.dtype, x.device, shift)
+        add_(self._row((kind, name, x.dtype, x.device, shift)), x, factor)
+
+    def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
+        """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
+        if not after.is_floating_point():
+            return
+        wide = torch.promote_types(after.dtype, torch.float32)
+        add_difference_(self._row(("update", name, wide, after.device, 0)), after, before)
+
+    def _row(self, key: _Key) -> Tensor:
         if key not in self._rows:
-            self._rows[key] = empty_row(x.device)
-        add_(self._rows[key], x, factor)
+            self._rows[key] = empty_row(key[3])
+        return self._rows[key]
 
     @property
     def scale(self) -> float:
