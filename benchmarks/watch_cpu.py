@@ -1,14 +1,13 @@
 """What ``halfstep.watch`` costs a step: watched, unwatched, and on average at ``every=100``.
 
-    python benchmarks/watch_cpu.py [--rounds N] [--policies NAME ...] [--unfused]
+    python benchmarks/watch_cpu.py [--rounds N] [--policies NAME ...]
 
 The model is gpt-small-cpu (6 layers, 384 wide) with a vocabulary of 8192, batch 8 x 256, on random
 tokens. Two copies of it take steps in turn in one process: one without a watch, and one whose every
 second step is watched, with a line of ``numerics.jsonl`` each. Ratios are medians over rounds of a
 copy's step to the plain copy's step beside it. The end of an unwatched step attaches the hooks of a
 watched one; that is in the figure at ``every=100``, a hundredth of what a watched step and the one
-before it cost more than two plain ones. ``--unfused`` lets the plain copy run its blocks layer by
-layer as well: the difference is what giving up the fused block costs.
+before it cost more than two plain ones.
 """
 
 from __future__ import annotations
@@ -49,12 +48,8 @@ def stepper(policy: str):
     return model, precision, step
 
 
-def measure(policy: str, rounds: int, folder: Path, unfused: bool) -> dict[str, object]:
-    plain_model, _, plain = stepper(policy)
-    if unfused:
-        for block in plain_model.layers:
-            for module in block.modules():
-                module.register_forward_hook(lambda *_: None)
+def measure(policy: str, rounds: int, folder: Path) -> dict[str, object]:
+    _, _, plain = stepper(policy)
     model, precision, watched = stepper(policy)
     path = folder / f"{policy}.jsonl"
     taken: list[tuple[float, float, float, float]] = []
@@ -80,14 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--policies", nargs="*", default=["bf16-mixed", "bf16-split", "fp32"])
-    parser.add_argument("--unfused", action="store_true")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for policy in arguments.policies:
-            found[policy] = one = measure(policy, arguments.rounds, Path(name), arguments.unfused)
+            found[policy] = one = measure(policy, arguments.rounds, Path(name))
             low, high = one["watched_quartiles"]
             print(
                 f"{policy:<12} watched / plain {one['watched_over_plain']:.3f} ({low:.3f} to "
@@ -97,7 +91,7 @@ def main() -> None:
                 f"{one['bytes_per_line'] / 1e3:.0f} kB a line"
             )
     if not arguments.no_save:
-        results = {"threads": torch.get_num_threads(), "unfused": arguments.unfused}
+        results = {"threads": torch.get_num_threads()}
         print(f"written: {save('watch_cpu', results | {'steps': found}, torch.device('cpu'))}")
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 import halfstep
 from halfstep.diagnostics.memory.table import PARTS, Memory
 from halfstep.errors import PrecisionError
+from halfstep.kernels.forward import loaded
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -133,6 +134,20 @@ class Chain(nn.Module):
 
     def forward(self, x):
         return self.b(self.a(x).relu()).float().square().mean()
+
+
+@pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
+def test_a_fused_block_tells_casted_weights_from_activations(monkeypatch):
+    monkeypatch.undo()  # with the kernels
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=VOCABULARY))
+    precision = halfstep.Precision("bf16-mixed", model, torch.optim.AdamW(model.parameters()))
+    batch = tuple(torch.randint(VOCABULARY, (2, 3, 32)))
+    with halfstep.MemoryMeter(precision, batch) as meter:
+        with precision.autocast():
+            loss = model.loss_sum(batch)[0]
+        precision.step(loss)
+    # each block keeps its four matrices and the one bias that a product adds
+    assert meter.memory.bytes["cast copies"] == {"bf16": 2 * 2 * (12 * 64 * 64 + 3 * 64)}
 
 
 def test_every_byte_of_a_small_chain():

@@ -21,6 +21,7 @@ from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
 from halfstep.optim.storage.moments import zeros
 from halfstep.optim.storage.state import StepTask
+from halfstep.optim.storage.weights import read_master
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
@@ -263,6 +264,22 @@ def test_a_kernel_call_reads_and_writes_nothing_else(kernel):
 
 
 # --- building -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["split", "split24", "kahan"])
+@pytest.mark.parametrize("size", [0, 1, 65_535, 70_001])
+def test_masters_are_read_with_the_bits_of_the_definition(kernel, update, size):
+    """Every bf16 pattern with remainders of all bits, written weights of 0 and NaN among them."""
+    generator = torch.Generator().manual_seed(size)
+    draws = torch.randint(-(2**15), 2**15, (2, size), generator=generator, dtype=torch.int16)
+    draws[0, : size // 2] = torch.arange(size // 2).to(torch.int16)
+    dtype = ROUNDING[update].remainder_dtype
+    weight = draws[0].view(torch.bfloat16)
+    low = draws[1].to(dtype) if dtype is torch.int8 else draws[1].view(dtype)
+    got, want = kernel.read(weight, low, update), read_master(weight, low, update)
+    assert torch.equal(got.isnan(), want.isnan())
+    bits = (torch.where(x.isnan(), 0.0, x).view(torch.int32) for x in (got, want))
+    assert torch.equal(*bits)
 
 
 def step_once() -> torch.Tensor:

@@ -168,13 +168,41 @@ inline uint32_t widened(uint16_t half) {
 
 enum Kind { FP32, BF16, FP16 };
 
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+// The numbers at `start`, less others if there are any, as the bits of fp32 numbers.
+void wide_block(const void* x, const void* less, int32_t kind, int64_t start, int count,
+                uint32_t* to) {
+    if (kind == FP32) {
+        const float *a = (const float*)x + start, *b = (const float*)less + start;
+        for (int i = 0; i < count; i++) to[i] = as_bits(a[i] - b[i]);
+        return;
+    }
+    const uint16_t *a = (const uint16_t*)x + start, *b = less ? (const uint16_t*)less + start : a;
+    if (kind == BF16) {
+        for (int i = 0; i < count; i++)
+            to[i] = as_bits(as_float(Brain::wide(a[i])) - as_float(Brain::wide(b[i])));
+    } else if (less) {
+        for (int i = 0; i < count; i++)
+            to[i] = as_bits(as_float(widened(a[i])) - as_float(widened(b[i])));
+    } else {
+        for (int i = 0; i < count; i++) to[i] = widened(a[i]);
+    }
+}
+
 }  // namespace
 
 extern "C" {
 
-// Adds the counts and the sum of `count` numbers to `row`, and raises its largest magnitude. The
-// numbers are divided among the threads in the same way each time, so the sum is the same, too.
-void halfstep_exponents(const void* x, int32_t kind, int64_t count, double* row, int32_t threads) {
+// Adds the counts and the sum of `count` numbers to `row`, and raises its largest magnitude; with
+// `less`, those of the differences x - less in fp32. The numbers are divided among the threads in the
+// same way each time, so the sum is the same, too.
+void halfstep_exponents(const void* x, const void* less, int32_t kind, int64_t count, double* row,
+                        int32_t threads) {
     const int64_t blocks = (count + BLOCK - 1) / BLOCK;
     if (threads > blocks) threads = blocks > 0 ? (int32_t)blocks : 1;
     std::vector<Tally> tallies(threads);
@@ -184,13 +212,13 @@ void halfstep_exponents(const void* x, int32_t kind, int64_t count, double* row,
         for (int64_t b = blocks * t / threads; b < blocks * (t + 1) / threads; b++) {
             const int64_t start = b * BLOCK;
             const int some = (int)(start + BLOCK < count ? BLOCK : count - start);
-            if (kind == FP32) {
+            if (!less && kind == FP32) {
                 tally.block<Single>((const uint32_t*)x + start, some);
-            } else if (kind == BF16) {
+            } else if (!less && kind == BF16) {
                 tally.block<Brain>((const uint16_t*)x + start, some);
             } else {
                 uint32_t wide[BLOCK];
-                for (int i = 0; i < some; i++) wide[i] = widened(((const uint16_t*)x)[start + i]);
+                wide_block(x, less, kind, start, some, wide);
                 tally.block<Single>(wide, some);
             }
         }

@@ -40,7 +40,7 @@ def kernel() -> ctypes.CDLL | str:
     found = load_library(("kernels/exponents.cpp",), fused=True)
     if not isinstance(found, str):
         address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        found.halfstep_exponents.argtypes = (address, number, count, address, number)
+        found.halfstep_exponents.argtypes = (address, address, number, count, address, number)
         found.halfstep_exponents.restype = None
     return found
 
@@ -67,14 +67,44 @@ def add_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
         magnitude = x.abs() if x.dtype.itemsize > 1 else x.float().abs()
         row[SUBNORMAL] += ((magnitude > 0) & (magnitude < least)).sum()
         x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * factor
-    library = kernel() if x.device.type == "cpu" and x.dtype in _KINDS else ""
-    if isinstance(library, str) or x.numel() == 0:
+    library = _kernel_for(x)
+    if library is None:
         add_by_torch_(row, x)
         return
     if not _is_dense(x):
         x = x.contiguous()
+    _run(library, row, x)
+
+
+@torch.no_grad()
+def add_difference_(row: Tensor, x: Tensor, less: Tensor) -> None:
+    """Count the numbers of ``x - less``, computed in fp32, or in fp64 where one of them is.
+
+    Args:
+        row: As of :func:`add_`.
+        x: Likewise.
+        less: Of the shape of ``x``, and on its device.
+    """
+    x, less = x.detach(), less.detach()
+    library = _kernel_for(x)
+    if library is None or less.dtype != x.dtype:
+        wide = torch.promote_types(torch.promote_types(x.dtype, less.dtype), torch.float32)
+        add_(row, x.to(wide) - less.to(wide))
+        return
+    if not _is_dense(x) or less.stride() != x.stride():
+        x, less = x.contiguous(), less.contiguous()
+    _run(library, row, x, less)
+
+
+def _kernel_for(x: Tensor) -> ctypes.CDLL | None:
+    library = kernel() if x.device.type == "cpu" and x.dtype in _KINDS and x.numel() else ""
+    return None if isinstance(library, str) else library
+
+
+def _run(library: ctypes.CDLL, row: Tensor, x: Tensor, less: Tensor | None = None) -> None:
+    other = None if less is None else less.data_ptr()
     library.halfstep_exponents(
-        x.data_ptr(), _KINDS[x.dtype], x.numel(), row.data_ptr(), torch.get_num_threads()
+        x.data_ptr(), other, _KINDS[x.dtype], x.numel(), row.data_ptr(), torch.get_num_threads()
     )
 
 

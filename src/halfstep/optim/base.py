@@ -43,7 +43,7 @@ from halfstep.optim.storage.state import (
     write_back,
     zero_moment,
 )
-from halfstep.optim.storage.weights import read_master, write_master_
+from halfstep.optim.storage.weights import write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
@@ -386,7 +386,8 @@ class LowPrecisionOptimizer(Optimizer):
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        value = read_master(flat(data, data), held, update_of(group, parameter))
+        read = self._kernel(data.device).read
+        value = read(flat(data, data), held, update_of(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from halfstep.kernels.exponents import (
     ZEROS,
     add_,
     add_by_torch_,
+    add_difference_,
     empty_row,
 )
 
@@ -84,6 +85,27 @@ def test_fp32_patterns(count):
     row = empty_row(CPU)
     count(row, x)
     same(row, oracle(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *LOW])
+@pytest.mark.parametrize("lay", [lambda x: x, lambda x: x.t(), lambda x: x[:, ::3]])
+def test_differences_are_those_of_wide_numbers(dtype, lay):
+    """Equal numbers, infinities, NaN and subnormal differences among them."""
+    generator = torch.Generator().manual_seed(1)
+    x, less = (torch.randn(90, 99, generator=generator).to(dtype) for _ in range(2))
+    less[:30] = x[:30]
+    tiny = max(torch.finfo(dtype).smallest_normal, 2.0**-126)
+    x[0, :9], less[0, :9] = 1.5 * tiny, tiny
+    x[1, 0], less[1, 0], x[1, 3], less[1, 6], x[1, 9] = 3e4, -3e4, np.inf, np.inf, np.nan
+    wide = torch.promote_types(dtype, torch.float32)
+    row = empty_row(CPU)
+    add_difference_(row, lay(x), lay(less))
+    same(row, oracle(lay(x).to(wide) - lay(less).to(wide)))
+    row = empty_row(CPU)
+    add_difference_(row, lay(x), lay(less).contiguous().double())  # other strides, another dtype
+    want = empty_row(CPU)
+    add_(want, lay(x).double() - lay(less).double())
+    same(row, want.numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -12,12 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import halfstep
 from halfstep import load_numerics, watch
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
+from halfstep.kernels.forward import loaded
+from halfstep.precision.casting import native_ops
+from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -71,11 +79,12 @@ def bare(steps: int, make, scaled: bool = False):
     return losses, [p.detach().clone() for p in model.parameters()], watched
 
 
-def precise(steps: int, make, policy: str, gpt: bool = False):
+def precise(steps: int, make, policy: str, gpt: bool = False, checkpointing: bool = False):
     own = "split" in policy or "8bit" in policy
     if gpt:
         model: nn.Module = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32,
-                                         vocab_size=97), seed=0)  # fmt: skip
+                                         vocab_size=97, activation_checkpointing=checkpointing),
+                               seed=0)  # fmt: skip
     else:
         model = network()
     kind = halfstep.optim.AdamW if own else torch.optim.AdamW
@@ -125,38 +134,136 @@ def test_precision_keeps_its_bits(policy):
     same(precise, policy)
 
 
-def test_a_gpt_keeps_its_bits():
-    same(precise, "fp32", gpt=True)
+def every_step(model, source, scaler):
+    return watch(model, source, scaler=scaler, every=1)
 
 
-class Unfused:
-    """Hooks that do nothing, on the steps that ``every_third`` watches."""
-
-    def __init__(self, model: nn.Module, source, scaler) -> None:
-        self.model, self.handles, self.step = model, [], 0
-
-    def __enter__(self):
-        self.model.layers[0].register_forward_pre_hook(self.begin)
-        return self
-
-    def begin(self, *_) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.step = [], self.step + 1
-        if self.step in (1, 3, 6):
-            every = self.model.modules()
-            self.handles = [m.register_forward_hook(lambda *_: None) for m in every]
-
-    def __exit__(self, *_) -> None:
-        pass
+ALL = ["fp32", "bf16-mixed", "bf16-split", "bf16-split,moments=8bit"]
 
 
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
-def test_a_gpt_in_bf16_runs_layer_by_layer_on_a_watched_step_and_changes_nothing_else(policy):
-    losses, weights, _ = precise(7, Unfused, policy, gpt=True)
-    watched = precise(7, every_third, policy, gpt=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("policy", ALL)
+def test_a_gpt_keeps_its_bits(policy, checkpointing):
+    losses, weights, _ = precise(5, unwatched, policy, gpt=True, checkpointing=checkpointing)
+    watched = precise(5, every_step, policy, gpt=True, checkpointing=checkpointing)
     assert losses == watched[0]
     assert all(map(torch.equal, weights, watched[1]))
+    found = watched[2].report()
+    assert found.step == 5
+    for kind in ("activation", "activation_gradient"):
+        assert elements(found, kind) == {
+            **{name: 4 * 32 * 64 for name in ("wte", "dropout", "final_norm")}, "wpe": 32 * 64,
+            **{f"layers.{i}{name}": 4 * 32 * 64 * n for i in (0, 1) for name, n in BLOCK.items()},
+        }  # fmt: skip
+
+
+BLOCK = {".attn_norm": 1, ".attn.qkv": 3, ".attn.proj": 1, ".mlp_norm": 1, ".mlp.up": 4,
+         ".mlp.down": 1, "": 1}  # fmt: skip
+
+
+def layered(model, source, scaler):
+    """A hook that is none of the watch's makes each block run layer by layer."""
+    for block in model.layers:
+        block.mlp.up.register_forward_hook(lambda *_: None)
+    return watch(model, source, scaler=scaler)
+
+
+@pytest.mark.parametrize("policy", ALL[1:3])
+def test_a_fused_block_tells_what_its_layers_would(policy):
+    fused, apart = (
+        precise(1, make, policy, gpt=True)[2].report() for make in (every_step, layered)
+    )
+    named = [[(one.kind, one.name, one.dtype, one.elements) for one in step.tensors]
+             for step in (fused, apart)]  # fmt: skip
+    assert named[0] == named[1]
+    assert fused != apart or isinstance(loaded(), str)
+    for a, b in zip(fused.tensors, apart.tensors, strict=True):
+        if a.kind == "update":  # Adam's first step is a sign, which rounding may turn
+            continue
+        # A number has been through fewer than 8 more roundings, of at most 2^-9 of it each.
+        assert a.rms == pytest.approx(b.rms, rel=2**-6), a.name
+        # They scatter about 0, so that a maximum is off by fewer.
+        assert a.absmax == pytest.approx(b.absmax, rel=2**-6), a.name
+
+
+def test_a_watch_of_a_part_of_a_block_sees_as_much():
+    def make(whole):
+        def inner(model, source, scaler):
+            block = model.layers[1]
+            if whole:
+                block.mlp.down.register_forward_hook(lambda *_: None)
+            return watch(block.mlp, source)
+
+        return inner
+
+    told, called = (precise(1, make(b), "bf16-mixed", gpt=True)[2].report() for b in (False, True))
+    assert [(one.kind, one.name) for one in told.of("activation", "activation_gradient")] == [
+        ("activation", "up"), ("activation", "down"),
+        ("activation_gradient", "down"), ("activation_gradient", "up")]  # fmt: skip
+    assert [t.name for t in told.tensors] == [t.name for t in called.tensors]
+
+
+def test_an_evaluation_of_a_gpt_is_not_counted():
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=32, vocab_size=97), seed=0)
+    precision = halfstep.Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = tuple(torch.randint(97, (2, 4, 32)))
+    with watch(model, precision) as watched:
+        with torch.no_grad(), precision.autocast():
+            model.loss_sum(batch)
+        with precision.autocast():
+            loss = model.loss_sum(batch)[0] / 128
+        precision.step(loss)
+    assert elements(watched.report(), "activation")["layers.0.mlp.up"] == 128 * 256
+
+
+def foreign(steps: int, make, policy: str, name: str):
+    """A model of transformers of a size that the compiled kernels take."""
+    torch.manual_seed(0)
+    if name == "bert":
+        sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+        model = BertForSequenceClassification(BertConfig(
+            vocab_size=50, intermediate_size=512, max_position_embeddings=64, **sizes))  # fmt: skip
+    else:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=256, n_layer=1, n_head=4,
+                                           n_positions=64))  # fmt: skip
+    kind = halfstep.optim.AdamW if "split" in policy else torch.optim.AdamW
+    precision = halfstep.Precision(policy, model, kind(model.parameters(), lr=1e-3))
+    losses = []
+    with make(model, precision, None) as watched:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(50, (16, 64), generator=generator)
+            labels = ids % 2 if name == "gpt2" else ids[:, 0] % 2
+            with precision.autocast():
+                loss = model(input_ids=ids, labels=labels).loss
+            losses.append(precision.step(loss, max_norm=1.0).loss)
+    return losses, [p.detach().clone() for p in model.parameters()], watched
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("policy", ALL)
+def test_models_of_transformers_keep_their_bits(policy, name, monkeypatch):
+    ran = Counter()
+    for kernel in ("attention", "norm", "dropout", "gelu"):
+        room = native_ops.attention if kernel == "attention" else native_ops.rows
+        kernel += "_tanh" * (kernel == "gelu")
+        monkeypatch.setattr(room, kernel, counting(getattr(room, kernel), kernel, ran))
+    losses, weights, _ = foreign(3, unwatched, policy, name)
+    alone = ran.copy()
+    watched = foreign(3, every_step, policy, name)
+    assert losses == watched[0]
+    assert all(map(torch.equal, weights, watched[1]))
+    assert {kernel: 2 * n for kernel, n in alone.items()} == ran
+    if policy != "fp32" and not isinstance(loaded(), str) and cpu_has_bf16():
+        assert alone.keys() >= {"attention", "dropout"}
+
+
+def counting(function, name, ran):
+    def run(*args, **options):
+        ran[name] += 1
+        return function(*args, **options)
+
+    return run
 
 
 def test_what_is_counted_in_a_bare_loop():

@@ -1,8 +1,8 @@
 """Counts the numbers of one training step as they are made, by hooks on the model's modules.
 
 The hooks exist during a watched step alone. Each module's outputs are counted after its forward,
-and the gradients with respect to them when backward has them complete. Counts stay on the device
-until :meth:`Collector.read`.
+and the gradients with respect to them when backward has them complete; a kernel that stands for
+several modules tells theirs. Counts stay on the device until :meth:`Collector.read`.
 
 Not counted: a forward without gradients outside of one with them, such as an evaluation or a
 teacher; a forward that activation checkpointing repeats in backward; a tensor that a module passes
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
-from halfstep.kernels.exponents import add_, empty_row
+from halfstep.kernels.exponents import add_, add_difference_, empty_row
+from halfstep.kernels.onlookers import Onlooker
 from halfstep.precision.masters.local_part import local_part
 
 _Key = tuple[Kind, str, torch.dtype, torch.device, int]
@@ -45,9 +46,9 @@ class Collector:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
-            leave = partial(self._leave, name)
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+            one = _Module(self, name or type(module).__name__)
+            self._handles.append(module.register_forward_pre_hook(one.enter))
+            self._handles.append(module.register_forward_hook(one.leave, always_call=True))
 
     def close(self) -> None:
         """Remove the hooks, those that wait on tensors for their gradients included."""
@@ -63,10 +64,19 @@ class Collector:
         if not x.is_floating_point() or x.is_meta:
             return
         factor, shift = _parts(scale)
-        key = (kind, name, x.dtype, x.device, shift)
+        add_(self._row((kind, name, x.dtype, x.device, shift)), x, factor)
+
+    def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
+        """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
+        if not after.is_floating_point():
+            return
+        wide = torch.promote_types(after.dtype, torch.float32)
+        add_difference_(self._row(("update", name, wide, after.device, 0)), after, before)
+
+    def _row(self, key: _Key) -> Tensor:
         if key not in self._rows:
-            self._rows[key] = empty_row(x.device)
-        add_(self._rows[key], x, factor)
+            self._rows[key] = empty_row(key[3])
+        return self._rows[key]
 
     @property
     def scale(self) -> float:
@@ -92,17 +102,26 @@ class Collector:
             found.setdefault((kind, name, dtype), []).append(one)
         return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self) -> None:
+        """A module's forward begins."""
         outer = bool(self._counted and self._counted[-1])
         # A checkpoint's forward has no gradients on, but is inside of one that has.
         self._counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
 
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, name: str, output: Any) -> None:
+        """It has ended with this output."""
         counted = self._counted.pop() if self._counted else False
         if torch.compiler.is_compiling():
             return
         for key, tensor in tensors_in(output):
-            self._output(f"{name or type(module).__name__}{key}", tensor, counted)
+            self._output(f"{name}{key}", tensor, counted)
+
+    def told(self, name: str, x: Tensor) -> Callable[[Tensor], None]:
+        """A kernel computed a module's output; count it, and return what counts its gradient."""
+        self.enter()
+        if self._counted.pop():
+            self.add("activation", name, x)
+        return partial(self._gradient, name)
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
         version = -1 if x.is_inference() else x._version
@@ -119,6 +138,22 @@ class Collector:
     def _gradient(self, name: str, gradient: Tensor) -> None:
         self._scale = self.scale
         self.add("activation_gradient", name, gradient.detach(), self._scale)
+
+
+class _Module(Onlooker):
+    """Tells the collector of one module."""
+
+    def __init__(self, collector: Collector, name: str) -> None:
+        self._collector, self._name = collector, name
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._collector.enter()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._collector.leave(self._name, output)
+
+    def told(self, output: Tensor) -> Callable[[Tensor], None]:
+        return self._collector.told(self._name, output)
 
 
 def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ replaced on the very object for as long as it is watched, and call the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from halfstep.errors import NonFiniteError
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -34,8 +35,8 @@ class Listener(Protocol):
     def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
         """A parameter's finished gradient, times a loss scale."""
 
-    def before(self, name: str, weight: Tensor) -> None:
-        """A trainable weight before the update; it must be copied to be kept."""
+    def before(self, name: str, weight: Tensor, new: bool = False) -> None:
+        """A trainable weight before the update; it must be copied to be kept, unless it is new."""
 
     def after(self, name: str, weight: Tensor) -> None:
         """The same weight after it."""
@@ -71,8 +72,11 @@ class PrecisionSteps:
             result = original(*args, **options)
             listener.finished(lambda: result.applied)
             return result
+        targets = self._precision.named_parameters()
         for name, weight in self._weights():
-            listener.before(name, weight)
+            held = local_part(targets[name]).untyped_storage().data_ptr()
+            mine = local_part(weight).untyped_storage().data_ptr() != held
+            listener.before(name, weight, new=mine)
         self._wants_gradients = True
         try:
             result = original(*args, **options)
@@ -96,10 +100,11 @@ class PrecisionSteps:
                 self._listener.gradient(names[target], gradient, 1.0)
         return found
 
-    def _weights(self) -> Sequence[tuple[str, Tensor]]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, as some are made for it."""
         masters, targets = self._precision.masters, self._precision.named_parameters()
         trained = {n for n, t in targets.items() if masters.parameter_of(t).requires_grad}
-        return [(name, weight) for name, weight in masters.items() if name in trained]
+        return ((name, weight) for name, weight in masters.items() if name in trained)
 
 
 class OptimizerSteps:

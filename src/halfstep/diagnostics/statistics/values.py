@@ -77,7 +77,7 @@ class TensorStatistics:
         cls, kind: Kind, name: str, dtype: torch.dtype, row: Sequence[float], shift: int = 0
     ) -> Self:
         """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does."""
-        raw = {e: int(row[FIRST + e - LEAST]) for e in range(LEAST, MOST + 1)}
+        raw = {e: int(n) for e, n in enumerate(row[FIRST : FIRST + MOST - LEAST + 1], LEAST) if n}
         normal = min_exponent(dtype)
         zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
         finite = zeros + sum(raw.values())
@@ -95,7 +95,7 @@ class TensorStatistics:
             nan=nan,
             inf=inf,
             mantissa_bits=int(row[DIGITS]),
-            exponents={e + shift: count for e, count in raw.items() if count},
+            exponents={e + shift: count for e, count in raw.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 It is a context around anybody's loop. Every so many steps it counts, for each tensor, how many
 numbers have which binary exponent; the other steps run without its hooks. Weights and losses are
 bit for bit those of a run without it, wherever a model computes the same with hooks as without.
+halfstep's own GPT does: its kernels serve hooks that only look (``kernels/onlookers.py``).
 ``docs/diagnostics.md`` says how to read what it shows.
 """
 
@@ -116,24 +117,18 @@ class Watch:
         if self._collector is not None:
             self._collector.add("gradient", name, gradient.detach(), scale)
 
-    def before(self, name: str, weight: Tensor) -> None:
-        """Count a weight, and keep a copy of it until the step's end."""
+    def before(self, name: str, weight: Tensor, new: bool = False) -> None:
+        """Count a weight, and keep it until the step's end, as a copy unless it is new memory."""
         if self._collector is not None:
             local = local_part(weight).detach()
             self._collector.add("weight", name, local)
-            self._before[name] = local.clone()
+            self._before[name] = local if new else local.clone()
 
-    @torch.no_grad()
     def after(self, name: str, weight: Tensor) -> None:
         """Count how the step changed a weight."""
         before = self._before.pop(name, None)
-        if self._collector is None or before is None:
-            return
-        if before.dtype in (torch.float32, torch.float64):
-            change = torch.sub(local_part(weight).detach(), before, out=before)
-        else:  # the difference of two 16-bit numbers has more bits than they
-            change = local_part(weight).detach().float() - before.float()
-        self._collector.add("update", name, change)
+        if self._collector is not None and before is not None:
+            self._collector.add_update(name, local_part(weight), before)
 
     def finished(self, applied: Callable[[], bool]) -> None:
         """End a step, and attach hooks if the next one is to be watched."""
@@ -216,8 +211,7 @@ def watch(
     """Count the exponents of a model's weights, activations, gradients and updates in a loop.
 
     Use it as a context around the loop, which stays as it is. The first step and every
-    ``every``-th are watched; all others run as ever. On a watched step kernels for whole blocks
-    give way to one module after the other.
+    ``every``-th are watched; all others run as ever.
 
     Args:
         model: The model that is trained; modules that ``torch.compile`` runs show no activations.

@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 from halfstep.kernels.library import load_library
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.storage.state import StepTask
-from halfstep.precision.masters.rounding import ROUNDING
+from halfstep.optim.storage.weights import read_master
+from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
@@ -72,6 +73,15 @@ class NativeKernel:
             ctypes.c_int32,
         )
 
+        self._read = library.halfstep_read
+        self._read.restype = None
+        self._read.argtypes = (
+            ctypes.POINTER(_Task),
+            ctypes.POINTER(_Plan),
+            ctypes.c_void_p,
+            ctypes.c_int32,
+        )
+
     def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
         for task in tasks:
@@ -93,6 +103,18 @@ class NativeKernel:
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
         increment_version([tensor for task in tasks for tensor in task.written])
+
+    def read(self, weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
+        """What :func:`halfstep.optim.storage.weights.read_master` gives, in one pass."""
+        if remainder is None:
+            return read_master(weight, remainder, update)
+        values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        task = _Task(weight.data_ptr(), remainder.data_ptr(), count=weight.numel())
+        plan = _Plan(update=_UPDATES[update])
+        self._read(
+            ctypes.byref(task), ctypes.byref(plan), values.data_ptr(), torch.get_num_threads()
+        )
+        return values
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""

@@ -11,6 +11,8 @@ import halfstep.optim.kernels.cuda as cuda
 from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.storage.state import StepTask
+from halfstep.optim.storage.weights import read_master
+from halfstep.precision.masters.rounding import Update
 from halfstep.precision.scaling.gradients import global_norm
 
 
@@ -23,6 +25,8 @@ class Kernel:
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
+    # the fp32 value of a flat weight and its remainder
+    read: Callable[[Tensor, Tensor | None, Update], Tensor] = read_master
 
 
 def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
@@ -33,17 +37,20 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
         rule: The name of the update rule; compiled kernels know some of them.
     """
     reason: object = "no kernel for this device"
-    norm = global_norm
+    norm, read = global_norm, read_master
     if device_type == "cpu":
         native = reason = native_kernel()
         if not isinstance(native, str):
             if rule in RULES:
-                return Kernel("a kernel compiled for this CPU", native.run, native.norm)
-            reason, norm = f"no compiled kernel has the rule {rule}", native.norm
+                return Kernel(
+                    "a kernel compiled for this CPU", native.run, native.norm, native.read
+                )
+            reason = f"no compiled kernel has the rule {rule}"
+            norm, read = native.norm, native.read
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
             if rule in RULES:
                 return Kernel("Triton kernels", cuda.run_cuda, norm)
             reason = f"no Triton kernel has the rule {rule}"
-    return Kernel(f"torch operations ({reason})", run_torch, norm)
+    return Kernel(f"torch operations ({reason})", run_torch, norm, read)

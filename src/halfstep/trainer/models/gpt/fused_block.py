@@ -11,7 +11,9 @@ Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
+from halfstep.kernels.onlookers import Onlooker, onlookers
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,
@@ -59,11 +62,19 @@ class Weights(NamedTuple):
         )
 
 
-def weights_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Weights | None:
-    """The parameters of a block's six layers in order; None where somebody changed one.
+class Layers(NamedTuple):
+    """What a block's six layers hold, in order: norm, qkv, proj, norm, up, down."""
+
+    weights: Weights
+    onlookers: Sequence[Sequence[Onlooker]]
+
+
+def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Layers | None:
+    """The parameters of a block's six layers, and who looks on; None where somebody changed one.
 
     Changed are a module of another class (a subclass, too), one with hooks (tensor parallelism,
-    diagnostics) or a ``forward`` of its own, and parameters of a subclass of tensors.
+    a user's) that do more than look, or with a ``forward`` of its own, and parameters of a subclass
+    of tensors.
 
     Args:
         block: The block.
@@ -72,55 +83,102 @@ def weights_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Weig
     """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
-    layers = []
+    layers, looking = [], []
     for name, expected in classes.items():
         m: Any = block
         for part in name.split("."):
             m = m._modules.get(part)
             if m is None:
                 return None
-        if type(m) is not expected:
+        if type(m) is not expected or "forward" in m.__dict__:
             return None
-        if m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
-            return None
-        if m._backward_hooks or m._backward_pre_hooks:
+        those = onlookers(m)
+        if those is None:
             return None
         if m._parameters:
             layers.append(m)
+            looking.append(those)
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None
     found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
     if any(type(p) is not nn.Parameter or p.device.type != "cpu" for p in found):
         return None
-    return Weights(*found)  # type: ignore[arg-type]
+    return Layers(Weights(*found), looking)  # type: ignore[arg-type]
 
 
-def fused_block(x_BTC: Tensor, weights: Weights, head_dim: int, epsilon: float) -> Tensor:
+def fused_block(x_BTC: Tensor, layers: Layers, head_dim: int, epsilon: float) -> Tensor:
     """The residual stream after a block without dropout, in its dtype (bf16 or fp32)."""
-    y_BTC: Tensor = _Block.apply(x_BTC, head_dim, epsilon, *weights)  # type: ignore[no-untyped-call]
+    told = _Told(x_BTC, layers) if any(layers.onlookers) else None
+    y_BTC: Tensor = _Block.apply(x_BTC, head_dim, epsilon, told, *layers.weights)  # type: ignore[no-untyped-call]
     return y_BTC
+
+
+class _Told:
+    """Tells onlookers the outputs of the layers, and in backward the gradients of those.
+
+    A layer is told of no gradient where its output by itself would have none: where nothing up to
+    it learns.
+    """
+
+    def __init__(self, x_BTC: Tensor, layers: Layers) -> None:
+        w = layers.weights
+        pairs = zip(w[::2], w[1::2], strict=True)
+        own = (any(p.requires_grad for p in pair) for pair in pairs)
+        learns = list(accumulate(own, or_, initial=x_BTC.requires_grad))[1:]
+        self._layers = dict(zip(Weights._fields[::2], layers.onlookers, strict=True))
+        self._learns = dict(zip(Weights._fields[::2], learns, strict=True))
+        self._leading, self._grad = x_BTC.shape[:-1], torch.is_grad_enabled()
+        self._after: dict[str, list[Callable[[Tensor], None]]] = {}
+
+    def output(self, layer: str, x: Tensor, bias: Tensor | None = None) -> None:
+        """Tell a layer's output, ``(N, ...)``, to which its bias may not have been added yet."""
+        x = (x if bias is None else x + bias.to(x.dtype)).view(*self._leading, -1)
+        with torch.set_grad_enabled(self._grad):  # as around the block
+            self._after[layer] = [one.told(x) for one in self._layers[layer]]
+
+    def gradient(self, layer: str, gradient: Tensor) -> None:
+        """Tell the gradient with respect to a layer's output."""
+        if self._learns[layer]:
+            for look in self._after[layer]:
+                look(gradient.view(*self._leading, -1))
+
+
+def _nobody(layer: str, x: Tensor, bias: Tensor | None = None) -> None:
+    """Nobody looks on."""
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTC: Tensor, head_dim: int, epsilon: float, *parameters: Tensor
+        ctx: Any,
+        x_BTC: Tensor,
+        head_dim: int,
+        epsilon: float,
+        told: _Told | None,
+        *parameters: Tensor,
     ) -> Tensor:
-        w, batch = Weights(*parameters).ready(), len(x_BTC)
+        with torch.enable_grad():  # so that a casted weight says whose it is: MemoryMeter asks
+            w = Weights(*parameters).ready()
+        tell, batch = (told.output if told else _nobody), len(x_BTC)
         x = x_BTC.reshape(-1, x_BTC.shape[-1]).contiguous()
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
+        tell("norm1", h)
+        tell("qkv", qkv)
         q, k, v = _heads(qkv, batch, head_dim)
         mixed, lse = attend(q, k, v, None, 0.0, True, 1 / math.sqrt(head_dim), 0)
         added = torch.mm(_flat(mixed), w.proj.t())
         middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
         u = torch.mm(h, w.up.t())
+        tell("proj", added, w.proj_bias)
+        tell("norm2", h)
+        tell("up", u, w.up_bias)
+        added = torch.mm(gelu_of_rows(u, w.up_bias), w.down.t())
+        tell("down", added, w.down_bias)
         # shaped before, as FSDP2 wants a result that is no view
-        y = add(
-            middle.view(x_BTC.shape), torch.mm(gelu_of_rows(u, w.up_bias), w.down.t()), w.down_bias
-        )
+        y = add(middle.view(x_BTC.shape), added, w.down_bias)
         ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
-        ctx.shape, ctx.head_dim, ctx.epsilon = x_BTC.shape, head_dim, epsilon
+        ctx.shape, ctx.head_dim, ctx.epsilon, ctx.told = x_BTC.shape, head_dim, epsilon, told
         return y
 
     @staticmethod
@@ -134,28 +192,37 @@ class _Block(torch.autograd.Function):
         p, w = Weights(*rest[: len(rest) // 2]), Weights(*rest[len(rest) // 2 :])
         dy = grad_BTC.reshape(x.shape).contiguous()
 
-        wanted = Weights(*ctx.needs_input_grad[3:])
+        wanted, tell = (
+            Weights(*ctx.needs_input_grad[4:]),
+            ctx.told.gradient if ctx.told else _nobody,
+        )
 
         dy_low = dy.to(_LOW)
+        tell("down", dy_low)
         down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias)) if wanted.down else None
         down_bias = dy.sum(0, dtype=torch.float32)
         du = torch.mm(dy_low, w.down)
         up_bias = gelu_of_rows_backward_(du, u, w.up_bias)
+        tell("up", du)
         h, mean, inverse = normalised(middle, w.norm2, w.shift2, ctx.epsilon, _LOW, True)
         up, dh = torch.mm(du.t(), h) if wanted.up else None, torch.mm(du, w.up)
+        tell("norm2", dh)
         d_middle, (norm2, shift2, proj_bias) = norm_gradients(
             middle, w.norm2, dh, mean, inverse, passed=dy
         )
 
         d_low = d_middle.to(_LOW)
+        tell("proj", d_low)
         proj = torch.mm(d_low.t(), _flat(mixed)) if wanted.proj else None
         d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
         d_qkv, batch = torch.empty_like(qkv), len(mixed)
         q, k, v = _heads(qkv, batch, ctx.head_dim)
         into, scale = _heads(d_qkv, batch, ctx.head_dim), 1 / math.sqrt(ctx.head_dim)
         attend_backward(into, d_mixed, q, k, v, None, mixed, lse, 0.0, True, scale, 0)
+        tell("qkv", d_qkv)
         h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, _LOW, True)
         qkv_weight, dh = torch.mm(d_qkv.t(), h) if wanted.qkv else None, torch.mm(d_qkv, w.qkv)
+        tell("norm1", dh)
         qkv_bias = d_qkv.sum(0, dtype=torch.float32)
         dx, (norm1, shift1, _) = norm_gradients(x, w.norm1, dh, mean, inverse, passed=d_middle)
         made = (
@@ -166,7 +233,7 @@ class _Block(torch.autograd.Function):
             g.to(gradient_dtype(q)) if g is not None and want else None
             for g, q, want in zip(made, p, wanted, strict=True)
         )
-        return dx.view(ctx.shape), None, None, *grads
+        return dx.view(ctx.shape), None, None, None, *grads
 
 
 def _heads(qkv: Tensor, batch: int, head_dim: int) -> tuple[Tensor, ...]:

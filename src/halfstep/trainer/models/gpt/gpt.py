@@ -25,7 +25,7 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
-from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, weights_of
+from halfstep.trainer.models.gpt.fused_block import Layers, fused_block, layers_of
 from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -435,24 +435,24 @@ class Block(nn.Module):
         return self._compute(x_BTC, cache)
 
     def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        weights = self._fusable(x_BTC) if cache is None else None
-        if weights is not None:
-            return fused_block(x_BTC, weights, self.attn.head_dim, self.attn_norm.eps)
+        layers = self._fusable(x_BTC) if cache is None else None
+        if layers is not None:
+            return fused_block(x_BTC, layers, self.attn.head_dim, self.attn_norm.eps)
         x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
         y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
 
-    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
-        """The parameters for one pass by the compiled kernels; None where that does not apply."""
+    def _fusable(self, x_BTC: torch.Tensor) -> Layers | None:
+        """The layers for one pass by the compiled kernels; None where that does not apply."""
         known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
-        weights = weights_of(self, _AS_BUILT) if known and may_run() else None
-        if weights is None or matmul_dtype(x_BTC, weights.qkv) != torch.bfloat16:
+        layers = layers_of(self, _AS_BUILT) if known and may_run() else None
+        if layers is None or matmul_dtype(x_BTC, layers.weights.qkv) != torch.bfloat16:
             return None
         attn = self.attn
         drops = (self.training and self.dropout.p > 0) or (attn.training and attn.dropout > 0)
         if drops or attn.head_dim % 16 or attn.head_dim > 256:
             return None
-        return weights if self.attn_norm.eps == self.mlp_norm.eps else None
+        return layers if self.attn_norm.eps == self.mlp_norm.eps else None
 
 
 _AS_BUILT: Mapping[str, type[nn.Module]] = {
