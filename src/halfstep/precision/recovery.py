@@ -339,7 +339,8 @@ class Snapshot:
         weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
         parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
         weights += [part for part in parts if part.data_ptr() not in held]
-        every = (*weights, *model.buffers(), *averages.values(), *owned)
+        every = (*weights, *averages.values(), *owned)
+        self._buffers = Buffers(model)
         self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
         self._states = [
             (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers
@@ -353,6 +354,7 @@ class Snapshot:
     @torch.no_grad()
     def restore_(self) -> None:
         """Restore everything in place, bit for bit; may be called again."""
+        self._buffers.restore_()
         for tensor, value in self._tensors:
             tensor.copy_(value)
         for optimizer, states in self._states:
@@ -361,3 +363,30 @@ class Snapshot:
                 optimizer.state[parameter] = copy.deepcopy(state)
         for group, options in self._groups:
             group.update(copy.deepcopy(options))
+
+
+class Buffers:
+    """A copy of a model's buffers, to put back: their values, and the very tensors.
+
+    A forward may assign a new tensor to a buffer's name. torch's batch norm writes its averages
+    without a new ``_version``, so values are compared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Restore them bit for bit; may be called again. What has not changed is not written."""
+        for module, name, buffer in self._named:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+        for buffer, value in self._values:
+            if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)

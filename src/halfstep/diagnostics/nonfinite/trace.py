@@ -232,7 +232,8 @@ class NonFiniteTrace(TorchDispatchMode):
             dims=outputs[0].dim(),
             roles=[o.role for o in operands if o.nan or o.inf],
             tensors=sum(isinstance(i.original, Tensor) for i in given),
-            mask=kind == "overflow" and overflows_a_mask(made, given),
+            mask=(kind, place.direction) == ("overflow", "forward")
+            and overflows_a_mask(made, given),
             gain=gain,
             after=self._modules.any_ended,
         )
@@ -337,8 +338,9 @@ def median_gain(model: nn.Module) -> float:
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     gains = []
     for parameter in model.parameters():
+        codes = not parameter.is_floating_point() and not parameter.is_complex()  # quantised
         lazy = nn.parameter.is_lazy(parameter)
-        if lazy or parameter.dim() < 2 or id(parameter) in tables:
+        if codes or lazy or parameter.dim() < 2 or id(parameter) in tables:
             continue
         value = stored(parameter.detach()).double()
         if value.numel() and bool(value.isfinite().all()):
