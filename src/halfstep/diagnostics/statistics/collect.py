@@ -25,6 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
 from halfstep.kernels.exponents import add_, empty_row
 from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+from halfstep.precision.ownership import is_ours
 
 _Key = tuple[Kind, str, torch.dtype, torch.device, int]
 
@@ -44,20 +46,28 @@ class Collector:
         self._counted: list[bool] = []  # for each forward that is running, the inner ones last
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[RemovableHandle] = []
+        enter = Hook(self._enter)
         for name, module in model.named_modules():
-            leave = partial(self._leave, name)
-            self._handles.append(module.register_forward_pre_hook(self._enter))
+            leave = Hook(partial(self._leave, name))
+            self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._portable = make_modules_portable_(model, is_ours)
 
     def close(self) -> None:
         """Remove the hooks, those that wait on tensors for their gradients included."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        make_modules_plain_(self._portable)
+        self._handles, self._portable = [], []
 
     def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
-        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor."""
+        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
+
+        A complex number counts as two.
+        """
         x = local_part(x)
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
         if x.is_sparse:
             x = x.coalesce().values()
         if not x.is_floating_point() or x.is_meta:
@@ -102,6 +112,8 @@ class Collector:
         if torch.compiler.is_compiling():
             return
         for key, tensor in tensors_in(output):
+            if not counted and not tensor.requires_grad:
+                continue  # an evaluation's
             self._output(f"{name or type(module).__name__}{key}", tensor, counted)
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
@@ -112,7 +124,7 @@ class Collector:
         self._seen[id(x)] = (weakref.ref(x), version)
         if counted:
             self.add("activation", name, x.detach())
-        if x.requires_grad and x.is_floating_point() and x.dim():  # a loss's is 1 over and over
+        if x.requires_grad and x.dim():  # a loss's is 1 over and over
             wait = partial(self._gradient, name)
             self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
 

@@ -129,7 +129,7 @@ class Watch:
         before = self._before.pop(name, None)
         if self._collector is None or before is None:
             return
-        if before.dtype in (torch.float32, torch.float64):
+        if before.dtype.itemsize >= 4:
             change = torch.sub(local_part(weight).detach(), before, out=before)
         else:  # the difference of two 16-bit numbers has more bits than they
             change = local_part(weight).detach().float() - before.float()
@@ -223,7 +223,7 @@ def watch(
         model: The model that is trained; modules that ``torch.compile`` runs show no activations.
         source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that step
             in turn. None: any optimizer that holds one of the model's parameters, for loops that
-            make it themselves.
+            make it themselves; each step of each is a step then.
         scaler: The loop's gradient scaler (torch's or halfstep's), where it has one: gradients are
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
