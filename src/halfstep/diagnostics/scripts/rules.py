@@ -8,6 +8,7 @@ scaler that other code gets, a branch that excludes the other, a name that no op
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +85,14 @@ def check_script(path: str | Path) -> list[Finding]:
     Raises:
         DataError: If the file cannot be read, or is not Python.
     """
+    if Path(path).suffix == ".ipynb":
+        raise DataError(
+            f"{path}: a notebook; allowed: Python, as jupyter nbconvert --to script writes it"
+        )
     try:
-        source = Path(path).read_text(encoding="utf-8")
-        script = Script(source)
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        with tokenize.open(path) as file:  # in the encoding that the file says, with a BOM or not
+            script = Script(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"{path}: cannot be read as Python: {error}") from error
     found = [
         Finding(str(path), line, rule.name, rule.what, rule.why, rule.instead)
