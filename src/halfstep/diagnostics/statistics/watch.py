@@ -25,6 +25,7 @@ from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.over_ranks import over_ranks
 from halfstep.diagnostics.statistics.steps import OptimizerSteps, PrecisionSteps, bare_optimizer
 from halfstep.errors import CheckpointError, DataError, PrecisionError
+from halfstep.files import write_whole
 from halfstep.formats import FloatFormat
 from halfstep.precision.agreement import ManyRanks, as_ranks, ranks_of_this_process
 from halfstep.precision.border import require
@@ -191,14 +192,11 @@ class Watch:
         if self._to is None:
             return
         try:
-            old = self._to.read_text(encoding="utf-8", errors="replace") if self._start else ""
-        except OSError:
-            old = ""
-        try:
-            self._to.write_text(
-                "".join(f"{line}\n" for line in old.splitlines() if _until(line, self._start)),
-                encoding="utf-8",
-            )
+            if self._start and self._to.is_file():
+                old = self._to.read_text(encoding="utf-8", errors="replace").splitlines()
+                write_whole(self._to, "".join(f"{s}\n" for s in old if _until(s, self._start)))
+            else:
+                self._to.write_text("", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
 

@@ -27,7 +27,7 @@ from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.run.folder import CAUSES
-from halfstep.trainer.run.metrics import kept_lines
+from halfstep.trainer.run.metrics import keep_lines
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
 
@@ -64,7 +64,10 @@ class CauseSearch:
     def __enter__(self) -> CauseSearch:
         file = self._path / CAUSES
         if self._session.world.is_main and file.exists():  # a resumed run writes them again
-            file.write_text("".join(kept_lines(file, self._session.step)), encoding="utf-8")
+            try:
+                keep_lines(file, self._session.step)
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be written: {error}") from error
         self._session.precision.on_broken = self._look
         return self
 
