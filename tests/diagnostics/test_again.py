@@ -1,5 +1,7 @@
 """A search of the first cause leaves everything around it as it was."""
 
+import copy
+import io
 import random
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, PrecisionError, first_cause
+from halfstep import Precision, PrecisionError, first_cause, trace, trace_nonfinite
 
 NAN = float("nan")
 
@@ -125,3 +127,30 @@ def test_an_overflow_of_equal_gradients_is_no_mask():
     assert not precision.step(value).applied
     cause = first_cause(precision, loss, x)
     assert (cause.direction, cause.cause_class) == ("backward", "overflow in the backward")
+
+
+def test_a_loss_scale_that_is_not_calibrated_stays_so():
+    # the healthy half of the batch would otherwise set it
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp16-mixed,init_scale=auto", model, optimizer)
+    before = precision.loss_scale.state_dict()
+    cause = first_cause(precision, lambda x: model(x).float().sum(), broken(8, 4))
+    assert cause.samples == (3,)
+    assert precision.loss_scale.state_dict() == before
+    with precision.autocast():
+        loss = model(torch.full((8, 4), 1e3)).float().sum()
+    assert precision.step(loss).applied  # at the scale that this batch allows
+
+
+@pytest.mark.parametrize("context", [trace_nonfinite, trace], ids=["nonfinite", "what ran"])
+def test_copies_and_pickles_made_under_a_trace_are_plain(context):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with context(model):
+        copied, saved = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, saved)
+    for module in copied.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert b"halfstep" not in saved.getvalue()
+    assert not any("__reduce_ex__" in vars(module) for module in model.modules())

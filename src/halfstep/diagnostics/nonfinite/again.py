@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -82,9 +82,11 @@ def first_cause(
 
         context: Callable[[], Any] = used.autocast
         backward, clear = used.backward, used.discard
+        scaled: AbstractContextManager[None] = scale_kept(used)
     else:
         model, context = precision, nullcontext
         backward, clear = Tensor.backward, model.zero_grad
+        scaled = nullcontext()
     own = set(model.parameters())
 
     def run(number: int, rows: Any) -> None:
@@ -96,7 +98,8 @@ def first_cause(
             backward(value)
 
     clear()
-    cause = search(model, run, [batch], clear=clear)
+    with scaled:
+        cause = search(model, run, [batch], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
@@ -226,6 +229,16 @@ def _responsible(
         half = len(found) // 2
         found = next((part for part in (found[:half], found[half:]) if has_it(part)), ())
     return tuple(found) if found and others_fail(found) is False else ()
+
+
+@contextmanager
+def scale_kept(precision: Precision) -> Iterator[None]:
+    """Inside the block no loss calibrates the first loss scale: parts of a batch give another."""
+    uncalibrated, precision.uncalibrated = precision.uncalibrated, False
+    try:
+        yield
+    finally:
+        precision.uncalibrated = uncalibrated
 
 
 @contextmanager

@@ -52,6 +52,8 @@ from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_cla
 from halfstep.diagnostics.nonfinite.suspects import Suspects
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
+from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+from halfstep.precision.ownership import is_ours
 from halfstep.precision.scaling import calibrate, gradients
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -382,6 +384,7 @@ class ModuleCalls:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
+        self._portable: list[nn.Module] = []
         self._stack: list[_Call] = []
         self._calls: list[_Call] = []
 
@@ -391,9 +394,11 @@ class ModuleCalls:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                enter = Hook(partial(self._enter, name))
+                leave = Hook(partial(self._leave, name))
                 self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
+            self._portable = make_modules_portable_(self._model, is_ours)
         except BaseException:
             self.unhook()
             raise
@@ -402,7 +407,8 @@ class ModuleCalls:
         """Remove all hooks and forget what ran."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._stack, self._calls = [], [], []
+        make_modules_plain_(self._portable)
+        self._handles, self._portable, self._stack, self._calls = [], [], [], []
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         task = torch._C._current_graph_task_id()

@@ -93,7 +93,9 @@ def check_script(path: str | Path) -> list[Finding]:
         with tokenize.open(path) as file:  # in the encoding that the file says, with a BOM or not
             script = Script(file.read())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"{path}: cannot be read as Python: {error}") from error
+        raise DataError(
+            f"{path}: cannot be read as Python: {error or type(error).__name__}"
+        ) from error
     found = [
         Finding(str(path), line, rule.name, rule.what, rule.why, rule.instead)
         for rule in RULES

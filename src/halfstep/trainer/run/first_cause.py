@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.nonfinite.again import search
+from halfstep.diagnostics.nonfinite.again import scale_kept, search
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
@@ -121,14 +121,15 @@ class CauseSearch:
 
         precision.discard()
         alone = world.size == 1
-        cause = search(
-            session.task.model,
-            run,
-            batches,
-            clear=precision.discard,
-            alone=alone,
-            finish=strategy.finish,
-        )
+        with scale_kept(precision):
+            cause = search(
+                session.task.model,
+                run,
+                batches,
+                clear=precision.discard,
+                alone=alone,
+                finish=strategy.finish,
+            )
         if alone:
             return cause
         cause = cause and replace(cause, rank=world.rank, ranks=world.size)
