@@ -167,3 +167,41 @@ def test_a_long_evaluation_between_steps_keeps_nothing():
         model(X).mean().backward()
         optimizer.step()
     assert watched.report().of("activation")[0].elements == 16 * 8
+
+
+def test_functional_transforms_and_scripted_modules_run_as_without():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = nn.Sequential(model[0], nn.ReLU(), model[2])
+    with watch(plain, optimizer, every=1) as watched, watch(model, optimizer, every=1) as scripted:
+        values = {name: p.detach() for name, p in plain.named_parameters()}
+
+        def loss(values, x):
+            return torch.func.functional_call(plain, values, x).sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, X)  # of each sample
+        assert each["0.weight"].shape == (16, 4, 4)
+        model(X).sum().backward()
+        optimizer.step()
+    assert {one.name for one in scripted.report().of("activation")} == {"0", "2"}
+    assert {one.name: one.elements for one in watched.report().of("activation")} == {
+        "0": 64, "2": 16,
+    }  # fmt: skip
+    with watch(nn.Linear(4, 4).to("meta"), every=1):
+        pass
+
+
+def test_a_file_that_is_gone_does_not_stop_the_loop(tmp_path):
+    model, path = network(), tmp_path / "numerics.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp32", model, optimizer)
+    with watch(model, precision, every=1, to=path) as watched:
+        assert precision.step(model(X).mean()).applied
+        path.unlink()
+        path.mkdir()
+        with pytest.warns(UserWarning, match="cannot be written.*goes on without its file"):
+            assert precision.step(model(X).mean()).applied
+        assert precision.step(model(X).mean()).applied
+    assert watched.report().step == 3

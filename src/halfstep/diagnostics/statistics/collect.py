@@ -6,7 +6,8 @@ until :meth:`Collector.read`.
 
 Not counted: a forward without gradients outside of one with them, such as an evaluation or a
 teacher; a forward that activation checkpointing repeats in backward; a tensor that a module passes
-on as it got it from a module inside.
+on as it got it from a module inside; what runs inside of ``torch.func``, as ``vmap``, where tensors
+have no memory, or as a scripted module.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
@@ -48,6 +50,8 @@ class Collector:
         self._handles: list[RemovableHandle] = []
         enter = Hook(self._enter)
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             leave = Hook(partial(self._leave, name))
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -112,9 +116,9 @@ class Collector:
         if torch.compiler.is_compiling():
             return
         for key, tensor in tensors_in(output):
-            if not counted and not tensor.requires_grad:
-                continue  # an evaluation's
-            self._output(f"{name or type(module).__name__}{key}", tensor, counted)
+            evaluated = not counted and not tensor.requires_grad
+            if not evaluated and not is_functorch_wrapped_tensor(tensor):
+                self._output(f"{name or type(module).__name__}{key}", tensor, counted)
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
         version = -1 if x.is_inference() else x._version

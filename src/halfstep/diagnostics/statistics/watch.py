@@ -9,6 +9,7 @@ bit for bit those of a run without it, wherever a model computes the same with h
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -184,8 +185,10 @@ class Watch:
             try:
                 with self._to.open("a", encoding="utf-8") as file:
                     file.write(self._last.to_json() + "\n")
-            except OSError as error:
-                raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
+            except OSError as error:  # the step has been taken: its loop must not lose it
+                text = f"{self._to}: cannot be written: {error}; the watch goes on without its file"
+                warnings.warn(text, stacklevel=2)
+                self._to = None
 
     def _begin_file(self) -> None:
         """Start the file, or go on with it after the steps that a resumed run had taken."""
@@ -226,7 +229,8 @@ def watch(
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
         to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. It is begun
-            anew, unless ``start`` is above 0.
+            anew, unless ``start`` is above 0. Where it can no longer be written, as on a full disk,
+            the loop goes on with one warning.
         start: Steps before this context's first, in a resumed run, which watches those that the
             whole run would; later lines of the file are dropped.
         ranks: The ranks whose counts are merged, which must all watch. None: those of the
