@@ -28,6 +28,7 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.checks import no_loss
+from halfstep.precision.ownership import tensors_in
 from halfstep.precision.recovery import FIND_IT, Buffers
 from halfstep.precision.scaling.calibrate import graph_leaves
 from halfstep.precision.scaling.gradients import OneRank
@@ -274,7 +275,7 @@ def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the first dim of its first tensor that has one; else 0."""
-    return next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
+    return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 0)
 
 
 def take(batch: Any, rows: int, some: Sequence[int]) -> Any:
@@ -289,11 +290,3 @@ def take(batch: Any, rows: int, some: Sequence[int]) -> Any:
         parts = [take(part, rows, some) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)

@@ -17,6 +17,7 @@ from halfstep.diagnostics.scripts.syntax import (
     Call,
     Script,
     cast_of,
+    chain,
     dotted,
     last,
     low_format,
@@ -261,7 +262,7 @@ def _low_average(script: Script) -> Iterator[int]:
     names = {
         target: part.lineno
         for target, value, _ in script.assigned
-        for part in chain_of_casts(value)
+        for part in filter(cast_of, chain(value))
         if "ema" in last(target).lower().split("_") or last(target).lower().startswith("ema")
     }
     names |= {
@@ -273,15 +274,6 @@ def _low_average(script: Script) -> Iterator[int]:
     updates = ("update", "update_parameters", "lerp_", "mul_", "add_")
     if any(call.method in updates for call in script.calls if "scaler" not in call.receiver):
         yield from names.values()
-
-
-def chain_of_casts(value: ast.expr) -> Iterator[ast.Call]:
-    """The casts to 16 bits in ``copy(...).half().eval()``."""
-    node: ast.AST = value
-    while isinstance(node, ast.Call):
-        if cast_of(node):
-            yield node
-        node = node.func.value if isinstance(node.func, ast.Attribute) else ast.Pass()
 
 
 def _is_statement(script: Script, call: ast.Call) -> bool:
