@@ -205,3 +205,21 @@ def test_a_file_that_is_gone_does_not_stop_the_loop(tmp_path):
             assert precision.step(model(X).mean()).applied
         assert precision.step(model(X).mean()).applied
     assert watched.report().step == 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
+@pytest.mark.parametrize("subnormal", [0, 1, 3])
+def test_subnormal_are_the_numbers_that_the_tensor_held_so(scale, subnormal):
+    # a scale that is no power of two is divided out, which moves normal numbers below the least one
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with watch(model, optimizer, scaler=scaler, every=1) as watched:
+        scaler.scale(model(X).sum()).backward()
+        least = 2.0**-126
+        values = [least / 2] * subnormal + [least] * (3 - subnormal)
+        model.weight.grad = torch.tensor([[*values, 1.0]])
+        scaler.step(optimizer)
+        scaler.update()
+    (gradient,) = watched.report().of("gradient")
+    assert gradient.subnormal == subnormal

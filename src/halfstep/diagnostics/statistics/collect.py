@@ -30,7 +30,7 @@ from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
 from halfstep.precision.ownership import is_ours
 
-_Key = tuple[Kind, str, torch.dtype, torch.device, int]
+_Key = tuple[Kind, str, torch.dtype, torch.device, float, int]
 
 
 class Collector:
@@ -77,7 +77,7 @@ class Collector:
         if not x.is_floating_point() or x.is_meta:
             return
         factor, shift = _parts(scale)
-        key = (kind, name, x.dtype, x.device, shift)
+        key = (kind, name, x.dtype, x.device, factor, shift)
         if key not in self._rows:
             self._rows[key] = empty_row(x.device)
         add_(self._rows[key], x, factor)
@@ -101,8 +101,11 @@ class Collector:
             read |= dict(zip(keys, rows, strict=True))
         found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
         for key in self._rows:  # in the order of their first numbers
-            kind, name, dtype, _, shift = key
-            one = TensorStatistics.from_row(kind, name, dtype, read[key], shift)
+            kind, name, dtype, _, factor, shift = key
+            multiplied = factor != 1
+            one = TensorStatistics.from_row(
+                kind, name, dtype, read[key], shift, multiplied=multiplied
+            )
             found.setdefault((kind, name, dtype), []).append(one)
         return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
 
