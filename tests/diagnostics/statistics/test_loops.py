@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import threading
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, SpikeError, load_numerics, watch
+from halfstep import Precision, SpikeError, load_numerics, trace, trace_nonfinite, watch
 from halfstep.optim.optimizers import AdamW
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -223,3 +225,73 @@ def test_subnormal_are_the_numbers_that_the_tensor_held_so(scale, subnormal):
         scaler.update()
     (gradient,) = watched.report().of("gradient")
     assert gradient.subnormal == subnormal
+
+
+class Meeting(nn.Module):
+    """Halts another thread's forward here, until the main thread's has gone past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.passed = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            self.arrived.set()
+            assert self.passed.wait(60)
+        return x
+
+
+@contextlib.contextmanager
+def evaluated_by_another_thread(model: nn.Sequential, meeting: Meeting):
+    def evaluate():
+        with torch.no_grad():
+            model(X)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert meeting.arrived.wait(60)
+    try:
+        yield
+    finally:
+        meeting.passed.set()
+        thread.join()
+
+
+def test_an_evaluation_in_another_thread_is_not_counted():
+    meeting = Meeting()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(meeting, nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Loop(nn.Module):  # whose forward runs while the other thread's does
+        def forward(self, x):
+            thread = threading.Thread(target=lambda: self.evaluate(x))
+            thread.start()
+            thread.join()
+            return x
+
+        def evaluate(self, x):
+            with torch.no_grad():
+                model[0](x)
+
+    whole = nn.Sequential(Loop(), model)
+    with watch(whole, optimizer, every=1) as watched:
+        whole(X).mean().backward()
+        optimizer.step()
+    counted = {one.name: one.elements for one in watched.report().of("activation")}
+    assert counted == {"0": 16 * 4, "1.0": 16 * 8, "1.1.1": 16 * 2}
+
+
+def test_a_trace_names_the_module_of_its_own_thread():
+    meeting = Meeting()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(meeting, nn.Linear(8, 2)))
+    with trace_nonfinite(model) as traced, evaluated_by_another_thread(model, meeting):
+        (model[0](X) * 0 - 1).log().sum()
+    assert (traced.first_cause.op, traced.first_cause.module) == ("aten.log.default", "")
+    meeting.arrived.clear()
+    meeting.passed.clear()
+    with trace(model) as ran, evaluated_by_another_thread(model, meeting):
+        (model[0](X).square().sum()).backward()
+    assert {row.module for row in ran.operations if row.op == "addmm"} == {"0"}
+    assert {row.class_name for row in ran.operations if row.op in ("pow", "sum")} <= {"", "Linear"}
+    backward = {row.module for row in ran.operations if row.op == "mm"}
+    assert backward == {"0"}

@@ -13,6 +13,7 @@ have no memory, or as a scripted module.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -45,7 +46,7 @@ class Collector:
         """
         self._ask, self._scale = scale, 0.0
         self._rows: dict[_Key, Tensor] = {}
-        self._counted: list[bool] = []  # for each forward that is running, the inner ones last
+        self._running = _Running()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[RemovableHandle] = []
         enter = Hook(self._enter)
@@ -110,14 +111,18 @@ class Collector:
         return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        outer = bool(self._counted and self._counted[-1])
-        # A checkpoint's forward has no gradients on, but is inside of one that has.
-        self._counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        counted = self._counted.pop() if self._counted else False
         if torch.compiler.is_compiling():
             return
+        counted = self._running.counted
+        outer = bool(counted and counted[-1])
+        # A checkpoint's forward has no gradients on, but is inside of one that has.
+        counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        running = self._running.counted
+        counted = running.pop() if running else False
         for key, tensor in tensors_in(output):
             evaluated = not counted and not tensor.requires_grad
             if not evaluated and not is_functorch_wrapped_tensor(tensor):
@@ -138,6 +143,14 @@ class Collector:
     def _gradient(self, name: str, gradient: Tensor) -> None:
         self._scale = self.scale
         self.add("activation_gradient", name, gradient.detach(), self._scale)
+
+
+class _Running(threading.local):
+    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
+
+    def __init__(self) -> None:
+        self.counted: list[bool] = []
+        """Whether each is counted, the inner ones last."""
 
 
 def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
