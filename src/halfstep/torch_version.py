@@ -210,6 +210,11 @@ PRIVATE: tuple[Private, ...] = (
         TRACING,
         _have("torch.utils._python_dispatch._get_current_dispatch_mode_stack"),
     ),
+    Private(
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        EVERYTHING,
+        lambda: not torch._C._functorch.is_functorch_wrapped_tensor(torch.ones(1)),
+    ),
     Private("torch._C._current_graph_task_id", TRACING, _graph_task),
     Private("torch._C._current_autograd_node", TRACING, _have("torch._C._current_autograd_node")),
     Private(

@@ -559,12 +559,12 @@ def test_modules_of_a_backward_in_another_thread(reentrant):
     loss = []
 
     def forward():
+        calls.hook()  # a trace is entered in the thread whose forwards it follows
         x = torch.ones(2, requires_grad=True)
         y = model[0](x)
         y = checkpoint(lambda y: model[2](model[1](y)), y, use_reentrant=reentrant)
         loss.append(model[0](y).sum())
 
-    calls.hook()
     for work in (forward, lambda: loss[0].backward()):
         thread = threading.Thread(target=work)
         thread.start()

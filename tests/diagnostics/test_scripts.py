@@ -293,3 +293,22 @@ class C:
         ast.unparse(node.func) for node in ast.walk(script.tree) if isinstance(node, ast.Call)
     }
     assert {call.name for call in script.calls} >= wanted - {"deco", "dd"}
+
+
+def test_a_script_is_read_in_its_own_encoding(tmp_path):
+    path = tmp_path / "train.py"
+    bad = RULES[0].bad
+    path.write_bytes(b"\xef\xbb\xbf" + bad.encode())  # as editors on Windows write it
+    assert [finding.rule for finding in check_script(path)] == [RULES[0].name]
+    path.write_bytes(("# -*- coding: latin-1 -*-\n# caf\xe9\n" + bad).encode("latin-1"))
+    assert [finding.rule for finding in check_script(path)] == [RULES[0].name]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("train.ipynb", b'{"cells": []}'), ("nested.py", b"x = " + b"-" * 200_000 + b"1")],
+)
+def test_what_would_be_read_as_nothing_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)  # a notebook is an expression of Python, too
+    with pytest.raises(DataError, match=rf"{name}.*Python"):
+        check_script(tmp_path / name)

@@ -173,3 +173,26 @@ def test_without_a_precision_a_policy_is_needed_to_compare():
     assert len(ran.differences("bf16-mixed")) == 2
     with pytest.raises(PrecisionError, match=r"trace\(precision\)"):
         trace(model, "bf16-mixed")
+
+
+def test_lazy_and_complex_weights():
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lazy = nn.LazyLinear(4)
+            self.turn = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.lazy(x).to(torch.complex64) @ self.turn).abs().sum()
+
+    model = Phases()
+    with trace(model) as ran:  # which must not fail, nor leave hooks on the others
+        pass
+    stored = {(held.kind, held.dtype): held.bytes for held in ran.holdings}
+    assert stored == {("weights", "complex64"): 64}
+    assert not model.turn._post_accumulate_grad_hooks
+    with trace(model) as ran:
+        model(torch.ones(2, 3)).backward()
+    stored = {(held.kind, held.dtype): held.bytes for held in ran.holdings}
+    assert stored["weights", "fp32"] == 4 * (3 * 4 + 4)
+    assert stored["gradients", "complex64"] == 64

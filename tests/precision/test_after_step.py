@@ -103,6 +103,29 @@ def test_rollback_goes_back_bit_for_bit_and_helps_once(policy):
 
 
 @pytest.mark.filterwarnings("ignore:back to a copy")
+def test_rollback_puts_back_a_buffer_that_a_forward_assigns_anew():
+    class Averaging(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return super().forward(x - self.mean)
+
+    model, means = Averaging(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    precision = Precision("fp32", model, optimizer, on_nonfinite="rollback:2")
+    for number in range(6):
+        x = torch.full((2, 4), math.nan if number == 3 else 1.0)
+        result = precision.step(model(x).square().mean())
+        assert result.applied == (number != 3)
+        means.append(model.mean)
+    assert torch.equal(means[3], means[1])  # a copy is taken every second step
+    assert torch.equal(means[4], means[2])
+
+
+@pytest.mark.filterwarnings("ignore:back to a copy")
 def test_rollback_of_1_goes_back_one_step_not_none():
     model, _, precision = make("fp32", on_nonfinite="rollback:1")
     weights = [{n: v.clone() for n, v in precision.masters.items()}]

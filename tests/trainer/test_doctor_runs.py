@@ -1,12 +1,14 @@
 """``halfstep doctor RUN``: each rule finds its mistake in a run, alone, and no other run's."""
 
 import json
+import math
 
 import pytest
 
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.trainer.doctor.runs import RUN_RULES, changed, check_run, facts_of
+from halfstep.trainer.run.metrics import Record
 from trainer.runs import run, small_config
 
 HEALTHY = [{"step": i, "applied": True, "loss": 2.0, "loss_scale": 65536.0} for i in range(1, 31)]
@@ -40,11 +42,28 @@ def test_what_is_healthy(records):
     assert [r.name for r in RUN_RULES if r.find(changed(healthy(), {"records": records}))] == []
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_found_as_a_run_writes_it(loss):
+    record = Record(step=31, applied=False, loss=loss, skip_reason="nonfinite_loss")
+    records = [*HEALTHY, json.loads(record.to_json())]
+    found = [r.name for r in RUN_RULES if r.find(changed(healthy(), {"records": records}))]
+    assert found == ["loss-not-finite"]
+
+
+@pytest.mark.parametrize("lost", [{"a": "x"}, {"a": None}, {"a": "nan"}, {}, [0.5], {"b": []}])
+def test_shares_that_are_no_numbers_are_passed_over(lost):
+    records = [*HEALTHY, {**HEALTHY[-1], "lost_updates": lost}]
+    assert [r.name for r in RUN_RULES if r.find(changed(healthy(), {"records": records}))] == []
+
+
 def test_a_real_run(corpus, tmp_path, capsys):
     path = tmp_path / "r"
     run(small_config(corpus, "fp16-mixed"), path)
     # this test's helper writes no metrics; a line as the trainer writes it
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in HEALTHY))
+    assert check_run(path) == []
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "applied": fal')  # a killed process leaves this
     assert check_run(path) == []
     assert main(["doctor", str(path)]) == 0
     assert "no known mistake of precision" in capsys.readouterr().out
@@ -66,7 +85,7 @@ def test_what_is_no_run(tmp_path, capsys):
     assert "neither a run's folder nor a .py file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", "[1]\n", "1\n", "\xff"])
+@pytest.mark.parametrize("text", ["{\n", "[1]\n", "1\n", "\xff"])
 def test_damaged_metrics_are_refused(corpus, tmp_path, text):
     path = tmp_path / "r"
     run(small_config(corpus, "fp32"), path, until=1)

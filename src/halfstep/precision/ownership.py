@@ -25,7 +25,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.cast import give_back_, is_cast
 from halfstep.precision.masters.arrivals import Arrivals, is_running
-from halfstep.precision.masters.portable import Loaded, make_plain_
+from halfstep.precision.masters.portable import Hook, Loaded, make_plain_
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 
 # How many first losses are checked for another scaler; a loop that uses one does so at once.
@@ -281,9 +281,9 @@ def _is_of_scaler(factor: Tensor) -> bool:
 
 
 def is_ours(value: object) -> bool:
-    """Whether a hook or a replaced ``forward`` was put on a model by Precision."""
+    """Whether a hook or a replaced ``forward`` was put on a model by Precision, or by a watch."""
     value = getattr(value, "hook", value)  # torch wraps load_state_dict pre-hooks
-    return isinstance(value, ForwardWatch | Loaded) or is_cast(value)
+    return isinstance(value, ForwardWatch | Hook | Loaded) or is_cast(value)
 
 
 def release(

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 Action = Literal["stop", "skip", "rollback"]
+_Choice = TypeVar("_Choice", "OnNonFinite", "OnSpike")
 _KEPT = ("params", "lr", "initial_lr")
 
 OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
@@ -54,17 +55,8 @@ class OnNonFinite:
     @classmethod
     def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
         """Parse the written form; an OnNonFinite is returned as it is."""
-        if isinstance(text, OnNonFinite):
-            return text
-        if not isinstance(text, str):
-            text = repr(text)  # not an allowed form, so that the error below shows it
-        if text == "stop":
-            return cls()
-        if counted := _counted(text):
-            return cls(*counted)
-        raise PrecisionError(
-            f"on_nonfinite={text!r}; allowed: stop, skip:K, rollback:N with K, N > 0"
-        )
+        allowed = "stop, skip:K, rollback:N with K, N > 0"
+        return _parse(cls, text, "on_nonfinite", ("stop",), allowed)
 
     def __str__(self) -> str:
         return _written(self)
@@ -87,28 +79,26 @@ class OnSpike:
     @classmethod
     def parse(cls, text: str | OnSpike) -> OnSpike:
         """Parse the written form; an OnSpike is returned as it is."""
-        if isinstance(text, OnSpike):
-            return text
-        if not isinstance(text, str):
-            text = repr(text)  # not an allowed form, so that the error below shows it
-        if text in ("off", "stop"):
-            return cls(text)  # type: ignore[arg-type]
-        if counted := _counted("skip:10" if text == "skip" else text):
-            return cls(*counted)
-        raise PrecisionError(
-            f"on_spike={text!r}; allowed: off, stop, skip, skip:K, rollback:N with K, N > 0"
-        )
+        allowed = "off, stop, skip, skip:K, rollback:N with K, N > 0"
+        written = "skip:10" if text == "skip" else text
+        return _parse(cls, written, "on_spike", ("off", "stop"), allowed)
 
     def __str__(self) -> str:
         return _written(self)
 
 
-def _counted(text: str) -> tuple[Action, int] | None:
-    """Read ``"skip:K"`` or ``"rollback:N"``; None for anything else."""
-    name, _, number = text.partition(":")
+def _parse(
+    kind: Callable[..., _Choice], text: object, option: str, alone: Sequence[str], allowed: str
+) -> _Choice:
+    """Read one of the actions that stand alone, ``"skip:K"`` or ``"rollback:N"``."""
+    if type(text) is kind:
+        return cast("_Choice", text)
+    name, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text in alone:
+        return kind(name)
     if name in get_args(Action)[1:] and number.isdecimal() and int(number) >= 1:
-        return name, int(number)  # type: ignore[return-value]
-    return None
+        return kind(name, int(number))
+    raise PrecisionError(f"{option}={text!r}; allowed: {allowed}")
 
 
 def _written(choice: OnNonFinite | OnSpike) -> str:
@@ -339,7 +329,8 @@ class Snapshot:
         weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
         parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
         weights += [part for part in parts if part.data_ptr() not in held]
-        every = (*weights, *model.buffers(), *averages.values(), *owned)
+        every = (*weights, *averages.values(), *owned)
+        self._buffers = Buffers(model)
         self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
         self._states = [
             (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers
@@ -353,6 +344,7 @@ class Snapshot:
     @torch.no_grad()
     def restore_(self) -> None:
         """Restore everything in place, bit for bit; may be called again."""
+        self._buffers.restore_()
         for tensor, value in self._tensors:
             tensor.copy_(value)
         for optimizer, states in self._states:
@@ -361,3 +353,30 @@ class Snapshot:
                 optimizer.state[parameter] = copy.deepcopy(state)
         for group, options in self._groups:
             group.update(copy.deepcopy(options))
+
+
+class Buffers:
+    """A copy of a model's buffers, to put back: their values, and the very tensors.
+
+    A forward may assign a new tensor to a buffer's name. torch's batch norm writes its averages
+    without a new ``_version``, so values are compared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Restore them bit for bit; may be called again. What has not changed is not written."""
+        for module, name, buffer in self._named:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+        for buffer, value in self._values:
+            if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -139,7 +139,7 @@ class Precision:
         self._applied_total = self._skipped_total = self._skipped_in_a_row = 0
         self._scaled = self.policy.loss_scale.kind != "none"
         self._scale_found = self.policy.loss_scale.kind != "dynamic"
-        self._uncalibrated = self.policy.loss_scale.calibrate
+        self.uncalibrated = self.policy.loss_scale.calibrate  # the next finite loss sets the scale
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self.on_broken: recovery.OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
@@ -237,8 +237,8 @@ class Precision:
             self._loss = None  # its gradients have been cleared since
         with self._context.arithmetic():
             held = self._loss_scale
-            if self._uncalibrated:
-                self._uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
+            if self.uncalibrated:
+                self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
             scale = held.value if self.path is None else self.path.scale(held)
             with self.masters.arrivals.running(scale, loss, asked):
                 scalar = loss.reshape(()) if loss.dim() else loss
@@ -483,7 +483,7 @@ class Precision:
         self.masters.adopt()
         masters = check_state(state, self.policy, self.named_parameters(), weights)
         if load_scale(self._loss_scale, state, str(self.policy)):
-            self._uncalibrated = False
+            self.uncalibrated = False
             self._scale_found |= state["applied_total"] > 0
         self._applied_total = state["applied_total"]
         self._skipped_total = state["skipped_total"]

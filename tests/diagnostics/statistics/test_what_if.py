@@ -195,3 +195,42 @@ def test_an_unknown_format_is_refused():
 
 def test_the_examples():
     assert doctest.testmod(module).failed == 0
+
+
+LIMITS = [
+    *(2.0**e for e in (-149, -134, -133, -126, -25, -24, -17, -16, -14, -10, -9, -6, 0, 15, 127)),
+    *(1.5 * 2.0**e for e in (-134, -25, -17, -10)),
+    *(
+        2.0**-25 * (1 + 2.0**-23),
+        2.0**-14 - 2.0**-25,
+        2.0**-14 - 2.0**-24,
+        65504.0,
+        65519.99,
+        65520.0,
+    ),
+    *(448.0, 464.0, 464.0001, 57344.0, 61439.99, 61440.0, 3.3895314e38, 3.4028235e38),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_numbers_at_each_limit_are_exact(form, dtype):
+    """As the gradients of a mean are: all in one place, with both signs and some zeros."""
+    for value in LIMITS:
+        x = torch.tensor([value, -value, value, 0.0, -0.0], dtype=dtype)
+        row = statistics(x)
+        assert row.zeros == 2
+        for k in (0, -3, 7):
+            scaled = float(x[0].double()) * 2.0**k
+            rounded = float(form.round_to(torch.tensor(scaled, dtype=torch.float64)))
+            found = what_if(row, form, k)
+            assert found.flushed == (rounded == 0), (value, k)
+            # how many of the limit's own binade overflow is an estimate; whether any does, is not
+            assert (found.overflowed > 0) == (not math.isfinite(rounded)), (value, k)
+        fit = window(row, form)
+        for k, flushed in ((fit.low, False), (fit.low - 1, True)):
+            rounded = form.round_to(x[0].double() * 2.0**k)
+            assert (rounded == 0) == flushed, (value, k)
+        for k, finite in ((fit.high, True), (fit.high + 1, False)):
+            rounded = form.round_to(x[0].double() * 2.0**k)
+            assert rounded.isfinite() == finite, (value, k)

@@ -5,17 +5,20 @@ them. Gradients, buffers and random state come back as they were. Where the rows
 run apart, the rows that make the NaN are named too::
 
     rows of the operation's output     which of its rows are not finite
-    otherwise, halves of the batch     go on with the half that fails, until one row is left
+    otherwise, halves of the batch     go on with the half that fails, until one row is left; where
+                                       it cannot run alone, with the half that the rest lacks
     in the end                         without these rows it must not happen, else no row is named
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +27,10 @@ from halfstep.diagnostics.nonfinite.trace import NonFiniteTrace, trace_nonfinite
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require
-from halfstep.precision.recovery import FIND_IT
+from halfstep.precision.checks import no_loss
+from halfstep.precision.ownership import tensors_in
+from halfstep.precision.recovery import FIND_IT, Buffers
+from halfstep.precision.scaling.calibrate import graph_leaves
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
@@ -39,20 +45,23 @@ def first_cause(
     """Run forward and backward of a batch again, and name what makes its first NaN or infinity.
 
     Call it where a step was skipped or has raised, with the batch of that step. Weights, buffers,
-    optimizer and random state are left as they are; gradients are cleared.
+    optimizer and random state (torch's, NumPy's and Python's) are left as they are; the model's
+    gradients are cleared, those of other tensors stay.
 
     Args:
         precision: The :class:`halfstep.Precision` that trains, whose autocast, loss scale and
             arithmetic are used; or the model of a loop without one.
         loss: Computes the loss, a scalar, as the loop does; called once without a batch, or
-            with ``batch``, and then several times with some of its rows.
+            with ``batch``, and then several times with some of its rows. Where it runs a second
+            model in training, buffers of that one move.
         batch: A tensor, or tuples, lists and dicts of tensors whose first dim is the batch's.
 
     Returns:
         The cause, with the ``samples`` of the batch that make it; None if all values are finite.
 
     Raises:
-        PrecisionError: If ``precision`` is neither, or ``loss`` is not a function.
+        PrecisionError: If ``precision`` is neither, or ``loss`` is not a function that returns a
+            scalar with its graph.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -72,21 +81,26 @@ def first_cause(
     if isinstance(precision, Precision):
         used, model = precision, precision.model
 
-        def run(number: int, rows: Any) -> None:
-            with used.autocast():
-                value = loss() if batch is None else loss(rows)
-            used.backward(value)
-
-        clear = used.discard
+        context: Callable[[], Any] = used.autocast
+        backward, clear = used.backward, used.discard
+        scaled: AbstractContextManager[None] = scale_kept(used)
     else:
-        model = precision
-        clear = model.zero_grad
+        model, context = precision, nullcontext
+        backward, clear = Tensor.backward, model.zero_grad
+        scaled = nullcontext()
+    own = set(model.parameters())
 
-        def run(number: int, rows: Any) -> None:
-            (loss() if batch is None else loss(rows)).backward()  # type: ignore[no-untyped-call]
+    def run(number: int, rows: Any) -> None:
+        with context():
+            value = loss() if batch is None else loss(rows)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise no_loss(value)
+        with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
+            backward(value)
 
     clear()
-    cause = search(model, run, [batch], clear=clear)
+    with scaled:
+        cause = search(model, run, [batch], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
@@ -137,13 +151,13 @@ def search(
     if not alone:
         return replace(cause, samples=likely)
 
-    def fails(some: Sequence[int]) -> bool:
+    def fails(some: Sequence[int]) -> bool | None:
         try:
             rest = take(batches[at], rows, some)
             with undisturbed(model), trace_nonfinite(model) as part:
                 run(at, rest)
         except Exception:  # a model that takes no such part of a batch
-            return False
+            return None
         finally:
             clear()
         return _same(part, cause)
@@ -179,7 +193,8 @@ def explained(
 
 def _same(trace: NonFiniteTrace, cause: Cause) -> bool:
     found = trace.first_cause
-    return found is not None and (found.op, found.module) == (cause.op, cause.module)
+    parts = ("op", "module", "direction", "kind")
+    return found is not None and all(getattr(found, p) == getattr(cause, p) for p in parts)
 
 
 def _likely(cause: Cause, rows: int) -> tuple[int, ...]:
@@ -192,40 +207,67 @@ def _likely(cause: Cause, rows: int) -> tuple[int, ...]:
 
 
 def _responsible(
-    rows: int, likely: tuple[int, ...], fails: Callable[[Sequence[int]], bool]
+    rows: int, likely: tuple[int, ...], fails: Callable[[Sequence[int]], bool | None]
 ) -> tuple[int, ...]:
-    """The samples that make the NaN, and without which it is not made; empty if there are none."""
+    """The samples that make the NaN, and without which it is not made; empty if there are none.
+
+    ``fails`` tells whether some rows make it; None where they cannot be run.
+    """
+
+    def others_fail(some: Sequence[int]) -> bool | None:
+        return fails([row for row in range(rows) if row not in some])
+
+    def has_it(some: Sequence[int]) -> bool:
+        failed = fails(some)
+        return others_fail(some) is False if failed is None else failed  # batch norm of one row
+
     if rows == 1:
         return (0,)
-    every = range(rows)
-    if likely and not fails([row for row in every if row not in likely]):
+    if likely and not others_fail(likely):
         return likely
-    found: Sequence[int] = every
+    found: Sequence[int] = range(rows)
     while len(found) > 1:
         half = len(found) // 2
-        found = next((part for part in (found[:half], found[half:]) if fails(part)), ())
-    return tuple(found) if found and not fails([r for r in every if r not in found]) else ()
+        found = next((part for part in (found[:half], found[half:]) if has_it(part)), ())
+    return tuple(found) if found and others_fail(found) is False else ()
+
+
+@contextmanager
+def scale_kept(precision: Precision) -> Iterator[None]:
+    """Inside the block no loss calibrates the first loss scale: parts of a batch give another."""
+    uncalibrated, precision.uncalibrated = precision.uncalibrated, False
+    try:
+        yield
+    finally:
+        precision.uncalibrated = uncalibrated
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside the block a model may run; afterwards buffers, gradients and random state are back."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    with torch.random.fork_rng([i or 0 for i in devices]):
+    buffers, of_python, of_numpy = Buffers(model), random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([i or 0 for i in devices]), _gradients_kept(model.parameters()):
         try:
-            for parameter, _ in gradients:
-                parameter.grad = None
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value, version in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            buffers.restore_()
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
             torch.clear_autocast_cache()
+
+
+@contextmanager
+def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block these tensors have no gradients yet; afterwards theirs are back."""
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    try:
+        for leaf, _ in gradients:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
 
 
 # Rows of a nested batch.
@@ -233,7 +275,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def rows_of(batch: Any) -> int:
     """The number of rows of a batch: the first dim of its first tensor that has one; else 0."""
-    return next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
+    return next((t.shape[0] for t in tensors_in(batch) if t.dim()), 0)
 
 
 def take(batch: Any, rows: int, some: Sequence[int]) -> Any:
@@ -248,11 +290,3 @@ def take(batch: Any, rows: int, some: Sequence[int]) -> Any:
         parts = [take(part, rows, some) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)

@@ -18,11 +18,11 @@ are never reported.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from threading import get_ident
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +52,8 @@ from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_cla
 from halfstep.diagnostics.nonfinite.suspects import Suspects
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
+from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+from halfstep.precision.ownership import is_ours
 from halfstep.precision.scaling import calibrate, gradients
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -122,7 +124,7 @@ class NonFiniteTrace(TorchDispatchMode):
     def __enter__(self) -> NonFiniteTrace:
         if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
             raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
-        self._thread = get_ident()
+        self._thread = threading.get_ident()
         named = [*self._model.named_buffers(), *self._model.named_parameters()]
         for name, tensor in named:
             if not nn.parameter.is_lazy(tensor):
@@ -232,7 +234,8 @@ class NonFiniteTrace(TorchDispatchMode):
             dims=outputs[0].dim(),
             roles=[o.role for o in operands if o.nan or o.inf],
             tensors=sum(isinstance(i.original, Tensor) for i in given),
-            mask=kind == "overflow" and overflows_a_mask(made, given),
+            mask=(kind, place.direction) == ("overflow", "forward")
+            and overflows_a_mask(made, given),
             gain=gain,
             after=self._modules.any_ended,
         )
@@ -337,8 +340,9 @@ def median_gain(model: nn.Module) -> float:
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     gains = []
     for parameter in model.parameters():
+        codes = not parameter.is_floating_point() and not parameter.is_complex()  # quantised
         lazy = nn.parameter.is_lazy(parameter)
-        if lazy or parameter.dim() < 2 or id(parameter) in tables:
+        if codes or lazy or parameter.dim() < 2 or id(parameter) in tables:
             continue
         value = stored(parameter.detach()).double()
         if value.numel() and bool(value.isfinite().all()):
@@ -369,6 +373,13 @@ class _Call(NamedTuple):
     end: int = sys.maxsize  # one more than the last node's
 
 
+class _Running(threading.local):
+    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
 class ModuleCalls:
     """Tracks the forwards of a model's modules by hooks.
 
@@ -380,18 +391,23 @@ class ModuleCalls:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._stack: list[_Call] = []
+        self._portable: list[nn.Module] = []
+        self._running = _Running()
         self._calls: list[_Call] = []
+        self._thread = 0
 
     def hook(self) -> None:
         """Register the hooks; if that fails, none is left."""
+        self._thread = threading.get_ident()
         try:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                enter = Hook(partial(self._enter, name))
+                leave = Hook(partial(self._leave, name))
                 self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
+            self._portable = make_modules_portable_(self._model, is_ours)
         except BaseException:
             self.unhook()
             raise
@@ -400,16 +416,23 @@ class ModuleCalls:
         """Remove all hooks and forget what ran."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._stack, self._calls = [], [], []
+        make_modules_plain_(self._portable)
+        self._handles, self._portable, self._calls = [], [], []
+        self._running = _Running()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         task = torch._C._current_graph_task_id()
         first = torch._C._autograd._get_sequence_nr()
-        self._stack.append(_Call(name, type(module).__name__, task, first))
+        self._running.stack.append(_Call(name, type(module).__name__, task, first))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack and self._stack[-1].name == name:
-            call = self._stack.pop()
+        stack = self._running.stack
+        if not stack or stack[-1].name != name:
+            return
+        call = stack.pop()
+        if (
+            call.task != -1 or threading.get_ident() == self._thread
+        ):  # other threads number their own nodes
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
 
     @property
@@ -420,7 +443,7 @@ class ModuleCalls:
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """The location of the current operation; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
-        top = self._stack[-1] if self._stack else None
+        top = self._running.stack[-1] if self._running.stack else None
         if task == -1 or (top is not None and top.task == task):
             return Location() if top is None else Location(top.name, top.class_name)
         node = torch._C._current_autograd_node()

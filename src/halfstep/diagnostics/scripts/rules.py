@@ -8,6 +8,7 @@ scaler that other code gets, a branch that excludes the other, a name that no op
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from halfstep.diagnostics.scripts.syntax import (
     Call,
     Script,
     cast_of,
+    chain,
     dotted,
     last,
     low_format,
@@ -84,11 +86,17 @@ def check_script(path: str | Path) -> list[Finding]:
     Raises:
         DataError: If the file cannot be read, or is not Python.
     """
+    if Path(path).suffix == ".ipynb":
+        raise DataError(
+            f"{path}: a notebook; allowed: Python, as jupyter nbconvert --to script writes it"
+        )
     try:
-        source = Path(path).read_text(encoding="utf-8")
-        script = Script(source)
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as Python: {error}") from error
+        with tokenize.open(path) as file:  # in the encoding that the file says, with a BOM or not
+            script = Script(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(
+            f"{path}: cannot be read as Python: {error or type(error).__name__}"
+        ) from error
     found = [
         Finding(str(path), line, rule.name, rule.what, rule.why, rule.instead)
         for rule in RULES
@@ -254,7 +262,7 @@ def _low_average(script: Script) -> Iterator[int]:
     names = {
         target: part.lineno
         for target, value, _ in script.assigned
-        for part in chain_of_casts(value)
+        for part in filter(cast_of, chain(value))
         if "ema" in last(target).lower().split("_") or last(target).lower().startswith("ema")
     }
     names |= {
@@ -266,15 +274,6 @@ def _low_average(script: Script) -> Iterator[int]:
     updates = ("update", "update_parameters", "lerp_", "mul_", "add_")
     if any(call.method in updates for call in script.calls if "scaler" not in call.receiver):
         yield from names.values()
-
-
-def chain_of_casts(value: ast.expr) -> Iterator[ast.Call]:
-    """The casts to 16 bits in ``copy(...).half().eval()``."""
-    node: ast.AST = value
-    while isinstance(node, ast.Call):
-        if cast_of(node):
-            yield node
-        node = node.func.value if isinstance(node.func, ast.Attribute) else ast.Pass()
 
 
 def _is_statement(script: Script, call: ast.Call) -> bool:

@@ -6,12 +6,14 @@ several modules tells theirs. Counts stay on the device until :meth:`Collector.r
 
 Not counted: a forward without gradients outside of one with them, such as an evaluation or a
 teacher; a forward that activation checkpointing repeats in backward; a tensor that a module passes
-on as it got it from a module inside.
+on as it got it from a module inside; what runs inside of ``torch.func``, as ``vmap``, where tensors
+have no memory, or as a scripted module.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -20,14 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
 from halfstep.kernels.exponents import add_, add_difference_, empty_row
 from halfstep.kernels.onlookers import Onlooker
 from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+from halfstep.precision.ownership import is_ours
 
-_Key = tuple[Kind, str, torch.dtype, torch.device, int]
+_Key = tuple[Kind, str, torch.dtype, torch.device, float, int]
 
 
 class Collector:
@@ -42,36 +47,46 @@ class Collector:
         """
         self._ask, self._scale = scale, 0.0
         self._rows: dict[_Key, Tensor] = {}
-        self._counted: list[bool] = []  # for each forward that is running, the inner ones last
+        self._running = _Running()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             one = _Module(self, name or type(module).__name__)
-            self._handles.append(module.register_forward_pre_hook(one.enter))
-            self._handles.append(module.register_forward_hook(one.leave, always_call=True))
+            enter, leave = Hook(one.enter), Hook(one.leave)
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._portable = make_modules_portable_(model, is_ours)
 
     def close(self) -> None:
         """Remove the hooks, those that wait on tensors for their gradients included."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        make_modules_plain_(self._portable)
+        self._handles, self._portable = [], []
 
     def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
-        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor."""
+        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
+
+        A complex number counts as two.
+        """
         x = local_part(x)
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
         if x.is_sparse:
             x = x.coalesce().values()
         if not x.is_floating_point() or x.is_meta:
             return
         factor, shift = _parts(scale)
-        add_(self._row((kind, name, x.dtype, x.device, shift)), x, factor)
+        add_(self._row((kind, name, x.dtype, x.device, factor, shift)), x, factor)
 
     def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
         """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
         if not after.is_floating_point():
             return
         wide = torch.promote_types(after.dtype, torch.float32)
-        add_difference_(self._row(("update", name, wide, after.device, 0)), after, before)
+        add_difference_(self._row(("update", name, wide, after.device, 1.0, 0)), after, before)
 
     def _row(self, key: _Key) -> Tensor:
         if key not in self._rows:
@@ -97,29 +112,38 @@ class Collector:
             read |= dict(zip(keys, rows, strict=True))
         found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
         for key in self._rows:  # in the order of their first numbers
-            kind, name, dtype, _, shift = key
-            one = TensorStatistics.from_row(kind, name, dtype, read[key], shift)
+            kind, name, dtype, _, factor, shift = key
+            multiplied = factor != 1
+            one = TensorStatistics.from_row(
+                kind, name, dtype, read[key], shift, multiplied=multiplied
+            )
             found.setdefault((kind, name, dtype), []).append(one)
         return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
 
     def enter(self) -> None:
         """A module's forward begins."""
-        outer = bool(self._counted and self._counted[-1])
+        if torch.compiler.is_compiling():
+            return
+        counted = self._running.counted
+        outer = bool(counted and counted[-1])
         # A checkpoint's forward has no gradients on, but is inside of one that has.
-        self._counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
+        counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
 
     def leave(self, name: str, output: Any) -> None:
         """It has ended with this output."""
-        counted = self._counted.pop() if self._counted else False
         if torch.compiler.is_compiling():
             return
+        running = self._running.counted
+        counted = running.pop() if running else False
         for key, tensor in tensors_in(output):
-            self._output(f"{name}{key}", tensor, counted)
+            evaluated = not counted and not tensor.requires_grad
+            if not evaluated and not is_functorch_wrapped_tensor(tensor):
+                self._output(f"{name}{key}", tensor, counted)
 
     def told(self, name: str, x: Tensor) -> Callable[[Tensor], None]:
         """A kernel computed a module's output; count it, and return what counts its gradient."""
         self.enter()
-        if self._counted.pop():
+        if self._running.counted.pop():
             self.add("activation", name, x)
         return partial(self._gradient, name)
 
@@ -131,7 +155,7 @@ class Collector:
         self._seen[id(x)] = (weakref.ref(x), version)
         if counted:
             self.add("activation", name, x.detach())
-        if x.requires_grad and x.is_floating_point() and x.dim():  # a loss's is 1 over and over
+        if x.requires_grad and x.dim():  # a loss's is 1 over and over
             wait = partial(self._gradient, name)
             self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
 
@@ -154,6 +178,14 @@ class _Module(Onlooker):
 
     def told(self, output: Tensor) -> Callable[[Tensor], None]:
         return self._collector.told(self._name, output)
+
+
+class _Running(threading.local):
+    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
+
+    def __init__(self) -> None:
+        self.counted: list[bool] = []
+        """Whether each is counted, the inner ones last."""
 
 
 def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep.errors import NonFiniteError
+from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
@@ -80,7 +80,7 @@ class PrecisionSteps:
         self._wants_gradients = True
         try:
             result = original(*args, **options)
-        except NonFiniteError:
+        except (NonFiniteError, SpikeError):
             listener.finished(lambda: False)
             raise
         finally:
@@ -166,21 +166,34 @@ class OptimizerSteps:
         return [(self._names[p], p) for p in held if p in self._names and p.requires_grad]
 
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not self._ours(optimizer):
-            return
+            return None
         if optimizer in self._stepped and self._scaler is None:
             self._end()
         if not self._listener.watching:
-            return
-        if optimizer not in self._unscaled:
-            scale = getattr(optimizer, "grad_scale", None)
-            self._measure(optimizer, 1.0 if scale is None else float(scale))
+            return None
         found = getattr(optimizer, "found_inf", None)
         if found is not None:
             self._flags.append(found.detach().clone())
         for name, weight in self._trained(optimizer):
             self._listener.before(name, weight)
+        own, *given = args  # torch hands the optimizer itself over as well
+        closure, *others = [*given, options.get("closure")]
+        if closure is None:
+            self._finished(optimizer)
+            return None
+        measured = _First(closure, partial(self._finished, optimizer))
+        if given:
+            return (own, measured, *others[:-1]), options
+        return args, {**options, "closure": measured}
+
+    @torch.no_grad()
+    def _finished(self, optimizer: Optimizer) -> None:
+        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
+        if optimizer not in self._unscaled:
+            scale = getattr(optimizer, "grad_scale", None)
+            self._measure(optimizer, 1.0 if scale is None else float(scale))
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
@@ -216,6 +229,21 @@ class OptimizerSteps:
         flags, stepped = self._flags, bool(self._stepped)
         self._stepped, self._unscaled, self._flags = [], [], []
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
+
+
+class _First:
+    """A closure that makes the gradients itself; the first time it has run, they are the step's."""
+
+    def __init__(self, closure: Callable[[], Any], measure: Callable[[], None]) -> None:
+        self._closure, self._measure = closure, measure
+        self._due = True
+
+    def __call__(self) -> Any:
+        value = self._closure()
+        if self._due:
+            self._due = False
+            self._measure()
+        return value
 
 
 def bare_optimizer(optimizer: Any) -> Any:

@@ -74,9 +74,20 @@ class TensorStatistics:
 
     @classmethod
     def from_row(
-        cls, kind: Kind, name: str, dtype: torch.dtype, row: Sequence[float], shift: int = 0
+        cls,
+        kind: Kind,
+        name: str,
+        dtype: torch.dtype,
+        row: Sequence[float],
+        shift: int = 0,
+        *,
+        multiplied: bool = False,
     ) -> Self:
-        """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does."""
+        """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does.
+
+        ``multiplied`` says that its numbers were multiplied by a factor before they were counted:
+        which of them had been subnormal was counted apart.
+        """
         raw = {e: int(n) for e, n in enumerate(row[FIRST : FIRST + MOST - LEAST + 1], LEAST) if n}
         normal = min_exponent(dtype)
         zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
@@ -91,7 +102,7 @@ class TensorStatistics:
             # an fp64 square may overflow, and the mean is at most the maximum
             rms=math.ldexp(min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]), shift),
             zeros=zeros,
-            subnormal=int(row[SUBNORMAL]) or small,
+            subnormal=int(row[SUBNORMAL]) if multiplied else small,
             nan=nan,
             inf=inf,
             mantissa_bits=int(row[DIGITS]),

@@ -10,6 +10,7 @@ halfstep's own GPT does: its kernels serve hooks that only look (``kernels/onloo
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.over_ranks import over_ranks
 from halfstep.diagnostics.statistics.steps import OptimizerSteps, PrecisionSteps, bare_optimizer
 from halfstep.errors import CheckpointError, DataError, PrecisionError
+from halfstep.files import write_whole
 from halfstep.formats import FloatFormat
 from halfstep.precision.agreement import ManyRanks, as_ranks, ranks_of_this_process
 from halfstep.precision.border import require
@@ -178,22 +180,21 @@ class Watch:
             try:
                 with self._to.open("a", encoding="utf-8") as file:
                     file.write(self._last.to_json() + "\n")
-            except OSError as error:
-                raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
+            except OSError as error:  # the step has been taken: its loop must not lose it
+                text = f"{self._to}: cannot be written: {error}; the watch goes on without its file"
+                warnings.warn(text, stacklevel=2)
+                self._to = None
 
     def _begin_file(self) -> None:
         """Start the file, or go on with it after the steps that a resumed run had taken."""
         if self._to is None:
             return
         try:
-            old = self._to.read_text(encoding="utf-8", errors="replace") if self._start else ""
-        except OSError:
-            old = ""
-        try:
-            self._to.write_text(
-                "".join(f"{line}\n" for line in old.splitlines() if _until(line, self._start)),
-                encoding="utf-8",
-            )
+            if self._start and self._to.is_file():
+                old = self._to.read_text(encoding="utf-8", errors="replace").splitlines()
+                write_whole(self._to, "".join(f"{s}\n" for s in old if _until(s, self._start)))
+            else:
+                self._to.write_text("", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
 
@@ -217,12 +218,13 @@ def watch(
         model: The model that is trained; modules that ``torch.compile`` runs show no activations.
         source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that step
             in turn. None: any optimizer that holds one of the model's parameters, for loops that
-            make it themselves.
+            make it themselves; each step of each is a step then.
         scaler: The loop's gradient scaler (torch's or halfstep's), where it has one: gradients are
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
         to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. It is begun
-            anew, unless ``start`` is above 0.
+            anew, unless ``start`` is above 0. Where it can no longer be written, as on a full disk,
+            the loop goes on with one warning.
         start: Steps before this context's first, in a resumed run, which watches those that the
             whole run would; later lines of the file are dropped.
         ranks: The ranks whose counts are merged, which must all watch. None: those of the

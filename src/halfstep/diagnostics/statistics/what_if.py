@@ -111,6 +111,8 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
     # that: all from half a gap above it to half of the finer gap below, as dense as on both sides.
     dense = math.sqrt(2 * at(half - k, 0) * at(half - k - 1, 0))
     ties = min(0.75 * dense * 2.0**-values.mantissa_bits, at(half - k, 0))
+    if values.absmax == math.ldexp(1.0, half - k):  # nothing in their binade is larger
+        ties = at(half - k, 0)
     flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
     low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent) - ties
     low -= at(form.min_exponent - 1 - k, 0) * form.eps  # rounds to the smallest normal number
@@ -166,6 +168,7 @@ def window(values: TensorStatistics, form: FloatFormat | str = "fp16") -> Window
         if seen > allowed:
             low = half - e  # this binade must not be flushed
             break
+    low += what_if(values, form, low).flushed > FLUSHED_AT_MOST  # the ties at its lower end
     high = math.frexp(_limit(form))[1] - math.frexp(values.absmax)[1] + 1
     while beyond(values.absmax, form, high):
         high -= 1

@@ -104,8 +104,9 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self) -> Ran:
         for name, parameter in self._model.named_parameters():
-            if not nn.parameter.is_lazy(parameter):
-                self._names[storage_key(parameter)] = name, True
+            if nn.parameter.is_lazy(parameter):
+                continue
+            self._names[storage_key(parameter)] = name, True
             if parameter.requires_grad:
                 hook = self._received(name)
                 added = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -171,10 +172,11 @@ class Trace(TorchDispatchMode):
         """What is stored, by kind and format."""
         found: dict[tuple[str, str], list[Tensor]] = {}
         for kind, tensor in self._stored():
-            if tensor.is_floating_point() or tensor.dtype in _CODES:
+            numbers = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in _CODES
+            if numbers and not nn.parameter.is_lazy(tensor):
                 found.setdefault((kind, dtype_name(tensor.dtype)), []).append(tensor)
         return [
-            Holding(kind, form, len(ts), sum(stored(t).numel() * t.element_size() for t in ts))
+            Holding(kind, form, len(ts), sum(stored(t).nbytes for t in ts))
             for (kind, form), ts in found.items()
         ]
 

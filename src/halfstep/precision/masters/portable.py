@@ -1,5 +1,7 @@
 """Makes copies and pickles of a model under Precision plain models, which need no halfstep.
 
+The same holds of a model whose steps are watched.
+
 * ``copy.deepcopy`` of the model, of a part of it or of a parameter gives fp32 weights with the
   exact trained values, and no hooks. So an average of weights, a target network or a momentum
   encoder made from such a copy follows updates that 16 bits would lose.
@@ -43,6 +45,19 @@ _NUMBERED = (
     "_forward_pre_hooks_with_kwargs",
 )
 
+
+class Hook:
+    """A function as a hook that copies and pickles of a model leave out."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+        self.__self__ = getattr(run, "__self__", None)  # of a method, as Python names its owner
+
+    def __call__(self, *args: Any) -> None:
+        """Run the function."""
+        self._run(*args)
+
+
 Exact = weakref.WeakMethod[Callable[[Tensor], Tensor]]
 
 
@@ -54,23 +69,38 @@ def make_portable_(
     ``ours`` recognises halfstep's hooks and forwards. ``low`` are the parameters that were cast to
     16 bits; ``exact``, a weak reference, gives the exact fp32 values of one of them.
     """
-    for module in model.modules():
-        hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
-        if any(map(ours, (*hooks, module.__dict__.get("forward")))):
-            own = weakref.ref(module)
-            module.__dict__["__reduce_ex__"] = partial(_reduce_module, own, ours)
-            module.__dict__["__prepare_scriptable__"] = partial(_plain_copy, own)
+    make_modules_portable_(model, ours)
     for parameter in low:
         held = weakref.ref(parameter)
         parameter.__dict__["__deepcopy__"] = partial(_exact_copy, held, exact)
         parameter.__dict__["__reduce_ex__"] = partial(_reduce_parameter, held)
 
 
-def make_plain_(model: nn.Module) -> None:
-    """Remove from a model what :func:`make_portable_` added for copies and pickles."""
+def make_modules_portable_(model: nn.Module, ours: Callable[[object], bool]) -> list[nn.Module]:
+    """Make copies and pickles of modules that have hooks plain, and return those that were not."""
+    changed = []
     for module in model.modules():
+        hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+        if "__reduce_ex__" in module.__dict__:
+            continue
+        if any(map(ours, (*hooks, module.__dict__.get("forward")))):
+            own = weakref.ref(module)
+            module.__dict__["__reduce_ex__"] = partial(_reduce_module, own, ours)
+            module.__dict__["__prepare_scriptable__"] = partial(_plain_copy, own)
+            changed.append(module)
+    return changed
+
+
+def make_modules_plain_(modules: Iterable[nn.Module]) -> None:
+    """Remove from modules what :func:`make_modules_portable_` added."""
+    for module in modules:
         for name in _OF_A_MODULE:
             module.__dict__.pop(name, None)
+
+
+def make_plain_(model: nn.Module) -> None:
+    """Remove from a model what :func:`make_portable_` added for copies and pickles."""
+    make_modules_plain_(model.modules())
     for parameter in model.parameters():
         for name in _OF_A_PARAMETER:
             parameter.__dict__.pop(name, None)

@@ -70,10 +70,11 @@ def _forms(names: str) -> frozenset[str]:
 
 _BF16 = "has bf16 tensor cores: the range of fp32, so that the loss needs no scale"
 # Names that contain others stand first: "RTX 6000 Ada" before "RTX A6000", "GTX 1650" before "T4".
+# A GeForce ends in 50 to 90; workstation cards share one number: Quadro RTX 5000, RTX 5000 Ada.
 DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
         family="Blackwell (GeForce and workstation)", type="cuda", since=(12, 0),
-        models=r"RTX ?50(\d\d)?\b|BLACKWELL|GB10\b|DGX SPARK",
+        models=r"RTX ?50([5-9]0)?(TI)?\b|BLACKWELL|GB10\b|DGX SPARK",
         examples=("RTX 5090", "RTX PRO 6000 Blackwell", "GB10"),
         native=_forms("fp32 tf32 bf16 fp16 fp8 fp4"), policy="bf16-mixed", reason=_BF16,
         source=f"{_CUDA}; NVIDIA RTX Blackwell GPU Architecture",
@@ -92,14 +93,14 @@ DEVICES: tuple[DeviceKind, ...] = (
     ),
     DeviceKind(
         family="Ada", type="cuda", since=(8, 9),
-        models=r"\bL(4|20|40S?)\b|RTX ?40(\d\d)?\b|\bADA\b",
+        models=r"\bL(4|20|40S?)\b|RTX ?40([5-9]0)?(TI)?\b|\bADA\b",
         examples=("L4", "L40S", "RTX 4090", "RTX 6000 Ada"),
         native=_forms("fp32 tf32 bf16 fp16 fp8"), policy="bf16-mixed", reason=_BF16,
         source=f"{_CUDA}; NVIDIA Ada GPU Architecture",
     ),
     DeviceKind(
         family="Ampere", type="cuda", since=(8, 0),
-        models=r"\bA(2|10G?|16|30|40|100|800)\b|RTX ?30(\d\d)?\b|RTX ?A\d000\b|\bORIN\b",
+        models=r"\bA(2|10G?|16|30|40|100|800)\b|RTX ?30([5-9]0)?(TI)?\b|RTX ?A\d000\b|\bORIN\b",
         examples=("A100", "A10G", "A40", "RTX 3090", "RTX A6000"),
         native=_forms("fp32 tf32 bf16 fp16"), policy="bf16-mixed", reason=_BF16,
         source=f"{_CUDA}; NVIDIA A100 Tensor Core GPU Architecture",
@@ -114,7 +115,7 @@ DEVICES: tuple[DeviceKind, ...] = (
     ),
     DeviceKind(
         family="Turing", type="cuda", since=(7, 5),
-        models=r"\bT4G?\b|RTX ?20(\d\d)?\b|QUADRO RTX|TITAN RTX",
+        models=r"\bT4G?\b|RTX ?20([5-9]0)?(TI)?\b|QUADRO RTX|TITAN RTX",
         examples=("T4", "RTX 2080 Ti", "Quadro RTX 6000"),
         native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
         reason="has tensor cores for fp16 and none for bf16; the loss is scaled, since fp16 "

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from halfstep.diagnostics.lost_updates.report import LOUD
+from halfstep.files import write_whole
 from halfstep.trainer.bench.turns import LEAST, Row
 from halfstep.trainer.cores import remark
 
@@ -274,9 +275,8 @@ class BenchReport:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "bench.json"
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"{text}\n", encoding="utf-8")
-        return temporary.replace(path)
+        write_whole(path, f"{text}\n")
+        return path
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from halfstep.diagnostics.scripts.rules import Finding
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.report.record import number as as_number
 from halfstep.trainer.checkpoint.store import list_checkpoints
 from halfstep.trainer.config.config import config_from_table, config_to_table
 from halfstep.trainer.config.run import BaseConfig
@@ -89,7 +91,8 @@ def read_facts(path: Path) -> Facts:
     config = run_config(path)
     try:
         text = (path / METRICS).read_text(encoding="utf-8") if (path / METRICS).exists() else ""
-        records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        whole, _, _ = text.rpartition("\n")  # a killed process may leave a part of a line
+        records = [json.loads(line) for line in whole.splitlines() if line.strip()]
         saved = list_checkpoints(path / CHECKPOINTS)
         state = json.loads((saved[-1] / "state.json").read_text("utf-8")) if saved else None
     except (OSError, ValueError, RecursionError) as error:
@@ -170,19 +173,28 @@ def _scale_below_one(facts: Facts) -> Found | None:
 def _updates_lost(facts: Facts) -> Found | None:
     for number, record in reversed(list(enumerate(facts.records, 1))):
         lost = record.get("lost_updates")
-        if isinstance(lost, dict) and lost:
-            worst = max(lost, key=lambda name: lost[name])
-            if lost[worst] <= _LOST:
+        shares = lost.items() if isinstance(lost, dict) else ()
+        known = {name: share for name, of in shares if math.isfinite(share := _number(of))}
+        if known:
+            worst = max(known, key=lambda name: known[name])
+            if known[worst] <= _LOST:
                 return None
-            return METRICS, number, f"{lost[worst]:.0%} of the updates of {worst} were lost"
+            return METRICS, number, f"{known[worst]:.0%} of the updates of {worst} were lost"
     return None
 
 
 def _loss_not_finite(facts: Facts) -> Found | None:
     for number, record in enumerate(facts.records, 1):
-        if record.get("loss") is None and record.get("skip_reason") != "overflow":
+        finite = math.isfinite(_number(record.get("loss")))
+        if not finite and record.get("skip_reason") != "overflow":
             return METRICS, number, f"the loss of step {record.get('step')} was not finite"
     return None
+
+
+def _number(value: Any) -> float:
+    """A number of a line; NaN where there is none."""
+    found = as_number(value)
+    return math.nan if found is None else found
 
 
 def _skipped(facts: Facts) -> int:
@@ -242,7 +254,7 @@ RUN_RULES: tuple[RunRule, ...] = (
         why="no loss scale can help there",
         instead="halfstep.trace_nonfinite around the step, or --on-nonfinite skip:3",
         find=_loss_not_finite,
-        bad={"records": [_STEP, {"step": 2, "applied": False, "skip_reason": "nonfinite_loss"}]},
+        bad={"records": [_STEP, {**_SKIP, "loss": "nan", "skip_reason": "nonfinite_loss"}]},
     ),
 )
 """Every rule."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from halfstep.errors import CheckpointError
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.spikes import Spiking
+from halfstep.trainer.run.metrics import keep_lines
 from halfstep.trainer.tasks.task import Task
 
 EXCLUDE = "exclude.jsonl"
@@ -29,7 +30,10 @@ class Excluded:
         self._applied: deque[int] = deque(maxlen=undone)
         self._guarded = choice.action != "off"
         if self._guarded and self._path.exists():
-            self._write("w", _kept(self._path, last_step))
+            try:
+                keep_lines(self._path, last_step, "spike_step")
+            except OSError as error:
+                raise self._refused(error) from error
 
     def stepped(self, step: int, result: StepResult) -> None:
         """Note a step, numbered as in ``metrics.jsonl``; write its window if it spiked."""
@@ -52,24 +56,11 @@ class Excluded:
             batch = self._task.rows(number - 1)
             line = {"step": number, "spike_step": step, "reason": reason, **batch}
             lines.append(json.dumps(line) + "\n")
-        self._write("a", lines)
-
-    def _write(self, mode: str, lines: list[str]) -> None:
         try:
-            with self._path.open(mode, encoding="utf-8") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
+            raise self._refused(error) from error
 
-
-def _kept(path: Path, last_step: int) -> list[str]:
-    """The complete lines of spikes up to a step."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found: Any = json.loads(line)
-            if found["spike_step"] <= last_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    return kept
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path}: cannot be written: {error}")

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.nonfinite.again import search
+from halfstep.diagnostics.nonfinite.again import scale_kept, search
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.run.folder import CAUSES
-from halfstep.trainer.run.metrics import kept_lines
+from halfstep.trainer.run.metrics import keep_lines
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
 
@@ -64,7 +64,10 @@ class CauseSearch:
     def __enter__(self) -> CauseSearch:
         file = self._path / CAUSES
         if self._session.world.is_main and file.exists():  # a resumed run writes them again
-            file.write_text("".join(kept_lines(file, self._session.step)), encoding="utf-8")
+            try:
+                keep_lines(file, self._session.step)
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be written: {error}") from error
         self._session.precision.on_broken = self._look
         return self
 
@@ -118,14 +121,15 @@ class CauseSearch:
 
         precision.discard()
         alone = world.size == 1
-        cause = search(
-            session.task.model,
-            run,
-            batches,
-            clear=precision.discard,
-            alone=alone,
-            finish=strategy.finish,
-        )
+        with scale_kept(precision):
+            cause = search(
+                session.task.model,
+                run,
+                batches,
+                clear=precision.discard,
+                alone=alone,
+                finish=strategy.finish,
+            )
         if alone:
             return cause
         cause = cause and replace(cause, rank=world.rank, ranks=world.size)

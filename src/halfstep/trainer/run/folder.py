@@ -28,6 +28,7 @@ from typing import IO, Any
 import torch
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.files import write_whole
 from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
@@ -108,9 +109,7 @@ def create_run(path: Path, session: Session) -> RunFolder:
 
 def write_config(path: Path, config: BaseConfig) -> None:
     """Write a run's configuration atomically; a resume rewrites it with its changed settings."""
-    temporary = path / "config.toml.tmp"
-    temporary.write_text(config_to_toml(config), encoding="utf-8")
-    os.replace(temporary, path / "config.toml")
+    write_whole(path / "config.toml", config_to_toml(config))
 
 
 def reopen_run(path: Path) -> RunFolder:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,7 @@ class MetricsFile:
         self._path = path
         try:
             if path.exists():
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(kept_lines(path, keep_until_step)), encoding="utf-8")
-                os.replace(temporary, path)
+                keep_lines(path, keep_until_step)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be written: {error}") from error
@@ -133,16 +132,16 @@ class MetricsFile:
         self._file.close()
 
 
-def kept_lines(path: Path, last_step: int) -> list[str]:
-    """Return the complete lines, up to a step, of a file with one JSON object a line."""
+def keep_lines(path: Path, last_step: int, key: str = "step") -> None:
+    """Drop torn lines, and those of later steps, from a file with one JSON object a line."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= last_step:
+            if json.loads(line)[key] <= last_step:
                 kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    return kept
+    write_whole(path, "".join(kept))
 
 
 class PeakMemory:

@@ -16,6 +16,7 @@ import torch
 from rich.cells import cell_len
 from torch.nn import functional
 
+from halfstep.files import write_whole
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.labelled.examples import Examples, padded
@@ -189,9 +190,9 @@ def write_report(
     """
     odd = {k: None for k, v in about.items() if isinstance(v, float) and not math.isfinite(v)}
     values = {**about, **odd, **report_values(confusion, labels)}
-    _replace(folder / "report.txt", report_table(confusion, labels).encode())
+    write_whole(folder / "report.txt", report_table(confusion, labels))
     text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
-    _replace(folder / "report.json", (text + "\n").encode())
+    write_whole(folder / "report.json", f"{text}\n")
     try:  # optional dependency
         from matplotlib.figure import Figure
     except ImportError:
@@ -286,9 +287,3 @@ def _printable(label: str) -> str:
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

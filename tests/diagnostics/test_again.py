@@ -1,0 +1,156 @@
+"""A search of the first cause leaves everything around it as it was."""
+
+import copy
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError, first_cause, trace, trace_nonfinite
+
+NAN = float("nan")
+
+
+class Averaging(nn.Module):
+    """Centres its input by a running mean, which each forward assigns anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.linear(x - self.mean)
+
+
+def broken(*shape: int) -> torch.Tensor:
+    x = torch.randn(*shape)
+    x[3] = NAN
+    return x
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.BatchNorm1d(4)), (8, 4)),
+        (nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)), (8, 2, 3, 3)),
+        (nn.Sequential(nn.SyncBatchNorm(4)), (8, 4)),
+        (Averaging(), (8, 4)),
+    ],
+    ids=["batch norm", "batch norm of images", "sync batch norm", "a buffer assigned anew"],
+)
+@pytest.mark.parametrize("ending", ["found", "interrupted"])
+def test_buffers_are_left_as_they_are(model, shape, ending):
+    # torch's batch norm writes its averages without a new version, and a NaN there stays for ever
+    before = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    x = broken(*shape)
+
+    def loss(x):
+        value = model(x).sum()
+        if ending == "interrupted":
+            raise KeyboardInterrupt
+        return value
+
+    if ending == "found":
+        assert first_cause(model, loss, x).samples == (3,)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            first_cause(model, loss, x)
+    for name, buffer in model.named_buffers():
+        tensor, value = before[name]
+        assert buffer is tensor, name
+        assert torch.equal(buffer, value), name
+
+
+def test_random_numbers_of_python_and_numpy_are_left_as_they_are():
+    model = nn.Linear(4, 1)
+    random.seed(0)
+    np.random.seed(0)  # a mixup draws from it
+
+    def loss(x):
+        share = np.random.beta(0.5, 0.5) * random.random()
+        return model(x * share).sum()
+
+    assert first_cause(model, loss, broken(8, 4)).samples == (3,)
+    drawn = random.random(), np.random.beta(0.5, 0.5)
+    random.seed(0)
+    np.random.seed(0)
+    assert drawn == (random.random(), np.random.beta(0.5, 0.5))
+
+
+@pytest.mark.parametrize("policy", ["", "bf16-mixed", "fp16-mixed"])
+def test_gradients_of_other_modules_and_of_inputs_are_left_as_they_are(policy):
+    made, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    noise = broken(8, 4).requires_grad_()
+    judge.weight.grad = kept = torch.ones(1, 4)
+    precision = policy and Precision(policy, made, torch.optim.SGD(made.parameters(), lr=0.1))
+    cause = first_cause(precision or made, lambda z: judge(made(z)).mean(), noise)
+    assert cause.samples == (3,)
+    assert judge.weight.grad is kept
+    assert torch.equal(kept, torch.ones(1, 4))
+    assert judge.bias.grad is None
+    assert noise.grad is None
+
+
+@pytest.mark.parametrize("value", [3.0, torch.ones(2), torch.ones(())], ids=str)
+def test_a_loss_without_a_graph_is_refused(value):
+    with pytest.raises(PrecisionError, match=r"backward\(\) got a.*allowed"):
+        first_cause(nn.Linear(2, 1), lambda: value)
+
+
+def test_quantised_weights_have_no_gain():
+    # codes from -127 to 127 look like weights that have diverged
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    for number in range(4):
+        codes = torch.randint(-127, 128, (64, 64), dtype=torch.int8)
+        model.register_parameter(f"codes{number}", nn.Parameter(codes, requires_grad=False))
+    cause = first_cause(model, lambda: (model[1](model[0](torch.ones(4, 8))) - 100).log().sum())
+    assert cause.cause_class == "invalid operation"
+    assert cause.gain < 2
+
+
+def test_an_overflow_of_equal_gradients_is_no_mask():
+    # one large negative number all over looks like a mask that was added twice, but for where it is
+    model = nn.Linear(4, 1)
+    precision = Precision("fp16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((8, 4), 3e4)
+
+    def loss(x):
+        return 0.01 * (model(x) - 6e4).float().square().mean()
+
+    with precision.autocast():
+        value = loss(x)
+    assert not precision.step(value).applied
+    cause = first_cause(precision, loss, x)
+    assert (cause.direction, cause.cause_class) == ("backward", "overflow in the backward")
+
+
+def test_a_loss_scale_that_is_not_calibrated_stays_so():
+    # the healthy half of the batch would otherwise set it
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision("fp16-mixed,init_scale=auto", model, optimizer)
+    before = precision.loss_scale.state_dict()
+    cause = first_cause(precision, lambda x: model(x).float().sum(), broken(8, 4))
+    assert cause.samples == (3,)
+    assert precision.loss_scale.state_dict() == before
+    with precision.autocast():
+        loss = model(torch.full((8, 4), 1e3)).float().sum()
+    assert precision.step(loss).applied  # at the scale that this batch allows
+
+
+@pytest.mark.parametrize("context", [trace_nonfinite, trace], ids=["nonfinite", "what ran"])
+def test_copies_and_pickles_made_under_a_trace_are_plain(context):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with context(model):
+        copied, saved = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, saved)
+    for module in copied.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert b"halfstep" not in saved.getvalue()
+    assert not any("__reduce_ex__" in vars(module) for module in model.modules())

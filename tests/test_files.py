@@ -1,0 +1,70 @@
+"""A file that is written anew is the old one or the new one, never a part of either."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from halfstep import watch
+from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.errors import CheckpointError
+from halfstep.files import write_whole
+from halfstep.trainer.run.metrics import MetricsFile, keep_lines
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Files take the first half of what is written to them, and then there is no space."""
+
+    def cut(self, data, *_, **__):
+        content = data.encode() if isinstance(data, str) else data
+        with self.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    monkeypatch.setattr(Path, "write_bytes", cut)
+
+
+LINES = [json.dumps({"step": step}) for step in range(1, 9)]
+
+
+def test_all_or_nothing(tmp_path, full_disk):
+    path = tmp_path / "some.txt"
+    with path.open("w") as file:
+        file.write("before")
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "afterwards")
+    assert path.read_text() == "before"
+
+
+def test_lines_are_kept_by_any_key_and_torn_ones_dropped(tmp_path):
+    path = tmp_path / "causes.jsonl"
+    path.write_text("\n".join([*LINES, '{"step": 3, "other": 9}', "[]", '{"step"']))
+    keep_lines(path, 3)
+    assert path.read_text().splitlines() == [*LINES[:3], '{"step": 3, "other": 9}']
+    keep_lines(path, 9, "other")
+    assert path.read_text().splitlines() == ['{"step": 3, "other": 9}']
+    assert [file.name for file in tmp_path.iterdir()] == ["causes.jsonl"]
+
+
+def test_a_resume_on_a_full_disk_loses_no_line(tmp_path, full_disk):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.write("\n".join(LINES))
+    with pytest.raises(CheckpointError, match="No space"):
+        MetricsFile(path, 5)
+    assert path.read_text().splitlines() == LINES
+
+
+def test_a_watch_that_goes_on_with_a_file_loses_no_line(tmp_path, full_disk):
+    path = tmp_path / "numerics.jsonl"
+    step = {"applied": True, "loss_scale": 1.0, "policy": "", "tensors": ()}
+    lines = [StepNumerics(step=n, **step).to_json() for n in (1, 2, 4)]
+    with path.open("w") as file:
+        file.write("\n".join(lines))
+    with pytest.raises(CheckpointError, match="No space"):
+        watch(nn.Linear(2, 1), every=2, to=path, start=2).__enter__()
+    assert path.read_text().splitlines() == lines
