@@ -83,6 +83,8 @@ class Collector:
 
     def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
         """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
+        if after.is_complex():
+            after, before = torch.view_as_real(after), torch.view_as_real(before)
         if not after.is_floating_point():
             return
         wide = torch.promote_types(after.dtype, torch.float32)
