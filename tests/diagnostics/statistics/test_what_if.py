@@ -234,3 +234,12 @@ def test_equal_numbers_at_each_limit_are_exact(form, dtype):
         for k, finite in ((fit.high, True), (fit.high + 1, False)):
             rounded = form.round_to(x[0].double() * 2.0**k)
             assert rounded.isfinite() == finite, (value, k)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_fp64_numbers_that_a_scale_takes_out_of_fp64(form):
+    row = statistics(torch.tensor([1e305, -1e305, 1.0], dtype=torch.float64))
+    found = what_if(row, form, 24)
+    assert found.overflowed >= 2 / 3 - 1e-9
+    assert beyond(1.7e308, form, 1000)
+    assert not beyond(0.0, form, 2000)

@@ -143,7 +143,10 @@ def _limit(form: FloatFormat) -> float:
 
 def beyond(magnitude: float, form: FloatFormat, k: int = 0) -> bool:
     """Whether a magnitude times 2^k overflows when it is rounded to a format."""
-    value, limit = math.ldexp(magnitude, k), _limit(form)
+    limit = _limit(form)
+    if magnitude and math.frexp(magnitude)[1] + k > math.frexp(limit)[1]:
+        return True  # where ldexp may overflow
+    value = math.ldexp(magnitude, k)
     # A tie goes to the even neighbour: e4m3's largest has an even mantissa, the others' an odd one.
     return value > limit or (value == limit and not form.finite_only)
 
