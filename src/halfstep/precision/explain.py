@@ -142,7 +142,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     if policy.casts_per_op:
         weights += f"; cast to {dtype_name(c)} operation by operation"
     elif policy.casts == "module":
-        weights += f"; FSDP2 gathers them in {dtype_name(c)}, module by module"
+        weights += f"; FSDP2 gathers them in {dtype_name(c)}, module by module: sharded runs only"
     scale = policy.loss_scale
     scale_text = {
         "none": "the loss is not scaled",
