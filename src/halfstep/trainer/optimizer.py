@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep.optim as optim
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
 _OWN: Mapping[str, Callable[..., Optimizer]] = {
@@ -70,6 +70,19 @@ def make_optimizer(
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
+
+
+def averages(config: OptimizerConfig) -> float:
+    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 0.03 for Adafactor.
+
+    Counted on a small parameter, so that it holds for any optimizer.
+    """
+    probe = nn.Linear(64, 64, bias=False, device="cpu", dtype=torch.float32)
+    optimizer = make_optimizer(probe, config, POLICIES["fp32"])
+    probe.weight.grad = torch.zeros_like(probe.weight)
+    optimizer.step()
+    kept = [t for t in optimizer.state[probe.weight].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.numel() for t in kept) / probe.weight.numel()
 
 
 # The learning rate is a pure function of the number of steps taken and applied.

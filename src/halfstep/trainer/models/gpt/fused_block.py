@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
+from halfstep.kernels.forward import cast_copy, is_plain
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,
@@ -53,7 +54,7 @@ class Weights(NamedTuple):
         low = [p.ndim == 2 or p is self.qkv_bias for p in self]
         return Weights(
             *(
-                p.to(_LOW if is_low else torch.float32).contiguous()
+                cast_copy(p, _LOW if is_low else torch.float32)
                 for p, is_low in zip(self, low, strict=True)
             )
         )
@@ -90,7 +91,7 @@ def weights_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Weig
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None
     found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
-    if any(type(p) is not nn.Parameter or p.device.type != "cpu" for p in found):
+    if not all(map(is_plain, found)):
         return None
     return Weights(*found)  # type: ignore[arg-type]
 
