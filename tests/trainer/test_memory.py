@@ -17,7 +17,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.data.progress import no_progress
-from halfstep.trainer.estimate import estimate_config
+from halfstep.trainer.estimate import estimate_config, require_memory
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.optimizer import averages
 from halfstep.trainer.session import open_session
@@ -197,6 +197,23 @@ def test_a_module_of_the_users_own_is_called_in_steps_alone(tmp_path, monkeypatc
 def test_the_averages_that_an_optimizer_keeps(name, kept):
     found = averages(OptimizerConfig(name=name))
     assert found == pytest.approx(kept, rel=0.01)
+
+
+def test_no_random_number_is_drawn_and_no_model_touched(corpus):
+    config = small_config(
+        corpus, "bf16-mixed", model__dropout=0.1, model__activation_checkpointing=True
+    )
+    task = open_session(config, no_progress).task
+    before = {n: (p, p.detach().clone()) for n, p in task.model.named_parameters()}
+    attributes = {n: set(m.__dict__) for n, m in task.model.named_modules()}
+    state = torch.get_rng_state()
+    found = require_memory(task, torch.device("cpu"), Layout())
+    assert found.part("activations") > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in task.model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    assert {n: set(m.__dict__) for n, m in task.model.named_modules()} == attributes
 
 
 @pytest.mark.skipif(not compiled(), reason="no C++ compiler: torch's operations run")

@@ -77,12 +77,13 @@ def averages(config: OptimizerConfig) -> float:
 
     Counted on a small parameter, so that it holds for any optimizer.
     """
-    probe = nn.Linear(64, 64, bias=False, device="cpu", dtype=torch.float32)
+    probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
+    (weight,) = probe.parameters()
     optimizer = make_optimizer(probe, config, POLICIES["fp32"])
-    probe.weight.grad = torch.zeros_like(probe.weight)
+    weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    kept = [t for t in optimizer.state[probe.weight].values() if isinstance(t, Tensor) and t.dim()]
-    return sum(t.numel() for t in kept) / probe.weight.numel()
+    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.numel() for t in kept) / weight.numel()
 
 
 # The learning rate is a pure function of the number of steps taken and applied.

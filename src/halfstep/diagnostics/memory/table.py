@@ -112,6 +112,13 @@ class Memory:
             _add(left, forms)
         return [*ordered[:most], *([(OTHERS, left)] if left else [])]
 
+    def modules_text(self) -> str:
+        """What :meth:`by_kind` tells, in a line."""
+        found = self.by_kind()
+        return (
+            "; ".join(f"{n} {size_text(sum(f.values()))} ({_forms(f)})" for n, f in found) or "none"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, which :func:`memory_from_json` reads."""
         return {**asdict(self), "total": self.total}
@@ -158,8 +165,9 @@ class Memory:
         for name in PARTS:
             found = self.bytes.get(name, {})
             if self.part(name):
-                forms = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
-                rows.append((name, size_text(self.part(name)), forms))
+                rows.append((name, size_text(self.part(name)), _forms(found)))
+                split = self.by_kind() if name == "activations" else []
+                rows += [(f"  {n}", size_text(sum(f.values())), _forms(f)) for n, f in split]
         rows.append(("total", size_text(self.total), f"{self.policy}, {self._how()}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -169,6 +177,10 @@ class Memory:
     def _how(self) -> str:
         how = "measured" if self.measured else "estimated"
         return f"{how}, on each of {self.ranks} ranks" if self.ranks > 1 else how
+
+
+def _forms(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
 
 
 def _add(sums: dict[str, int], forms: Mapping[str, int]) -> None:
