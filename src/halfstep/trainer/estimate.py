@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.optimizer import averages
+from halfstep.trainer.optimizer import OWN, averages
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Task
 
@@ -143,7 +142,7 @@ class _OfRank:
         if self.batch is not None:
             twin = _twin(self.model, splits, layout.tensor)
             if recompute:
-                _switch(twin, True)
+                _switch_on(twin)
             twin.forward = partial(_loss, twin)
             with contextlib.suppress(PrecisionError):
                 found = estimate(twin, policy, (self.batch,), **options)
@@ -192,12 +191,11 @@ def _nothing(*_: Any) -> None:
     """A hook that does nothing."""
 
 
-def _switch(model: nn.Module, on: bool) -> bool:
-    """Turn activation checkpointing on or off where a module has the switch; whether one has."""
-    found = [m for m in model.modules() if hasattr(m, "activation_checkpointing")]
-    for module in found:
-        module.activation_checkpointing = on  # type: ignore[assignment]
-    return bool(found)
+def _switch_on(model: nn.Module) -> None:
+    """Turn activation checkpointing on where a module has the switch."""
+    for module in model.modules():
+        if hasattr(module, "activation_checkpointing"):
+            module.activation_checkpointing = True  # type: ignore[assignment]
 
 
 def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
@@ -208,11 +206,11 @@ def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
             continue
         if not memory.rows or fitting >= memory.rows:
             return f"It fits with {option}"
-        run: Any = task.config.run
-        ranks = of_rank.layout.batch_ranks
-        accum = math.ceil(task.batch_size(0) / (fitting * ranks))
-        smaller = f"{_typed(task, 'grad_accum', accum)}, or less: "
-        smaller += _typed(task, "batch_size", fitting * run.grad_accum * ranks)
+        config, ranks = task.config.run, of_rank.layout.batch_ranks
+        size = config.batch_size
+        accum = next(n for n in range(1, size + 1) if size % n == 0 and fitting * ranks * n >= size)
+        smaller = f"{_typed(task, 'grad_accum', accum)}, or a smaller batch by "
+        smaller += _typed(task, "batch_size", fitting * config.grad_accum * ranks)
         also = f"{option} and " if option else ""
         return f"Micro-batches of {fitting} rows fit: {also}{smaller}"
     return "No policy, checkpointing or number of ranks makes it fit: take a smaller model"
@@ -226,7 +224,8 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str]]:
     if of_rank.batch is not None and isinstance(config, TrainConfig):
         on = _typed(task, "model.activation_checkpointing", "true")
         yield of_rank.memory(policy, least=True, recompute=True), on
-    for name in _LEANER if config.optimizer.name in ("adamw", "sgd", "lion") else ():
+    ours = config.optimizer.name in OWN and not task.own_optimizer
+    for name in _LEANER if ours else ():
         leaner = parse_policy(name, of_rank.device)
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name)

@@ -16,11 +16,12 @@ from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
-_OWN: Mapping[str, Callable[..., Optimizer]] = {
+OWN: Mapping[str, Callable[..., Optimizer]] = {
     kind.algorithm.name: kind
     for kind in vars(optim).values()
     if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
 }
+"""The name of each of halfstep's optimizers to its class."""
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
 _FUSED = {"adam", "adamw", "sgd"}  # torch has a fused kernel on CPU and CUDA alike
 
@@ -53,8 +54,8 @@ def make_optimizer(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in every if group["params"]]
-    own = config.name in _OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
-    make = _OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
+    own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
+    make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
     offered = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
