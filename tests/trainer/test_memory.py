@@ -152,7 +152,7 @@ def test_what_would_fit_does_fit(corpus, monkeypatch):
     option = re.search(r"It fits with --precision (\S+)", said)[1]
     open_session(small_config(corpus, option, **state), no_progress)
     said = refusal(config, monkeypatch, int(0.3 * memory.total))
-    assert "It fits with --parallel shard=4, on 4 devices" in said
+    assert "It fits with --parallel shard=4 on 4 devices" in said
     assert "take a smaller model" in refusal(config, monkeypatch, 10)
 
 

@@ -200,14 +200,14 @@ def _switch_on(model: nn.Module) -> None:
 
 def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
     """What would fit, with the option to type."""
-    for memory, option in _ways(of_rank, task):
+    config = task.config.run
+    size = config.batch_size
+    for memory, option, ranks in _ways(of_rank, task):
         fitting = memory.largest_batch(have)
         if not fitting and (memory.rows or memory.peak() > have):
             continue
-        if not memory.rows or fitting >= memory.rows:
+        if not memory.rows or fitting * config.grad_accum * ranks >= size:
             return f"It fits with {option}"
-        config, ranks = task.config.run, of_rank.layout.batch_ranks
-        size = config.batch_size
         accum = next(n for n in range(1, size + 1) if size % n == 0 and fitting * ranks * n >= size)
         smaller = f"{_typed(task, 'grad_accum', accum)}, or a smaller batch by "
         smaller += _typed(task, "batch_size", fitting * config.grad_accum * ranks)
@@ -216,25 +216,27 @@ def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
     return "No policy, checkpointing or number of ranks makes it fit: take a smaller model"
 
 
-def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str]]:
-    """What the run might be instead: its memory at the same batch, and the option to type."""
+def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
+    """What the run might be instead: its memory, the option to type, and ranks with own data."""
     config: BaseConfig = task.config
+    now = of_rank.layout.batch_ranks
     policy: PrecisionPolicy = config.precision
-    yield of_rank.memory(policy, least=True), ""
+    yield of_rank.memory(policy, least=True), "", now
     if of_rank.batch is not None and isinstance(config, TrainConfig):
         on = _typed(task, "model.activation_checkpointing", "true")
-        yield of_rank.memory(policy, least=True, recompute=True), on
+        yield of_rank.memory(policy, least=True, recompute=True), on, now
     ours = config.optimizer.name in OWN and not task.own_optimizer
     for name in _LEANER if ours else ():
         leaner = parse_policy(name, of_rank.device)
         if leaner != policy and support(leaner, of_rank.device).status == "native":
-            yield of_rank.memory(leaner, least=True), _typed(task, "precision", name)
+            yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now
     ranks = 2
     while of_rank.layout.size == 1 and ranks <= _MOST_RANKS:
         shared = dataclasses.replace(of_rank, layout=Layout(shard=ranks))
         yield (
             shared.memory(policy, least=True),
-            f"{_typed(task, 'parallel', f'shard={ranks}')}, on {ranks} devices",
+            f"{_typed(task, 'parallel', f'shard={ranks}')} on {ranks} devices",
+            ranks,
         )
         ranks *= 2
 
