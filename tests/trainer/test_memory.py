@@ -144,14 +144,14 @@ def test_what_would_fit_does_fit(corpus, monkeypatch):
     )
 
     # where the state is too large, a policy with fewer bytes; then ranks
-    state = {"model__n_embd": 256, "model__n_layer": 2, "run__batch_size": 1}
+    state = {"model__n_embd": 256, "model__n_layer": 2, "model__block_size": 8}
     config = small_config(corpus, "bf16-mixed", **state)
     monkeypatch.undo()
     memory = open_session(config, no_progress).memory
-    said = refusal(config, monkeypatch, int(0.75 * memory.total))
+    said = refusal(config, monkeypatch, int(0.75 * (memory.total - memory.saved)))
     option = re.search(r"It fits with --precision (\S+)", said)[1]
     open_session(small_config(corpus, option, **state), no_progress)
-    said = refusal(config, monkeypatch, int(0.3 * memory.total))
+    said = refusal(config, monkeypatch, int(0.3 * (memory.total - memory.saved)))
     assert "It fits with --parallel shard=4 on 4 devices" in said
     assert "take a smaller model" in refusal(config, monkeypatch, 10)
 

@@ -37,7 +37,6 @@ from halfstep.trainer.tasks.task import Task
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _LEANER = ("bf16-split", "bf16-split,moments=8bit")
 """Policies to offer where one does not fit, the nearest first."""
-_MOST_RANKS = 1024
 
 
 def estimate_count(count: int, policies: Sequence[PrecisionPolicy], layout: Layout) -> list[Memory]:
@@ -231,7 +230,7 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now
     ranks = 2
-    while of_rank.layout.size == 1 and ranks <= _MOST_RANKS:
+    while of_rank.layout.size == 1 and ranks * config.run.grad_accum <= config.run.batch_size:
         shared = dataclasses.replace(of_rank, layout=Layout(shard=ranks))
         yield (
             shared.memory(policy, least=True),
