@@ -103,8 +103,8 @@ def test_runs_beside_each_other(run, folder):
     assert "<b>wide:</b>" in page
     assert "<b>older:</b>" not in page
     text = make_report(runs).to_markdown()
-    assert "| mixed " in text
-    assert "| older " not in text
+    assert "\n| mixed " in text
+    assert "\n| older " not in text
 
 
 def test_an_older_run_has_no_such_section(folder):

@@ -45,7 +45,7 @@ def run(arguments: Memory) -> int:
     lines += [
         f"\n{each.policy}: {each.why_not_half()}" for each in found[1:] if each.part("gradients")
     ]
-    lines += [f"\n{each.policy}, activations: {each.modules_text()}" for each in found]
+    lines += ["", *(f"{each.policy}, activations: {each.modules_text()}" for each in found)]
     lines += [f"\nWritten: {out}"] if out is not None else []
     print("\n".join(lines))
     return 0

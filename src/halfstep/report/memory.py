@@ -41,7 +41,7 @@ _MODULES = {OTHERS: "other_modules", WHOLE: "whole_model"}
 _LONGEST = 32
 """Characters of a module's name, of which the end tells modules apart."""
 _HATCHES: Mapping[str, str] = {"fp32": "", "bf16": "////", "fp16": "////"}
-_OTHER_HATCH = "...."
+_OTHER_HATCH = "xxx"
 MOST_MODULES = 4
 """Kinds of modules whose activations have a bar of their own."""
 _LEAST_SHARE = 0.002
@@ -101,20 +101,19 @@ def memory_figure(bars: Sequence[Bar], language: str = "en") -> Any:
 
 
 def _shades(pieces: Iterable[Segment]) -> dict[tuple[str, str], float]:
-    """Part and module to opacity, by which modules are told apart: the same in all bars."""
+    """Part and module to opacity, by which modules are told apart: the same in all bars.
+
+    The larger a module's piece, the stronger it is.
+    """
     found: dict[tuple[str, str], float] = {}
-    modules = 0
-    for piece in pieces:
-        key = (piece.part, piece.module)
-        if key in found:
-            continue
-        found[key] = 0.45 if piece.part == "cast copies" else 1.0
-        if piece.module == OTHERS:
-            found[key] = 0.28
-        elif piece.module:
-            found[key] = max(0.32, 1 - 0.16 * modules)
-            modules += 1
-    return dict(sorted(found.items(), key=lambda item: [*PARTS].index(item[0][0])))
+    for piece in sorted(pieces, key=lambda piece: -piece.size):
+        shade = 0.45 if piece.part == "cast copies" else 1.0
+        if piece.module:
+            modules = sum(bool(module) and module != OTHERS for _, module in found)
+            shade = 0.28 if piece.module == OTHERS else max(0.36, 1 - 0.16 * modules)
+        found.setdefault((piece.part, piece.module), shade)
+    order = [*PARTS]
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), -item[1])))
 
 
 def _legend(

@@ -114,10 +114,12 @@ class Memory:
 
     def modules_text(self) -> str:
         """What :meth:`by_kind` tells, in a line."""
-        found = self.by_kind()
-        return (
-            "; ".join(f"{n} {size_text(sum(f.values()))} ({_forms(f)})" for n, f in found) or "none"
-        )
+        texts = [
+            f"{name} {size_text(sum(forms.values()))} "
+            f"({_forms(forms) if len(forms) > 1 else next(iter(forms))})"
+            for name, forms in self.by_kind()
+        ]
+        return "; ".join(texts) or "none"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which :func:`memory_from_json` reads."""
