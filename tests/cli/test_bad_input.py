@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.cli.main import main
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer import memory
-from halfstep.trainer.memory import Need, memory_bytes, require_room, require_rows
+from halfstep.trainer.memory import memory_bytes, require_host_room, require_rows
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -85,7 +84,7 @@ def test_a_mistake_is_one_line(refused, words, message):
     [
         (["--batch-size", "99999999999"], "needs at least|one micro-batch|--batch-size"),
         (["--batch-size", "9" * 40], "needs at least"),
-        (["--model.n_layer", "1000000000"], "needs at least|parameters with gradients and moments"),
+        (["--model.n_layer", "1000000000"], "needs at least|the model is made in fp32 on the host"),
         (["--model.n_embd", "1000000000"], "needs at least"),
         (["--model.block_size", "1000000000000"], "needs at least"),
         (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
@@ -210,20 +209,15 @@ def test_parameters_are_counted_as_they_are_built(shape):
     assert config.parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-split", "bf16-master", "fp16-pure"])
-def test_the_estimate_is_exact_at_its_border(monkeypatch, policy):
-    need = Need(parameters=1000, rows=8, length=10, width=4)
-    cpu, each = torch.device("cpu"), {"fp32": 16, "bf16-mixed": 16, "bf16-master": 18}
-    state = 1000 * each.get(policy, sum(memory.bytes_per_parameter(parse_policy(policy)).values()))
-    batch = 4 * 10 * (16 + 16)  # half of the rows in a micro-batch
-    room = int(max(state, 4000) + batch)
-    for have, fits in ((room, True), (room - 1, False)):
+def test_the_host_s_bound_is_exact_at_its_border(monkeypatch):
+    """4 bytes a parameter, in which every rank makes the model, and 16 for a token with target."""
+    for have, fits in ((4000 + 40 * 16, True), (4000 + 40 * 16 - 1, False)):
         monkeypatch.setattr(memory, "memory_bytes", lambda device, have=have: have)
         if fits:
-            require_room(need, parse_policy(policy), cpu, grad_accum=2, advice="x")
+            require_host_room(1000, 40, "--x")
         else:
-            with pytest.raises(ValueError, match="needs at least"):
-                require_room(need, parse_policy(policy), cpu, grad_accum=2, advice="x")
+            with pytest.raises(ValueError, match=r"needs at least .* Lower --x"):
+                require_host_room(1000, 40, "--x")
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 160)
     require_rows(10, "--batch-size")
     with pytest.raises(ValueError, match="--batch-size 11 texts"):

@@ -284,7 +284,8 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     assert err.count("step 3: validation loss ") == err.count("step 6: validation loss ") == 1
     assert len(metrics(path)) == 6
     assert {p.name for p in path.iterdir()} == {
-        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "checkpoints", "run.lock",
+        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
+        "checkpoints", "run.lock",
         "model", "report.txt", "report.json", "confusion.png",
     }  # fmt: skip
 

@@ -30,7 +30,9 @@ def test_parameters_alone(capsys):
 
 def test_ranks_share_it(capsys):
     (one,) = answer(capsys, "--params", "1B", "--precision", "fp32")["policies"]
-    (four,) = answer(capsys, "--params", "1B", "--precision", "fp32", "--ranks", "4")["policies"]
+    (four,) = answer(capsys, "--params", "1B", "--precision", "fp32", "--parallel", "shard=4")[
+        "policies"
+    ]
     assert four["total"] == one["total"] / 4
 
 
@@ -68,7 +70,12 @@ def test_what_is_no_number(text):
     [
         (["--params", "1B", "--config", "gpt2"], "give one of them"),
         (["--config", "lm-lora"], "halfstep.estimate(model, policy, batch) answers"),
-        (["--ranks", "0"], "--ranks and --batch-size"),
+        (["--batch-size", "-1"], "--batch-size -1; allowed: integers >= 0"),
+        (["--parallel", "pipe=2"], "allowed axes: data, shard, tensor"),
+        (
+            ["--config", "gpt-tiny", "--parallel", "tensor=3"],
+            "cannot be shared equally by tensor=3",
+        ),
     ],
 )
 def test_what_is_refused(capsys, words, said):

@@ -165,7 +165,7 @@ def test_a_file_says_which_family_it_means(family):
 @pytest.mark.parametrize("policy", ["fp32", "bf16-split,moments=8bit"])
 def test_an_optimizer_trains_without_a_kernel_of_its_own(policy, monkeypatch, words, capsys):
     monkeypatch.setattr(names, "OptimizerName", Literal["adamw", "signum"])
-    monkeypatch.setitem(optimizer._OWN, "signum", Signum)
+    monkeypatch.setitem(optimizer.OWN, "signum", Signum)
     parser_of.cache_clear()
     start, run = words
     start[2] = "gpt-tiny"

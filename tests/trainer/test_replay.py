@@ -142,7 +142,7 @@ def test_over_ranks_captures_are_refused(corpus):
     config = small_config(corpus, run__capture=1)
     world = SimpleNamespace(size=2)
     with pytest.raises(ConfigError, match="a capture is of one process"):
-        TextTask(config, torch.device("cpu"), None, world, no_progress, False)
+        TextTask(config, None, world, no_progress, False)
 
 
 def test_the_error_that_ends_a_run_names_the_command(corpus, tmp_path):

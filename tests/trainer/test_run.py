@@ -88,7 +88,8 @@ def test_the_loss_falls_and_metrics_have_the_promised_keys(corpus, tmp_path):
         assert line["tokens"] == line["step"] * 4 * 32
     assert ticks[-1].seconds_left == 0
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "checkpoints", "run.lock",
+        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
+        "checkpoints", "run.lock",
     }  # fmt: skip
 
 

@@ -108,6 +108,8 @@ class Memory(OneStep):
 
     precision: tuple[str, ...] = ()
     """Policies; default: fp32 and that of the run or configuration."""
+    out: str = ""
+    """Draw the policies beside each other, stacked by part and module, into this .svg or .png."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +174,9 @@ class Estimate:
     """Policies, separated by spaces."""
     batch_size: int = 0
     """Sequences of one micro-batch on one rank; 0: the configuration's."""
-    ranks: int = 1
-    """Ranks that weights, gradients and optimizer state are sharded over (parallel=shard=N)."""
+    parallel: str = ""
+    """The layout of the ranks, of each of which the memory is estimated: "shard=4" or
+    "data=2,tensor=2", as for halfstep train; default: one device."""
     memory: str = ""
     """The device's memory, such as 16GB; default: of the device that this machine trains on."""
     json: bool = False

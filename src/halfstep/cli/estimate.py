@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 from halfstep.cli.commands import Estimate
 from halfstep.cli.formats import table
 from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
+from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import choose_device
@@ -19,28 +19,27 @@ def run(arguments: Estimate) -> int:
     """Print a table of the memory's parts under each policy."""
     if arguments.params and arguments.config:
         raise ConfigError("--params and --config: give one of them")
-    if arguments.ranks < 1 or arguments.batch_size < 0:
-        raise ConfigError("--ranks and --batch-size; allowed: integers >= 1")
+    if arguments.batch_size < 0:
+        raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 0")
+    layout = Layout.parse(arguments.parallel)
     device = choose_device("auto")
     policies = [parse_policy(text, device) for text in arguments.precision]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
-        found = estimate_count(count, policies, arguments.ranks)
+        found = estimate_count(count, policies, layout)
     else:
         spec = arguments.config or "gpt-small-cpu"
-        found = estimate_config(spec, policies, arguments.batch_size, arguments.ranks)
+        found = estimate_config(spec, policies, arguments.batch_size, layout, device)
     if arguments.json:
-        rows = [
-            {**asdict(m), "total": m.total, "largest_batch": m.largest_batch(have)} for m in found
-        ]
+        rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": rows}, indent=1))
     else:
-        print(_text(found, have, arguments.ranks))
+        print(_text(found, have, layout))
     return 0
 
 
-def _text(found: list[Memory], have: int, ranks: int) -> str:
+def _text(found: list[Memory], have: int, layout: Layout) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
     head = ("policy", *parts, "total", "fits", *(["largest batch"] if with_batch else []))
@@ -59,11 +58,8 @@ def _text(found: list[Memory], have: int, ranks: int) -> str:
         notes.append(f"a micro-batch of {found[0].rows}")
     else:
         notes.append("without activations, which depend on model and batch")
-    if ranks > 1:
-        notes.append(f"on each of {ranks} ranks that shard the model")
+    if layout.size > 1:
+        notes.append(f"on each of {layout.size} ranks ({layout})")
     lines = [table([head, *rows], set(range(1, len(head)))), "", "; ".join(notes) + "."]
-    lines.append(
-        "With AdamW. Temporary tensors, the allocator's rounding and the process come on top; on a "
-        "CPU halfstep's kernels keep less of a bf16 forward."
-    )
+    lines.append("Temporary tensors, the allocator's rounding and the process come on top.")
     return "\n".join(lines)

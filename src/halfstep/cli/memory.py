@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import asdict
+from pathlib import Path
 
 from halfstep.cli.commands import Memory
 from halfstep.cli.formats import table
 from halfstep.cli.one_step import opened
 from halfstep.diagnostics.memory import table as memory
 from halfstep.diagnostics.memory.saved import MemoryMeter
+from halfstep.errors import ConfigError
+from halfstep.report.memory import require_figure_name, write_memory_figure
+from halfstep.report.words import phrase
 from halfstep.trainer.loop import attempt
 
 
 def run(arguments: Memory) -> int:
     """Take one step under each policy, and print a table and why 16 bits did not halve it all."""
+    out = Path(arguments.out) if arguments.out else None
+    if out is not None:
+        require_figure_name(out)  # before the steps
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
+    if out is not None and not write_memory_figure([(m.policy, m, None) for m in found], out):
+        raise ConfigError(f"--out {out}: {phrase('no_figures', 'en')}")
     if arguments.json:
-        plain = [{**asdict(each), "total": each.total} for each in found]
+        plain = [each.to_json() for each in found]
         print(json.dumps({"policies": plain}, indent=1))
         return 0
     parts = [part for part in memory.PARTS if any(each.part(part) for each in found)]
@@ -37,6 +45,8 @@ def run(arguments: Memory) -> int:
     lines += [
         f"\n{each.policy}: {each.why_not_half()}" for each in found[1:] if each.part("gradients")
     ]
+    lines += ["", *(f"{each.policy}, activations: {each.modules_text()}" for each in found)]
+    lines += [f"\nWritten: {out}"] if out is not None else []
     print("\n".join(lines))
     return 0
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.kernels.library import load_library
 
@@ -51,12 +54,19 @@ def loaded() -> ctypes.CDLL | str:
     return found
 
 
-def library() -> ctypes.CDLL:
+def compiled() -> bool:
+    """Whether there is a library."""
+    return not isinstance(loaded(), str)
+
+
+def library() -> Any:
     """The library, where :func:`loaded` is known to have found it.
 
     Raises:
         RuntimeError: There is none.
     """
+    if not have_numbers():
+        return _Nothing()
     found = loaded()
     if isinstance(found, str):
         raise RuntimeError(f"no compiled kernels: {found}")
@@ -68,17 +78,71 @@ def may_run() -> bool:
 
     Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
     """
+    if not have_numbers():
+        return bool(_shapes.kernels)
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or isinstance(loaded(), str)
+        or not compiled()
     )
+
+
+class _Shapes(threading.local):
+    """Whether this thread's tensors are shapes alone, of which class, and whether kernels run."""
+
+    kind: type[Tensor] | None = None
+    kernels = False
+
+
+_shapes = _Shapes()
+
+
+class _Nothing:
+    """A library whose functions do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@contextlib.contextmanager
+def on_shapes(kind: type[Tensor], *, kernels: bool) -> Iterator[None]:
+    """A context in which tensors of a class stand for those of a CPU by shape and dtype alone.
+
+    Where kernels run, they make their results, save what they save, and compute nothing.
+    """
+    before = (_shapes.kind, _shapes.kernels)
+    _shapes.kind, _shapes.kernels = kind, kernels
+    try:
+        yield
+    finally:
+        _shapes.kind, _shapes.kernels = before
+
+
+def have_numbers() -> bool:
+    """Whether tensors hold numbers to look at: not inside :func:`on_shapes`."""
+    return _shapes.kind is None
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a kernel may read it: on a CPU, and of no class that changes what tensors do."""
+    known = type(x) in (Tensor, nn.Parameter) or type(x) is _shapes.kind
+    return known and x.device.type == "cpu"
+
+
+def cast_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in another dtype, contiguous and marked as what it is, for who counts memory."""
+    copy = parameter.to(dtype).contiguous()
+    if copy is not parameter:
+        copy.is_cast_copy = True  # type: ignore[attr-defined]
+    return copy
 
 
 def drawn_seed() -> int:
     """A seed for a kernel that draws, from torch's global generator of the CPU."""
+    if not have_numbers():
+        return 0
     return int(torch.randint(2**62, (), device="cpu"))
 
 
@@ -113,4 +177,4 @@ def differentiated(
 
 def address(x: Tensor | None) -> int | None:
     """Where a tensor's numbers begin; None is the null pointer."""
-    return None if x is None else x.data_ptr()
+    return None if x is None or not have_numbers() else x.data_ptr()

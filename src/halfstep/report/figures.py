@@ -46,19 +46,19 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
     """The curves of some runs; empty without matplotlib."""
     found = []
     for title, draw in CURVES.items():
-        figure = _new()
+        figure = new_figure()
         if figure is None:
             return []
         axes = figure.subplots()
         if draw(axes, runs, language):
-            _finish(axes, language)
+            styled(axes, phrase("step", language))
             found.append(Figure(phrase(title, language), as_svg(figure, salt=title)))
     return found
 
 
 def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
     """Draw all curves of one run into one PNG; whether matplotlib is there to do it."""
-    probe = _new()
+    probe = new_figure()
     if probe is None:
         return False
     empty = dict(zip(CURVES, probe.subplots(len(CURVES)), strict=True))
@@ -67,22 +67,27 @@ def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
         return True
     columns = 1 if len(titles) == 1 else 2
     rows = math.ceil(len(titles) / columns)
-    figure = _new((5.5 * columns, 3.2 * rows))
+    figure = new_figure((5.5 * columns, 3.2 * rows))
     cells = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, title in zip(cells, titles, strict=False):
         CURVES[title](axes, [run], language)
-        _finish(axes, language)
+        styled(axes, phrase("step", language))
         axes.set_title(phrase(title, language), fontsize=10)
     for axes in cells[len(titles) :]:
         axes.set_axis_off()
+    save_png(figure, path)
+    return True
+
+
+def save_png(figure: Any, path: Path) -> None:
+    """Write a figure as PNG on white; whole or not at all."""
     figure.patch.set_facecolor("white")
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=130, format="png", facecolor="white")
     temporary.replace(path)
-    return True
 
 
-def _new(size: tuple[float, float] = (5.6, 2.9)) -> Any:
+def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     """An empty figure; None without matplotlib."""
     try:  # optional dependency
         from matplotlib.figure import Figure as Canvas
@@ -91,8 +96,9 @@ def _new(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     return Canvas(figsize=size, layout="constrained", facecolor=PAPER)
 
 
-def _finish(axes: Any, language: str) -> None:
-    axes.set_xlabel(phrase("step", language), color=INK)
+def styled(axes: Any, label: str) -> None:
+    """Give drawn axes the look of every figure, and a label to the horizontal one."""
+    axes.set_xlabel(label, color=INK)
     axes.set_facecolor("none")
     axes.grid(color=GRID, linewidth=0.6)
     axes.tick_params(colors=INK, which="both")
@@ -184,7 +190,7 @@ def _bands(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         spread = [stdev(table[s] for table in tables) for s in steps]
         low = [m - s for m, s in zip(means, spread, strict=True)]
         high = [m + s for m, s in zip(means, spread, strict=True)]
-        label = f"{_plain(policy)}: {phrase('band', language, {'count': len(alike)})}"
+        label = f"{plain(policy)}: {phrase('band', language, {'count': len(alike)})}"
         axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, label=label, color=GRID)
 
 
@@ -215,9 +221,9 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
         groups = run.groups("lost_updates")
         for i, (group, curve) in enumerate(groups.items()):
             colour, line = of_run, _LINES[i % len(_LINES)]
-            name = f"{_plain(run.name)}: {_plain(group)}"
+            name = f"{plain(run.name)}: {plain(group)}"
             if len(runs) == 1:
-                colour, line, name = COLOURS[i % len(COLOURS)], "-", _plain(group)
+                colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
             how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
             axes.plot(*thinned(*curve), label=name, **how)
             drawn = True
@@ -252,10 +258,10 @@ def _colours(many: Sequence[Any]) -> list[str]:
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:
     if len(runs) == 1:
         return what or None
-    return f"{_plain(run.name)} {what}".strip()
+    return f"{plain(run.name)} {what}".strip()
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """A name that matplotlib takes for text: no formula, no hidden label, not endless."""
     shown = "".join(c if c.isprintable() else "?" for c in text.replace("$", r"\$"))
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

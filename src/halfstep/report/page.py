@@ -20,6 +20,7 @@ from markupsafe import Markup
 from halfstep.errors import ConfigError
 from halfstep.report.figures import figures, largest
 from halfstep.report.findings import RunFinding, findings, verdict
+from halfstep.report.memory import memory_json, memory_view
 from halfstep.report.numbers import FORMATS, heat_maps, what_ifs
 from halfstep.report.record import RunRecord
 from halfstep.report.words import LANGUAGES, phrase
@@ -75,6 +76,7 @@ class Report:
                     "skipped": len(row.record.skipped),
                     "causes": _strict([*row.record.causes]),
                     "damaged": dict(row.record.damaged),
+                    **memory_json(row.record, self.language),
                 }
                 for row in self.rows
             ],
@@ -86,11 +88,15 @@ class Report:
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
         last = [(row, row.record.numerics[-1]) for row in self.rows if row.record.numerics]
         watched = [(row, step, heat_maps(step), what_ifs(step)) for row, step in last]
-        return self._written("page.html.j2", figures=shown, watched=watched, formats=FORMATS)
+        memory = memory_view([row.record for row in self.rows], self.language, drawn=True)
+        return self._written(
+            "page.html.j2", memory=memory, figures=shown, watched=watched, formats=FORMATS
+        )
 
     def to_markdown(self) -> str:
         """The same without figures."""
-        return self._written("page.md.j2")
+        memory = memory_view([row.record for row in self.rows], self.language)
+        return self._written("page.md.j2", memory=memory)
 
     def _written(self, template: str, **more: Any) -> str:
         def say(key: str, **values: Any) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep.diagnostics.memory.table import Memory, memory_from_json
 from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
 from halfstep.errors import ConfigError
 
+MEMORY = "memory.json"
 METRICS, CAUSES, EXCLUDED = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
@@ -37,6 +39,7 @@ class RunRecord:
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
+        memory: What a step holds, as it was estimated before the first; None where it was not.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have.
     """
@@ -48,6 +51,7 @@ class RunRecord:
     numerics: Sequence[StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
+    memory: Memory | None = None
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
@@ -119,6 +123,9 @@ def read_run(folder: Path) -> RunRecord:
     missing: list[str] = []
     lines = {name: _lines(folder / name, damaged, missing) for name in (METRICS, CAUSES, EXCLUDED)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
+    memory = memory_from_json(_json(folder / MEMORY, damaged, missing))
+    if memory is None and MEMORY not in missing:
+        damaged[MEMORY] = 1
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged, missing),
@@ -127,6 +134,7 @@ def read_run(folder: Path) -> RunRecord:
         numerics=_numerics(folder / NUMERICS, damaged, missing),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDED],
+        memory=memory,
         damaged=damaged,
         missing=missing,
     )

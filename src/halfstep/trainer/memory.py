@@ -1,21 +1,17 @@
-"""Refuses a run that needs more memory than the machine has, before allocating any of it.
+"""What memory a machine has; what is refused before a model or a batch is made on it.
 
-Every estimate is a lower bound, so that nothing that fits is refused: activations, the optimizer's
-temporaries and the interpreter come on top.
+:mod:`halfstep.trainer.estimate` refuses what a training step would not fit into.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from halfstep.distributed.layout import Layout
+from halfstep.diagnostics.memory.table import size_text
 from halfstep.errors import ConfigError
-from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.policy.policy import PrecisionPolicy
 
 _TOKEN_BYTES = 16
 """Bytes of a token and its target, both int64."""
@@ -23,59 +19,26 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 _USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The sizes that determine the memory of a step.
-
-    Attributes:
-        parameters: Number of parameters of the whole model, all of them trained.
-        rows: Sequences in one batch, over all ranks and micro-batches.
-        length: Tokens in a sequence.
-        width: Elements in a token's embedding; 0 where it is not known.
-    """
-
-    parameters: int
-    rows: int = 0
-    length: int = 0
-    width: int = 0
-
-
-def require_room(
-    need: Need,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    *,
-    grad_accum: int = 1,
-    layout: Layout = Layout(),  # noqa: B008  (frozen)
-    advice: str,
-) -> None:
-    """Refuse a run that cannot fit into memory, before anything is allocated.
+def require_host_room(parameters: int, tokens: int, advice: str) -> None:
+    """Refuse a model, which every rank makes in fp32 on the host, or a batch beyond its memory.
 
     Args:
-        need: The sizes of the model and its batch.
-        policy: Precision policy of the run.
-        device: Device that the run trains on.
-        grad_accum: Micro-batches per batch.
-        layout: How ranks share the work.
+        parameters: Number of parameters of the whole model; 0 where it is not known.
+        tokens: Tokens of one micro-batch.
         advice: The options that make the run smaller, for the message.
 
     Raises:
-        ConfigError: With the bytes that are needed and those that the device has.
+        ConfigError: With the bytes that are needed and those that the machine has.
     """
-    # A rank's weights, masters, gradients and moments; a micro-batch's tokens and embeddings.
-    each = sum(bytes_per_parameter(policy).values())
-    state = int(need.parameters * each) // (layout.shard * layout.tensor)
-    rows = need.rows // (grad_accum * layout.batch_ranks)
-    batch = rows * need.length * (_TOKEN_BYTES + 4 * need.width)
-    parts = (
-        f"{need.parameters:,} parameters with gradients and moments take {_size(state)}, one "
-        f"micro-batch {_size(batch)}"
-    )
-    _refuse_over(memory_bytes(device), state + batch, str(device), parts, advice)
-    # Every rank builds the whole model in fp32 on the host before it is placed.
-    host = 4 * need.parameters + batch
-    made = f"the model is made in fp32 on the host, where it takes {_size(4 * need.parameters)}"
-    _refuse_over(memory_bytes(torch.device("cpu")), host, "this machine", made, advice)
+    made, batch = 4 * parameters, _TOKEN_BYTES * tokens
+    have = memory_bytes(torch.device("cpu"))
+    if made + batch > have:
+        raise ConfigError(
+            f"the run needs at least {size_text(made + batch)}, this machine has "
+            f"{size_text(have)}: the model is made in fp32 on the host, where it takes "
+            f"{size_text(made)}, and the tokens of one micro-batch take {size_text(batch)}. Lower "
+            f"{advice}"
+        )
 
 
 def require_rows(rows: int, option: str) -> None:
@@ -88,7 +51,7 @@ def require_rows(rows: int, option: str) -> None:
     if rows * _TOKEN_BYTES > have:
         raise ConfigError(
             f"{option} {_count(rows)} texts at once need more memory than this machine has "
-            f"({_size(have)}); a batch of 8 to 256 is usual"
+            f"({size_text(have)}); a batch of 8 to 256 is usual"
         )
 
 
@@ -128,22 +91,6 @@ def free_bytes(device: torch.device) -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return found
-
-
-def _refuse_over(have: int, need: int, where: str, parts: str, advice: str) -> None:
-    if need > have:
-        raise ConfigError(
-            f"the run needs at least {_size(need)}, {where} has {_size(have)}: {parts}. Lower "
-            f"{advice}"
-        )
-
-
-def _size(size: int) -> str:
-    for unit, name in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB")):
-        if size >= unit:
-            whole = size > 999 * unit
-            return f"{_count(size // unit) if whole else f'{size / unit:.3g}'} {name}"
-    return f"{size / 10**6:.3g} MB"
 
 
 def _count(number: int) -> str:

@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep.optim as optim
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 
-_OWN: Mapping[str, Callable[..., Optimizer]] = {
+OWN: Mapping[str, Callable[..., Optimizer]] = {
     kind.algorithm.name: kind
     for kind in vars(optim).values()
     if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
 }
+"""The name of each of halfstep's optimizers to its class."""
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
 _FUSED = {"adam", "adamw", "sgd"}  # torch has a fused kernel on CPU and CUDA alike
 
@@ -53,8 +54,8 @@ def make_optimizer(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in every if group["params"]]
-    own = config.name in _OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
-    make = _OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
+    own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
+    make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
     offered = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
@@ -70,6 +71,20 @@ def make_optimizer(
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
+
+
+def averages(config: OptimizerConfig) -> float:
+    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 0.03 for Adafactor.
+
+    Counted on a small parameter, so that it holds for any optimizer.
+    """
+    probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
+    (weight,) = probe.parameters()
+    optimizer = make_optimizer(probe, config, POLICIES["fp32"])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.numel() for t in kept) / weight.numel()
 
 
 # The learning rate is a pure function of the number of steps taken and applied.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.consistency import check_agreement
 from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout
@@ -35,6 +36,7 @@ from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device, policy_on
+from halfstep.trainer.estimate import require_memory
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.progress import Best, read_progress
 from halfstep.trainer.step import Batch, LossSum
@@ -60,6 +62,8 @@ class Session:
     """The model's loss, compiled where asked."""
     pieces: dict[str, Piece]
     """What this rank holds of every parameter that is trained."""
+    memory: Memory
+    """What a step holds on this rank, as estimated before the first."""
     ema: EMA | None = None
     """Moving average of the weights, if the run keeps one; it is what is evaluated and exported."""
     step: int = 0
@@ -261,8 +265,10 @@ def open_session(
     )
     _require_rows(run.batch_size, config, layout)
     task = (opens or _open_task)(config, device, layout, world, progress, resuming)
-    config, model = task.config, task.model.to(device)
+    config = task.config
     _require_rows(task.smallest_batch, config, layout)
+    memory = require_memory(task, device, layout)
+    model = task.model.to(device)
     strategy.place_(model, task.plan(layout))
     optimizer = task.optimizer(policy)
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
@@ -284,7 +290,7 @@ def open_session(
     pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
     model.train()
     return Session(
-        config, world, device, task, strategy, precision, loss_sum, pieces, ema, auto=auto
+        config, world, device, task, strategy, precision, loss_sum, pieces, memory, ema, auto=auto
     )
 
 
@@ -311,9 +317,9 @@ def _open_task(
     """Prepare the data and build the model of a configuration's task; all ranks call it."""
     match config:
         case TrainConfig():
-            return TextTask(config, device, layout, world, progress, resuming)
+            return TextTask(config, layout, world, progress, resuming)
         case ClassifyConfig():
-            return ClassifyTask(config, device, world, progress)
+            return ClassifyTask(config, world, progress)
         case LMConfig():
             return LMTask(config, world, progress)
         case _:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory.saved import SavedTensors
+from halfstep.diagnostics.memory.saved import Bytes, SavedTensors
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
+from halfstep.kernels.forward import compiled, on_shapes
 from halfstep.precision.border import as_device, require_model
+from halfstep.precision.casting.autocast import support
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts
 from halfstep.precision.explain import bytes_per_parameter
@@ -41,8 +43,10 @@ def estimate(
     logits: int = 0,
     ranks: int = 1,
     device: str | torch.device | None = None,
+    averages: float = 2,
+    least: bool = False,
 ) -> Memory:
-    """Estimate what a training step with AdamW holds; allocates nothing, and changes nothing.
+    """Estimate what a training step holds; allocates nothing, and changes nothing.
 
     Args:
         model: Any module, also on the meta device (``with torch.device("meta"): Model()``).
@@ -55,6 +59,11 @@ def estimate(
             activations.
         ranks: Ranks that weights, masters, gradients and moments are sharded over.
         device: What it is for; None: the device that this machine would train on.
+        averages: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1 for SGD
+            with momentum.
+        least: Leave out what shapes cannot be sure of, so that the step holds no less: whether
+            halfstep's kernels run, which save less than torch's operations, and attention masks,
+            which models drop where nothing is padded.
 
     Returns:
         The bytes by part and dtype.
@@ -64,12 +73,17 @@ def estimate(
             shapes alone, because it depends on values.
     """
     require_model(model, "estimate(model)")
-    value = parse_policy(policy, default_device() if device is None else as_device(device))
-    found: dict[str, dict[str, int]] = _state(model, value, max(1, ranks))
+    where = default_device() if device is None else as_device(device)
+    value = parse_policy(policy, where)
+    found: Bytes = _state(model, value, max(1, ranks), averages)
+    modules: Bytes = {}
     rows = 0
     if batch is not None and any(True for _ in tensors_in(batch)):
         try:
-            found |= _saved(model, value, batch, loss, logits)
+            native = where.type == "cpu" and support(value, where).status == "native"
+            how = _How(least or (native and compiled()), not least, logits)
+            saved, modules = _saved(model, value, batch, loss, how)
+            found |= saved
         except PrecisionError:
             raise
         except Exception as error:  # whatever a stranger's forward raises on shapes alone
@@ -85,10 +99,10 @@ def estimate(
             name = dtype_name(tensor.dtype)
             sizes[name] = sizes.get(name, 0) + tensor.nbytes
         found["batch"] = sizes
-    return Memory(str(value), False, found, rows, max(1, ranks))
+    return Memory(str(value), False, found, rows, max(1, ranks), modules)
 
 
-def _state(model: nn.Module, policy: PrecisionPolicy, ranks: int) -> dict[str, dict[str, int]]:
+def _state(model: nn.Module, policy: PrecisionPolicy, ranks: int, averages: float) -> Bytes:
     """The bytes between steps: of weights, masters, gradients and moments."""
     kept = place(policy, model).kept()
     names = {id(p): n for n, p in model.named_parameters()}
@@ -113,16 +127,28 @@ def _state(model: nn.Module, policy: PrecisionPolicy, ranks: int) -> dict[str, d
         add("masters", "remainder", count * each["remainder"])
         add("gradients", grad, count * each["gradients"])
         moments = "fp32" if is_kept and not policy.needs_own_optimizer else policy.moment_format
-        add("moments", moments, count * each["moments"])
+        add("moments", moments, count * each["moments"] * averages / 2)
     for buffer in model.buffers():
         add("weights", dtype_name(buffer.dtype), buffer.nbytes)
     return found
 
 
+class _How(NamedTuple):
+    """Whether compiled kernels run, whether masks count, and the last dimension of logits."""
+
+    kernels: bool
+    masks: bool
+    logits: int
+
+
 def _saved(
-    model: nn.Module, policy: PrecisionPolicy, batch: object, loss: Loss | None, logits: int
-) -> dict[str, dict[str, int]]:
-    """What one forward saves for its backward."""
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    batch: object,
+    loss: Loss | None,
+    how: _How,
+) -> tuple[Bytes, Bytes]:
+    """What one forward saves for its backward: by part, and its activations by module."""
     low = policy.param_dtype != torch.float32
     kept = place(policy, model).kept()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -151,12 +177,13 @@ def _saved(
         args = () if isinstance(inputs, Mapping) else inputs
         args = (args,) if isinstance(args, Tensor) else args
         kwargs = inputs if isinstance(inputs, Mapping) else {}
-        counted = SavedTensors(held.values(), tensors_in(batched), logits)
+        counted = SavedTensors(model, held.values(), tensors_in(batched), how.logits)
         assert mode is not None
-        with _casts(policy), _FusedAttention(), counted:
+        shapes = on_shapes(FakeTensor, kernels=how.kernels)
+        with shapes, _FusedAttention(), _casts(policy), _Masks(how.masks), counted:
             output = torch.func.functional_call(model, held, args, dict(kwargs), tie_weights=True)
             result = _loss_of(output, loss)
-            found = counted.bytes
+            found = counted.bytes, counted.modules
             del result, output
     return found
 
@@ -184,6 +211,23 @@ def _casts(policy: PrecisionPolicy) -> Iterator[None]:
             stack.enter_context(AutocastCasts())
             stack.enter_context(torch.autocast("cpu", dtype=policy.compute_dtype))
         yield
+
+
+class _Masks(TorchFunctionMode):
+    """Passes attention's masks on, or none of them."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention and not self._kept:
+            args = (*args[:3], None, *args[4:]) if len(args) > 3 else args
+            options.pop("attn_mask", None)
+        return func(*args, **options)
 
 
 class _FusedAttention(TorchFunctionMode):

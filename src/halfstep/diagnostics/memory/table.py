@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from halfstep.shown import as_html
 
@@ -18,8 +19,28 @@ PARTS = {
     "batch": "inputs and targets",
 }
 """Part of the memory to its meaning."""
+WHOLE, OTHERS = "(model)", "(others)"
+"""Names of the model itself, and of what is not among the largest, in :meth:`Memory.by_kind`."""
 SAVED = ("cast copies", "activations", "logits")
 """What lives from the forward to the backward, and grows with the batch but for the casts."""
+
+
+_REASONS = {
+    "state": "{} are weights, gradients and optimizer state",
+    "state_of_mixed": "{} are weights, gradients and optimizer state, which a *-mixed policy keeps "
+    "in fp32",
+    "wide_logits": "{} are logits in fp32 (softmax, norms and losses compute in it)",
+    "wide_activations": "{} are activations in fp32 (softmax, norms and losses compute in it)",
+    "casts": "{} are 16-bit copies of weights that come on top",
+    "halved": "{} are saved tensors that 16 bits have halved",
+}
+
+
+class Reason(NamedTuple):
+    """A reason why 16 bits saved less than half, and its share of the memory."""
+
+    name: str
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +56,8 @@ class Memory:
         bytes: Part and dtype to bytes, as ``{"logits": {"fp32": 4096}}``.
         rows: Rows of the batch: the length of its first tensor; 0 without a batch.
         ranks: Ranks that share weights, masters, gradients and moments.
+        modules: Module and dtype to bytes of the activations saved in its forward, but not in that
+            of a module in it; empty name: in the model's own, or outside of it.
     """
 
     policy: str
@@ -42,6 +65,7 @@ class Memory:
     bytes: Mapping[str, Mapping[str, int]]
     rows: int = 0
     ranks: int = field(default=1)
+    modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def part(self, name: str) -> int:
         """Bytes of one part, in all dtypes."""
@@ -57,6 +81,50 @@ class Memory:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
 
+    def peak(self, micro_batches: int = 1) -> int:
+        """Bytes at the fullest moment: the end of a forward, or that of a backward.
+
+        Gradients take the place of what was saved, but for those of earlier micro-batches.
+        """
+        saved, gradients = self.saved, self.part("gradients")
+        both = saved + gradients if micro_batches > 1 else max(saved, gradients)
+        return self.total - saved - gradients + both
+
+    def parts_text(self) -> str:
+        """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
+        return ", ".join(
+            f"{name} {size_text(self.part(name))}" for name in PARTS if self.part(name)
+        )
+
+    def by_kind(self, most: int = 4) -> list[tuple[str, Mapping[str, int]]]:
+        """The modules whose activations are largest, and the rest, with bytes by dtype.
+
+        Layers that differ in their number alone count as one, as ``layers.*.mlp``; the model itself
+        is :data:`WHOLE`, and the rest :data:`OTHERS`.
+        """
+        kinds: dict[str, dict[str, int]] = {}
+        for name, forms in self.modules.items():
+            kind = ".".join("*" if p.isdecimal() else p for p in name.split(".")) or WHOLE
+            _add(kinds.setdefault(kind, {}), forms)
+        ordered = sorted(kinds.items(), key=lambda item: -sum(item[1].values()))
+        left: dict[str, int] = {}
+        for _, forms in ordered[most:]:
+            _add(left, forms)
+        return [*ordered[:most], *([(OTHERS, left)] if left else [])]
+
+    def modules_text(self) -> str:
+        """What :meth:`by_kind` tells, in a line."""
+        texts = [
+            f"{name} {size_text(sum(forms.values()))} "
+            f"({_forms(forms) if len(forms) > 1 else next(iter(forms))})"
+            for name, forms in self.by_kind()
+        ]
+        return "; ".join(texts) or "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, which :func:`memory_from_json` reads."""
+        return {**asdict(self), "total": self.total}
+
     def largest_batch(self, have: int) -> int:
         """The most rows that fit into a device, if what is saved grows with the rows; 0: none.
 
@@ -70,26 +138,26 @@ class Memory:
 
     def why_not_half(self) -> str:
         """Why 16-bit products saved less than half of the memory, as a sentence."""
-        total = self.total
+        parts = [_REASONS[reason.name].format(f"{reason.share:.0%}") for reason in self.reasons()]
+        return f"Of {size_text(self.total)}, {'; '.join(parts)}."
+
+    def reasons(self) -> list[Reason]:
+        """What :meth:`why_not_half` says, by name and share of the total."""
+        total = self.total or 1
         fixed = sum(map(self.part, ("weights", "masters", "gradients", "moments")))
-        wide = {name: self.bytes.get(name, {}).get("fp32", 0) for name in ("logits", "activations")}
-        kept = ", which a *-mixed policy keeps in fp32" if "-mixed" in self.policy else ""
-        parts = [f"{fixed / total:.0%} are weights, gradients and optimizer state{kept}"]
-        parts += [
-            f"{size / total:.0%} are {name} in fp32 (softmax, norms and losses compute in it)"
-            for name, size in wide.items()
-            if size > 0.02 * total
-        ]
-        if self.part("cast copies") > 0.005 * total:
-            share = self.part("cast copies") / total
-            parts.append(f"{share:.0%} are 16-bit copies of weights that come on top")
+        kept = "state_of_mixed" if "-mixed" in self.policy else "state"
+        found = [Reason(kept, fixed / total)]
+        for name in ("logits", "activations"):
+            wide = self.bytes.get(name, {}).get("fp32", 0) / total
+            found += [Reason(f"wide_{name}", wide)] if wide > 0.02 else []
+        casts = self.part("cast copies") / total
+        found += [Reason("casts", casts)] if casts > 0.005 else []
         low = sum(
             self.bytes.get(name, {}).get(form, 0)
             for name in ("activations", "logits")
             for form in ("bf16", "fp16")
         )
-        rest = f"{low / total:.0%} are saved tensors that 16 bits have halved"
-        return f"Of {size_text(total)}, {'; '.join([*parts, rest])}."
+        return [*found, *([Reason("halved", low / total)] if low else [])]
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
@@ -99,8 +167,9 @@ class Memory:
         for name in PARTS:
             found = self.bytes.get(name, {})
             if self.part(name):
-                forms = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
-                rows.append((name, size_text(self.part(name)), forms))
+                rows.append((name, size_text(self.part(name)), _forms(found)))
+                split = self.by_kind() if name == "activations" else []
+                rows += [(f"  {n}", size_text(sum(f.values())), _forms(f)) for n, f in split]
         rows.append(("total", size_text(self.total), f"{self.policy}, {self._how()}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -112,9 +181,41 @@ class Memory:
         return f"{how}, on each of {self.ranks} ranks" if self.ranks > 1 else how
 
 
+def _forms(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
+
+
+def _add(sums: dict[str, int], forms: Mapping[str, int]) -> None:
+    for form, size in forms.items():
+        sums[form] = sums.get(form, 0) + size
+
+
+def memory_from_json(found: Any) -> Memory | None:
+    """What :meth:`Memory.to_json` gave; None for anything else."""
+    try:
+        tables = [
+            {
+                str(name): {str(form): _bytes(size) for form, size in forms.items()}
+                for name, forms in found[key].items()
+            }
+            for key in ("bytes", "modules")
+        ]
+        parts = {name: forms for name, forms in tables[0].items() if name in PARTS}
+        rows, ranks = _bytes(found["rows"]), max(1, _bytes(found["ranks"]))
+        return Memory(str(found["policy"]), bool(found["measured"]), parts, rows, ranks, tables[1])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(value)
+    return value
+
+
 def size_text(size: float) -> str:
     """Bytes with a unit of 1000: ``59.3 MB``."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} B"

@@ -59,7 +59,8 @@ class ParallelForward:
             )
         self.argument = argument
 
-    def placement(self, parameter: str) -> Placement:
+    @staticmethod
+    def placement(parameter: str) -> Placement:
         """Return the placement on the axis of one of the module's own parameters."""
         return Replicate()
 
@@ -130,7 +131,8 @@ class Colwise(ParallelForward):
             )
         self.require_shares("outputs", self.require_linear().out_features, int(argument or 1))
 
-    def placement(self, parameter: str) -> Placement:
+    @staticmethod
+    def placement(parameter: str) -> Placement:
         """How one of the module's own parameters lies on the axis."""
         return Shard(0)
 
@@ -149,7 +151,8 @@ class Rowwise(ParallelForward):
         super().read(argument)
         self.require_shares("inputs", self.require_linear().in_features, 1)
 
-    def placement(self, parameter: str) -> Placement:
+    @staticmethod
+    def placement(parameter: str) -> Placement:
         """How one of the module's own parameters lies on the axis."""
         return Shard(1) if parameter == "weight" else Replicate()
 
@@ -202,7 +205,8 @@ class VocabularyParallel(ParallelForward):
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from None
 
-    def placement(self, parameter: str) -> Placement:
+    @staticmethod
+    def placement(parameter: str) -> Placement:
         """How one of the module's own parameters lies on the axis."""
         return Shard(0)
 

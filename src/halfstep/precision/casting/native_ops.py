@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from halfstep.kernels import attention, rows
-from halfstep.kernels.forward import may_run
+from halfstep.kernels.forward import have_numbers, is_plain, may_run
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kernel = Callable[..., Any]
@@ -33,7 +32,6 @@ FEW_QUERIES = 32
 
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
-_PLAIN = (Tensor, nn.Parameter)
 _REDUCTIONS = ("none", "sum", "mean")
 
 
@@ -45,7 +43,7 @@ def native(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _plain(x: Any) -> bool:
-    return type(x) in _PLAIN and x.device.type == "cpu" and x.layout == torch.strided
+    return is_plain(x) and x.layout == torch.strided
 
 
 def _attention(
@@ -133,9 +131,10 @@ def _cross_entropy(
     if len(input) != len(target) or input.numel() < MANY or input.stride(1) != 1:
         return NotImplemented
     counted = target != ignore_index
-    low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
-    if low < 0 or high >= input.shape[1]:
-        return NotImplemented
+    if have_numbers():
+        low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
+        if low < 0 or high >= input.shape[1]:
+            return NotImplemented
     losses = rows.cross_entropy(input, target, ignore_index)
     if reduction == "none":
         return losses

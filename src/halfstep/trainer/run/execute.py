@@ -25,6 +25,7 @@ from halfstep.trainer.run.folder import (
     reopen_run,
     run_config,
     write_config,
+    write_memory,
 )
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
@@ -156,6 +157,7 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
     before, now = run_config(path).precision, session.config.precision
     origin = resume(session, path / CHECKPOINTS)
     session.world.main_only(lambda: write_config(path, session.config))
+    session.world.main_only(lambda: write_memory(path, session.memory))
     say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
     for other in passed_over(path / CHECKPOINTS):
         say(f"note: {other} has no manifest: it is not a checkpoint; remove it")

@@ -4,6 +4,7 @@
 
     config.toml     the resolved configuration
     env.json        the machine that it ran on
+    memory.json     what a step holds, by part, as estimated before the first one
     metrics.jsonl   one JSON object per step
     curves.png      loss, loss scale, gradient norm, lost updates and speed over the steps
     numerics.jsonl  with --watch: one JSON object per watched step
@@ -27,6 +28,7 @@ from typing import IO, Any
 
 import torch
 
+from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import write_whole
 from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
@@ -38,10 +40,11 @@ from halfstep.trainer.tasks.task import Exported
 
 METRICS = "metrics.jsonl"
 ENVIRONMENT = "env.json"
+MEMORY = "memory.json"
 CAUSES = "causes.jsonl"
 CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
-_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, MEMORY, "config.toml.tmp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ def create_run(path: Path, session: Session) -> RunFolder:
             session.task.save(path)
             report = environment(session.device) | {"auto": session.auto}
             (path / ENVIRONMENT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+            write_memory(path, session.memory)
             write_config(path, session.config)  # last: its presence makes the folder a run
         except BaseException:
             folder.close()
@@ -105,6 +109,11 @@ def create_run(path: Path, session: Session) -> RunFolder:
     except OSError as error:
         raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
     return folder
+
+
+def write_memory(path: Path, memory: Memory) -> None:
+    """Write what a step holds; a resume rewrites it, as its precision may be another."""
+    (path / MEMORY).write_text(json.dumps(memory.to_json(), indent=1), encoding="utf-8")
 
 
 def write_config(path: Path, config: BaseConfig) -> None:

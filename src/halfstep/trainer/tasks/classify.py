@@ -28,7 +28,7 @@ from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
 from halfstep.trainer.data.labelled.length_batches import evaluation_batches
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.memory import Need, require_room
+from halfstep.trainer.memory import require_host_room
 from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
 from halfstep.trainer.models.pretrained.scratch import (
     SCRATCH,
@@ -77,9 +77,7 @@ class ClassifyTask(EpochTask):
     config: ClassifyConfig
     keeps_best = True
 
-    def __init__(
-        self, config: ClassifyConfig, device: torch.device, world: World, progress: Progress
-    ) -> None:
+    def __init__(self, config: ClassifyConfig, world: World, progress: Progress) -> None:
         """Read the data, make or load tokenizer and model; for arguments see ``open_session``.
 
         Raises:
@@ -95,7 +93,7 @@ class ClassifyTask(EpochTask):
         self.tokenizer: PretrainedTokenizer
         self.model: PretrainedClassifier
         if choice.source.startswith(SCRATCH):
-            self._make(config, device, data, weights)
+            self._make(config, data, weights)
         else:
             config = self._load(config, weights, world)
         self._train = self._encoded("training", data.train, progress)
@@ -112,7 +110,6 @@ class ClassifyTask(EpochTask):
     def _make(
         self,
         config: ClassifyConfig,
-        device: torch.device,
         data: LabelledData,
         weights: list[float] | None,
     ) -> None:
@@ -121,12 +118,7 @@ class ClassifyTask(EpochTask):
         size = scratch_size(choice.source)
         refuse_old_run(Path(config.run.output_dir))
         vocabulary = choice.vocab_size or size.vocabulary
-        require_room(
-            Need(scratch_parameters(size, 0, choice.max_length)),
-            config.precision,
-            device,
-            advice="--max-length",
-        )
+        require_host_room(scratch_parameters(size, 0, choice.max_length), 0, "--max-length")
         self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
         self.model = make_classifier(
             size,

@@ -91,6 +91,7 @@ class ModuleTask(EpochTask):
         self.evaluates = self.keeps_best = parts.val_data is not None
         self.notes: list[str] = []
         self._parts = parts
+        self.own_optimizer = parts.optimizer is not None
         if world.size > 1:
             assert dist.group.WORLD is not None
             broadcast_(self.model, dist.group.WORLD)
@@ -150,6 +151,10 @@ class ModuleTask(EpochTask):
     def batch(self, step: int, rows: range) -> Batch:
         """Return the batch that ``collate`` makes from the rows' items."""
         return self._items.batch(step, rows)
+
+    def shapes(self, rows: int) -> None:
+        """Return None: the user's loss is never called with tensors that hold no numbers."""
+        return
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the user's mean loss times its count, or the sum and count that the user gave."""

@@ -68,6 +68,8 @@ class Task(Protocol):
     """Messages about the data and model for the user, one sentence each."""
     evaluates: bool = True
     """Whether there is validation data."""
+    own_optimizer: bool = False
+    """Whether the user made the optimizer, so that the configuration's names none."""
     keeps_best: bool
     """Whether the state with the best evaluation is kept, besides the newest."""
 
@@ -98,6 +100,10 @@ class Task(Protocol):
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return some rows of a step's batch, on the host; a pure function."""
+
+    def shapes(self, rows: int) -> Batch | None:
+        """Return a micro-batch by which the memory of a step is estimated; None: there is none."""
+        return self.batch(0, range(rows))
 
     def rows(self, step: int) -> Mapping[str, list[int]]:
         """Name a step's rows over all ranks: under what they are, where each of them is found.

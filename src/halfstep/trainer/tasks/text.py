@@ -24,7 +24,7 @@ from halfstep.trainer.data.corpus.batches import (
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
 from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
-from halfstep.trainer.memory import Need, require_room
+from halfstep.trainer.memory import require_host_room
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
 from halfstep.trainer.models.language_model import LanguageModel
@@ -62,7 +62,6 @@ class TextTask(Task):
     def __init__(
         self,
         config: TrainConfig,
-        device: torch.device,
         layout: Layout,
         world: World,
         progress: Progress,
@@ -78,7 +77,7 @@ class TextTask(Task):
                 f"run.capture={config.run.capture} over {world.size} ranks: a capture is of one "
                 "process; leave it out, or train on one rank"
             )
-        self._require_room(config, device, layout, config.model)  # before the data is prepared
+        self._require_room(config, layout, config.model)  # before the data is prepared
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)
         )
@@ -90,7 +89,7 @@ class TextTask(Task):
         }
         world.require_same(self.identity)
         named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
-        self._require_room(config, device, layout, named)
+        self._require_room(config, layout, named)
         self.model = _make_model(config, data.tokenizer, resuming)
         shape = self.model.config
         self.config: TrainConfig = dataclasses.replace(config, model=shape)
@@ -114,24 +113,14 @@ class TextTask(Task):
             raise DataError(f"the {part} data ({files:.200}) is too short: {error}") from error
 
     @staticmethod
-    def _require_room(
-        config: TrainConfig, device: torch.device, layout: Layout, shape: Shape
-    ) -> None:
+    def _require_room(config: TrainConfig, layout: Layout, shape: Shape) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
         loaded = bool(run.init_from)  # then the folder determines the shape, which is unknown yet
-        require_room(
-            Need(
-                0 if loaded else shape.parameters,
-                run.batch_size,
-                config.block_size,
-                0 if loaded else shape.n_embd,
-            ),
-            config.precision,
-            device,
-            grad_accum=run.grad_accum,
-            layout=layout,
-            advice="--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
+        require_host_room(
+            0 if loaded else shape.parameters,
+            run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
+            "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
             "--grad-accum",
         )
 
@@ -153,6 +142,14 @@ class TextTask(Task):
             step=step,
             sequences=rows,
             block_size=self.config.block_size,
+        )
+
+    def shapes(self, rows: int) -> Batch:
+        """Return tokens and targets without memory."""
+        made = (rows, self.config.block_size)
+        return (
+            torch.empty(made, dtype=torch.int64, device="meta"),
+            torch.empty(made, dtype=torch.int64, device="meta"),
         )
 
     def rows(self, step: int) -> Mapping[str, list[int]]:

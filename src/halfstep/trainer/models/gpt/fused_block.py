@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
+from halfstep.kernels.forward import cast_copy, is_plain
 from halfstep.kernels.onlookers import Onlooker, onlookers
 from halfstep.kernels.rows import (
     add,
@@ -56,7 +57,7 @@ class Weights(NamedTuple):
         low = [p.ndim == 2 or p is self.qkv_bias for p in self]
         return Weights(
             *(
-                p.to(_LOW if is_low else torch.float32).contiguous()
+                cast_copy(p, _LOW if is_low else torch.float32)
                 for p, is_low in zip(self, low, strict=True)
             )
         )
@@ -101,7 +102,7 @@ def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Layer
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None
     found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
-    if any(type(p) is not nn.Parameter or p.device.type != "cpu" for p in found):
+    if not all(map(is_plain, found)):
         return None
     return Layers(Weights(*found), looking)  # type: ignore[arg-type]
 
@@ -157,9 +158,8 @@ class _Block(torch.autograd.Function):
         told: _Told | None,
         *parameters: Tensor,
     ) -> Tensor:
-        with torch.enable_grad():  # so that a casted weight says whose it is: MemoryMeter asks
-            w = Weights(*parameters).ready()
-        tell, batch = (told.output if told else _nobody), len(x_BTC)
+        w, batch = Weights(*parameters).ready(), len(x_BTC)
+        tell = told.output if told else _nobody
         x = x_BTC.reshape(-1, x_BTC.shape[-1]).contiguous()
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())

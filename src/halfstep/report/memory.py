@@ -1,0 +1,248 @@
+"""Shows the memory of training steps: stacked by part and module, as a figure, table and words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, size_text
+from halfstep.errors import ConfigError
+from halfstep.report.figures import (
+    COLOURS,
+    GRID,
+    INK,
+    PAPER,
+    as_svg,
+    largest,
+    new_figure,
+    plain,
+    save_png,
+    styled,
+)
+from halfstep.report.record import RunRecord
+from halfstep.report.words import phrase
+
+_COLOURS: Mapping[str, str] = {
+    "weights": COLOURS[0],
+    "masters": COLOURS[5],
+    "gradients": COLOURS[1],
+    "moments": COLOURS[4],
+    "cast copies": COLOURS[0],
+    "activations": COLOURS[2],
+    "logits": COLOURS[3],
+    "batch": GRID,
+}
+_MODULES = {OTHERS: "other_modules", WHOLE: "whole_model"}
+_LONGEST = 32
+"""Characters of a module's name, of which the end tells modules apart."""
+_HATCHES: Mapping[str, str] = {"fp32": "", "bf16": "////", "fp16": "////"}
+_OTHER_HATCH = "xxx"
+MOST_MODULES = 4
+"""Kinds of modules whose activations have a bar of their own."""
+_LEAST_SHARE = 0.002
+"""Of the longest bar; what is narrower cannot be seen."""
+
+
+Bar = tuple[str, Memory, float | None]
+"""A name, what a step holds, and the measured peak of the run, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a bar: bytes of one part, or of the activations of one kind of module."""
+
+    part: str
+    module: str
+    form: str
+    size: int
+
+
+def segments(memory: Memory) -> Iterator[Segment]:
+    """The pieces of a step's memory, in the order of the parts."""
+    for part in PARTS:
+        split = memory.by_kind(MOST_MODULES) if part == "activations" else []
+        for module, forms in split or [("", memory.bytes.get(part, {}))]:
+            for form, size in forms.items():
+                yield Segment(part, module, form, size)
+
+
+def memory_figure(bars: Sequence[Bar], language: str = "en") -> Any:
+    """A bar of each, stacked by part, module (shade), format (hatch); None without matplotlib."""
+    most = max([*(memory.total for _, memory, _ in bars), *(p for *_, p in bars if p is not None)])
+    pieces = [[*segments(memory)] for _, memory, _ in bars]
+    seen = [piece for each in pieces for piece in each if piece.size > _LEAST_SHARE * most]
+    shades = _shades(seen)
+    figure = new_figure((8.4, 1.2 + 0.55 * len(bars) + 0.22 * (4 + len(shades) // 3)))
+    if figure is None:
+        return None
+    axes = figure.subplots()
+    axes.set_axisbelow(True)
+    unit, name = (1e9, "GB") if most >= 1e10 else (1e6, "MB")
+    for i, (_, _, peak) in enumerate(bars):
+        left = 0.0
+        for piece in pieces[i]:
+            if piece in seen:
+                look = {"color": _COLOURS[piece.part], "alpha": shades[piece.part, piece.module]}
+                look |= {"hatch": _HATCHES.get(piece.form, _OTHER_HATCH), "edgecolor": PAPER}
+                axes.barh(i, piece.size / unit, left=left / unit, height=0.62, **look, linewidth=0)
+            left += piece.size
+        if peak is not None:
+            axes.vlines(peak / unit, i - 0.4, i + 0.4, color=INK, linewidth=1.6)
+    axes.set_yticks(range(len(bars)), [plain(each) for each, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)  # the first on top
+    styled(axes, name)
+    _legend(figure, axes, seen, shades, bars, language)
+    return figure
+
+
+def _shades(pieces: Iterable[Segment]) -> dict[tuple[str, str], float]:
+    """Part and module to opacity, by which modules are told apart: the same in all bars.
+
+    The larger a module's piece, the stronger it is.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for piece in sorted(pieces, key=lambda piece: -piece.size):
+        shade = 0.45 if piece.part == "cast copies" else 1.0
+        if piece.module:
+            modules = sum(bool(module) and module != OTHERS for _, module in found)
+            shade = 0.28 if piece.module == OTHERS else max(0.36, 1 - 0.16 * modules)
+        found.setdefault((piece.part, piece.module), shade)
+    order = [*PARTS]
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), -item[1])))
+
+
+def _legend(
+    figure: Any, axes: Any, pieces: Sequence[Segment], shades: Mapping[tuple[str, str], float],
+    bars: Sequence[Bar], language: str,
+) -> None:  # fmt: skip
+    """Explain colours and shades, then hatches, then the line of the measured peak."""
+    for (part, module), shade in shades.items():
+        label = plain(_label(part, module, language))
+        axes.barh(0, 0, color=_COLOURS[part], alpha=shade, label=label)
+    hatches: dict[str, list[str]] = {}
+    for form in dict.fromkeys(piece.form for piece in pieces):
+        hatches.setdefault(_HATCHES.get(form, _OTHER_HATCH), []).append(form)
+    for hatch, forms in hatches.items():
+        look = {"color": GRID, "edgecolor": INK, "hatch": hatch, "label": plain(", ".join(forms))}
+        axes.barh(0, 0, linewidth=0, **look)
+    if any(peak is not None for *_, peak in bars):
+        axes.vlines([], 0, 0, color=INK, linewidth=1.6, label=phrase("peak_mark", language))
+    figure.legend(
+        loc="outside lower center", ncols=3, frameon=False, fontsize=7.5, labelcolor=INK,
+        handlelength=2.2, handleheight=1.1,
+    )  # fmt: skip
+
+
+def _label(part: str, module: str, language: str) -> str:
+    name = phrase(f"part_{part.replace(' ', '_')}", language)
+    if not module:
+        return name
+    where = phrase(_MODULES[module], language) if module in _MODULES else module
+    while len(where) > _LONGEST and "." in where:
+        where = where.partition(".")[2]
+    return f"{name}: {where}"
+
+
+def require_figure_name(path: Path) -> None:
+    """Refuse a path whose suffix names no form of a figure.
+
+    Raises:
+        ConfigError: With the forms.
+    """
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"--out {path}; allowed: a name that ends in .svg or .png")
+
+
+def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -> bool:
+    """Write the figure as SVG or PNG, by the path's suffix; whether matplotlib is there to do it.
+
+    Raises:
+        ConfigError: For another suffix, or a path that cannot be written.
+    """
+    require_figure_name(path)
+    figure = memory_figure(bars, language)
+    if figure is None:
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() == ".png":
+            save_png(figure, path)
+        else:
+            temporary = path.with_name(f".{path.name}")
+            figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
+            temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error}") from error
+    return True
+
+
+def sentence(memory: Memory, language: str) -> str:
+    """What holds the memory, and why 16 bits saved less than half of it."""
+    reasons = [
+        phrase(f"why_{reason.name}", language, {"share": f"{reason.share:.0%}"})
+        for reason in memory.reasons()
+    ]
+    values = {
+        "total": size_text(memory.total),
+        "reasons": phrase("why_and", language).join(reasons),
+    }
+    return phrase("why", language, values)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryView:
+    """What a page shows of the memory of some runs; nothing of those that did not write it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """A run's name, its parts, their total, and the measured peak."""
+    sentences: Sequence[tuple[str, str]]
+    """A run's name to its :func:`sentence`."""
+    svg: Markup
+    """The figure; empty where none was drawn."""
+
+
+def memory_view(
+    runs: Sequence[RunRecord], language: str, *, drawn: bool = False
+) -> MemoryView | None:
+    """The memory of the runs that wrote it; None if none of them did."""
+    bars = [(run.name, run.memory, _peak(run)) for run in runs if run.memory is not None]
+    bars = [bar for bar in bars if bar[1].total]
+    if not bars:
+        return None
+    parts = [part for part in PARTS if any(memory.part(part) for _, memory, _ in bars)]
+    rows = [
+        [
+            name,
+            *(size_text(memory.part(part)) if memory.part(part) else "-" for part in parts),
+            size_text(memory.total),
+            "-" if peak is None else size_text(peak),
+        ]
+        for name, memory, peak in bars
+    ]
+    head = ["run", *(f"part_{part.replace(' ', '_')}" for part in parts), "total", "memory"]
+    figure = memory_figure(bars, language) if drawn else None
+    return MemoryView(
+        [phrase(key, language) for key in head],
+        rows,
+        [(name, sentence(memory, language)) for name, memory, _ in bars],
+        Markup("" if figure is None else as_svg(figure, salt="memory")),
+    )
+
+
+def memory_json(run: RunRecord, language: str) -> dict[str, Any]:
+    """The same of one run as plain values; empty where it wrote none."""
+    if run.memory is None:
+        return {}
+    said = sentence(run.memory, language)
+    return {"memory": {**run.memory.to_json(), "peak_bytes": _peak(run), "text": said}}
+
+
+def _peak(run: RunRecord) -> float | None:
+    found = largest(run, "peak_memory_bytes")
+    return found if found is not None and math.isfinite(found) else None

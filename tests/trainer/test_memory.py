@@ -1,0 +1,271 @@
+"""What a run's step holds: estimated before it, measured in it, and refused where it cannot fit."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.diagnostics.memory.saved import MemoryMeter
+from halfstep.diagnostics.memory.table import PARTS, memory_from_json
+from halfstep.distributed.layout import Layout
+from halfstep.errors import ConfigError
+from halfstep.kernels.forward import compiled
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.estimate import estimate_config, require_memory
+from halfstep.trainer.loop import attempt
+from halfstep.trainer.optimizer import averages
+from halfstep.trainer.session import open_session
+from trainer import lm_folders
+from trainer.classifiers import classify_config, write_bert, write_files
+from trainer.runs import small_config
+
+SOFTWARE = ("fp32", "bf16-mixed", "bf16-split,moments=8bit")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 800)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, corpus):
+    """A configuration of each kind by policy; of texts of several lengths, where there are any."""
+    folder = tmp_path_factory.mktemp("runs")
+    files = write_files(folder / "texts")
+    bert = write_bert(folder / "bert")
+    base = lm_folders.save_base(folder / "lm")
+    lm_folders.write(folder / "train.jsonl", lm_folders.alpaca(48))
+    lm_folders.write(folder / "dev.jsonl", lm_folders.alpaca(9, seed=1))
+
+    def text(policy, **changes):
+        return small_config(corpus, policy, **changes)
+
+    def lm(policy, **changes):
+        values = {
+            "precision": policy,
+            "model.source": str(base),
+            "data.train": [str(folder / "train.jsonl")],
+            "data.dev": [str(folder / "dev.jsonl")],
+            "data.max_length": lm_folders.POSITIONS,
+            "run.max_steps": 2,
+            "run.batch_size": 6,
+            "run.device": "cpu",
+            **changes,
+        }
+        return load_config("lm-lora", [*values.items()])
+
+    wide = {"model__n_embd": 256, "model__n_layer": 2, "model__n_head": 4, "run__batch_size": 8}
+    return {
+        "gpt": lambda policy: text(policy, **wide),
+        "checkpointed gpt": lambda p: text(p, **wide, model__activation_checkpointing=True),
+        "gpt in micro-batches": lambda p: text(p, **wide, run__grad_accum=2),
+        "scratch": lambda policy: classify_config(files, precision=policy),
+        "bert": lambda p: classify_config(
+            files, shipped="classify-pretrained", precision=p, model__source=str(bert)
+        ),
+        "lora": lm,
+        "packed lora": lambda policy: lm(policy, **{"data.packing": True}),
+        "whole lm": lambda policy: lm(policy, **{"model.lora_r": 0}),
+    }
+
+
+KINDS = ("gpt", "checkpointed gpt", "gpt in micro-batches", "scratch", "bert", "lora", "whole lm",
+         "packed lora")  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", SOFTWARE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_knows_what_its_step_holds(kind, policy, made, monkeypatch):
+    session = open_session(made[kind](policy), no_progress)
+    batches, _ = session.micro_batches()
+    with MemoryMeter(session.precision, batches[0]) as meter:
+        attempt(session)
+    guess, found = session.memory, meter.memory
+    # asked for are 5 %; of an LM it is not known how many positions have a target
+    for part in PARTS:
+        near = 0.05 * found.part(part) + 0.01 * found.total
+        assert guess.part(part) == pytest.approx(found.part(part), abs=near), part
+    assert guess.total == pytest.approx(found.total, rel=0.05)
+    assert memory_from_json(json.loads(json.dumps(guess.to_json()))) == guess
+
+    # what fits is never refused: not on a machine with just the bytes that were measured
+    have = found.peak(session.config.run.grad_accum)
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: have)
+    open_session(made[kind](policy), no_progress)
+    # and what does not is
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: int(0.8 * have))
+    with pytest.raises(ConfigError, match="the run needs at least"):
+        open_session(made[kind](policy), no_progress)
+
+
+def refusal(config, monkeypatch, have):
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: have)
+    with pytest.raises(ConfigError) as caught:
+        open_session(config, no_progress)
+    return str(caught.value)
+
+
+def test_what_would_fit_does_fit(corpus, monkeypatch):
+    """Each piece of advice, taken, is a run that is not refused."""
+    wide = {"model__n_embd": 128, "model__n_layer": 4, "run__batch_size": 64}
+    config = small_config(corpus, "bf16-mixed", **wide)
+    memory = open_session(config, no_progress).memory
+    said = refusal(config, monkeypatch, memory.total - memory.part("activations") // 2)
+    for part in ("weights", "gradients", "moments", "activations"):
+        assert re.search(rf"{part} \d+(\.\d+)? MB", said), said
+    assert "cpu has" in said
+    assert "with a micro-batch of 64 rows" in said
+    accum, size = (
+        int(n) for n in re.search(r"--grad-accum (\d+), .* --batch-size (\d+)", said).groups()
+    )
+    assert 1 < accum <= 4
+    assert 16 <= size < 64
+    for changes in ({"run__grad_accum": accum}, {"run__batch_size": size}):
+        open_session(small_config(corpus, "bf16-mixed", **{**wide, **changes}), no_progress)
+
+    # of one row's activations, most are recomputed
+    long = {**wide, "model__block_size": 2048, "run__batch_size": 1, "model__n_layer": 8}
+    config = small_config(corpus, "bf16-mixed", **long)
+    monkeypatch.undo()
+    memory = open_session(config, no_progress).memory
+    said = refusal(config, monkeypatch, memory.total - memory.part("activations") // 2)
+    assert "It fits with --model.activation_checkpointing true" in said
+    open_session(
+        small_config(corpus, "bf16-mixed", **long, model__activation_checkpointing=True),
+        no_progress,
+    )
+
+    # where the state is too large, a policy with fewer bytes; then ranks
+    state = {"model__n_embd": 256, "model__n_layer": 2, "model__block_size": 8}
+    config = small_config(corpus, "bf16-mixed", **state)
+    monkeypatch.undo()
+    memory = open_session(config, no_progress).memory
+    said = refusal(config, monkeypatch, int(0.75 * (memory.total - memory.saved)))
+    option = re.search(r"It fits with --precision (\S+)", said)[1]
+    open_session(small_config(corpus, option, **state), no_progress)
+    said = refusal(config, monkeypatch, int(0.3 * (memory.total - memory.saved)))
+    assert "It fits with --parallel shard=4 on 4 devices" in said
+    assert "take a smaller model" in refusal(config, monkeypatch, 10)
+
+
+class Counting(nn.Module):
+    """A module of the user's own, which remembers what it was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(64, 64), []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return self.layer(x)
+
+
+def trainer(tmp_path, model, **settings):
+    data = [(torch.randn(64), torch.randn(64)) for _ in range(16)]
+    return halfstep.Trainer(
+        model, data, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), quiet=True, max_steps=2,
+        batch_size=8, device="cpu", output_dir=str(tmp_path / "r"), precision="fp32", **settings,
+    )  # fmt: skip
+
+
+def test_a_module_of_the_users_own_is_called_in_steps_alone(tmp_path, monkeypatch):
+    model = Counting()
+    trainer(tmp_path, model).train()
+    assert len(model.seen) == 2
+    assert all(type(x) is torch.Tensor for x in model.seen)
+    written = json.loads((tmp_path / "r" / "memory.json").read_text())
+    assert written["bytes"]["moments"] == {"fp32": 2 * 4 * (64 * 64 + 64)}
+    assert written["rows"] == 0
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: 4 * 4 * 64 * 64)
+    with pytest.raises(ConfigError, match="It fits with precision='bf16-split"):
+        trainer(tmp_path / "small", Counting()).train()
+    # an optimizer of the user's own may keep nothing
+    own = trainer(tmp_path / "own", Counting(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    own.train()
+
+
+@pytest.mark.parametrize(("name", "kept"), [("adamw", 2), ("sgd", 1), ("lion", 1), ("rmsprop", 2),
+                                            ("adafactor", 2 / 64)])  # fmt: skip
+def test_the_averages_that_an_optimizer_keeps(name, kept):
+    found = averages(OptimizerConfig(name=name))
+    assert found == pytest.approx(kept, rel=0.01)
+
+
+def test_no_random_number_is_drawn_and_no_model_touched(corpus):
+    config = small_config(
+        corpus, "bf16-mixed", model__dropout=0.1, model__activation_checkpointing=True
+    )
+    task = open_session(config, no_progress).task
+    before = {n: (p, p.detach().clone()) for n, p in task.model.named_parameters()}
+    attributes = {n: set(m.__dict__) for n, m in task.model.named_modules()}
+    state = torch.get_rng_state()
+    found = require_memory(task, torch.device("cpu"), Layout())
+    assert found.part("activations") > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in task.model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    assert {n: set(m.__dict__) for n, m in task.model.named_modules()} == attributes
+
+
+@pytest.mark.skipif(not compiled(), reason="no C++ compiler: torch's operations run")
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+def test_the_kernels_keep_less_and_the_estimate_knows(policy, monkeypatch):
+    """gpt-small-cpu: with the kernels at most 0.8 times what torch's operations save."""
+    device, policies = torch.device("cpu"), [POLICIES[policy]]
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
+    (ours,) = estimate_config("gpt-small-cpu", policies, 2, Layout(), device)
+    monkeypatch.setattr("halfstep.kernels.forward.loaded", lambda: "off in this test")
+    (torchs,) = estimate_config("gpt-small-cpu", policies, 2, Layout(), device)
+    assert ours.saved < 0.8 * torchs.saved
+    assert {p: ours.part(p) for p in ("weights", "moments")} == {
+        p: torchs.part(p) for p in ("weights", "moments")
+    }
+
+
+@pytest.mark.parametrize("config", ["gpt-tiny", "gpt-small-cpu"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+def test_the_shipped_models_with_the_kernels(config, policy, corpus):
+    # the whole model at a short length, as a busy machine has to take the step
+    changes = [("precision", policy), ("data.train", [str(corpus)]), ("data.tokenizer", "bytes"),
+               ("run.batch_size", 2), ("run.block_size", 128), ("run.device", "cpu")]  # fmt: skip
+    session = open_session(load_config(config, changes), no_progress)
+    batches, _ = session.micro_batches()
+    with MemoryMeter(session.precision, batches[0]) as meter:
+        attempt(session)
+    for part in PARTS:
+        near = 0.05 * meter.memory.part(part)
+        assert session.memory.part(part) == pytest.approx(meter.memory.part(part), abs=near), part
+    assert session.memory.by_kind()[0][0] == meter.memory.by_kind()[0][0]
+
+
+def test_each_rank_of_a_layout():
+    device, policies = torch.device("cpu"), [POLICIES["bf16-mixed"]]
+
+    def of(layout):
+        (found,) = estimate_config("gpt-small-cpu", policies, 8, Layout.parse(layout), device)
+        return found
+
+    one, data, shard, tensor, both = map(
+        of, ("", "data=2", "shard=2", "tensor=2", "shard=2,tensor=2")
+    )
+    assert (one.ranks, data.ranks, both.ranks) == (1, 2, 4)
+    assert data.bytes == one.bytes  # but for sums on their way
+    for part in ("weights", "gradients", "moments"):
+        assert shard.part(part) == pytest.approx(one.part(part) / 2, rel=1e-4)
+        # norms, positions and the biases of split inputs are whole on every rank
+        assert 0.5 < tensor.part(part) / one.part(part) < 0.55
+        assert both.part(part) == pytest.approx(tensor.part(part) / 2, rel=1e-4)
+    assert shard.saved == one.saved
+    # the residual stream is whole on every rank, what is between is split
+    assert 0.5 * one.saved < tensor.saved < one.saved
+    with pytest.raises(ConfigError, match="tensor=5"):
+        of("tensor=5")
