@@ -14,7 +14,7 @@ BASE = {"errors", "files", "formats", "shown", "torch_version"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "formats": set(),
     "shown": set(),
     "torch_version": {"errors"},
@@ -25,7 +25,7 @@ ALLOWED = {
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
     "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "formats", "kernels", "precision", "optim", "shown"},
+    "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "formats", "diagnostics"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from halfstep.diagnostics.capture.captures import Finding, finding
+from halfstep.diagnostics.capture.replay import Replayed
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnNonFinite, OnSpike
@@ -17,34 +19,8 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.capture import Finding, captured, finding
+from halfstep.trainer.run.capture import captured
 from halfstep.trainer.session import Session, open_session
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """A captured step, and the same step taken again."""
-
-    step: int
-    """The step's number, as in ``metrics.jsonl``."""
-    precision: str
-    """The policy of the replay."""
-    captured_precision: str
-    captured: Finding
-    found: Finding
-    """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
-    unchanged: bool
-    """Whether the weights after it are those before, bit for bit."""
-
-    @property
-    def repeated(self) -> bool:
-        """Whether the replay found the same, bit for bit; only meant in the same precision."""
-        return self.unchanged and self.found.same_bits(self.captured)
-
-    @property
-    def survives(self) -> bool:
-        """Whether the step could be applied."""
-        return self.found.reason == "applied"
 
 
 def replay(path: Path, precision: str = "") -> Replayed:
