@@ -12,10 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfstep.cli.commands import Replay
 from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.capture.replay import Replayed, replay as replay_of_loop
 from halfstep.diagnostics.capture.sealed import is_sealed
+from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.trainer.run.replay import replay
 
@@ -24,7 +27,10 @@ _MADE = "a function of no arguments that returns (model, optimizer, loss)"
 
 def run(arguments: Replay) -> int:
     """Print what a captured step finds when it is taken again; 1 if it differs."""
-    found = _replayed(arguments)
+    with open_world("cuda" if torch.cuda.is_available() else "cpu") as world:
+        found = _replayed(arguments, world)
+    if not world.is_main:
+        return 0
     if arguments.json:
         values: dict[str, Any] = asdict(found)
         values |= {"repeated": found.repeated, "survives": found.survives}
@@ -36,7 +42,7 @@ def run(arguments: Replay) -> int:
     return 0 if found.repeated or found.precision != found.captured_precision else 1
 
 
-def _replayed(arguments: Replay) -> Replayed:
+def _replayed(arguments: Replay, world: World) -> Replayed:
     path = Path(arguments.capture)
     of_loop = is_sealed(path) or any(map(is_sealed, path.glob("rank-*")))
     if not of_loop:
@@ -45,7 +51,7 @@ def _replayed(arguments: Replay) -> Replayed:
                 f"--model {arguments.model}: {path} is no capture of a loop of one's own; the run "
                 "of halfstep train says itself what its model is. Leave --model out"
             )
-        return replay(path, arguments.precision)
+        return replay(path, arguments.precision, world)
     if not arguments.model:
         raise ConfigError(
             f"{path} is a capture of a loop of one's own, which does not say how its model is "

@@ -8,35 +8,41 @@ what the step found beside it. Its batch is not in it: that follows from data, s
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from halfstep.diagnostics.capture.captures import CAPTURES, Finding, finding, read_finding
+from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.checkpoint.store import Team, save_part
 from halfstep.trainer.session import Session
 
-_KEY = "captured"
+_KEY, RANKS = "captured", "captured_ranks"
 
 
 def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], None]:
     """A function that writes a capture of the step that the session is taking, and keeps a few.
 
-    Where one cannot be written, training goes on with a warning, which is given once.
+    Several ranks write it together. Where one cannot be written, training goes on with a warning,
+    which is given once.
     """
-    failed = False
+    failed, world = False, session.world
+    token = world.share(secrets.token_hex(8))
 
     def record(judged: Judged) -> None:
         nonlocal failed
         checkpoint = session.checkpoint()
-        state = {**checkpoint.state, _KEY: finding(judged).to_json()}
+        state = {**checkpoint.state, _KEY: finding(judged).to_json(), RANKS: world.size}
         whole = dataclasses.replace(checkpoint, state=state)
         try:
-            part = whole.part(0, session.step)
-            save_part(folder / CAPTURES, session.step, part, keep, Team())
+            part = whole.part(world.rank, session.step)
+            attempt = f"{token}.{session.step}" if world.size > 1 else ""
+            team = Team(world.rank, world.size, attempt, SAVING_SECONDS / 2)
+            save_part(folder / CAPTURES, session.step, part, keep, team)
         except HalfstepError as error:
             if not failed:
                 failed = True
