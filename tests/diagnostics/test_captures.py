@@ -171,6 +171,8 @@ def test_recording_changes_nothing_and_the_newest_are_kept(tmp_path):
     kept = sorted(path.name for path in (tmp_path / "a" / "captures").iterdir())
     assert kept == ["step-00000030", "step-00000031"]
     assert not (tmp_path / "b" / "captures").exists()
+    train("bf16-mixed", tmp_path / "a", data[:30], on_spike="skip:5", captures=1)
+    assert [path.name for path in (tmp_path / "a" / "captures").iterdir()] == ["step-00000029"]
 
 
 def test_a_dropped_batch_is_in_no_capture(tmp_path):

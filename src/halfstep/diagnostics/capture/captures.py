@@ -187,7 +187,9 @@ class Captures:
         }
 
     def _prune(self) -> None:
-        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+        # by age, not by name: an earlier run in the same folder may have come further
+        found = sorted(self._folder.glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
+        for old in found[: -self._keep]:
             shutil.rmtree(old)
 
 
