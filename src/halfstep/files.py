@@ -1,9 +1,18 @@
-"""Getting files onto the disk before a rename makes them valid."""
+"""Files of a whole: on the disk before a rename makes them valid, and read with care."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import stat
 from pathlib import Path
+from typing import Any
+
+from halfstep.errors import CheckpointError
+
+_JSON_BYTES = 1 << 30  # more than a manifest takes for 10,000 tensors on 1,000 ranks
+_HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -32,3 +41,82 @@ def sync_folder(folder: Path) -> None:
     for path in folder.iterdir():
         sync(path)
     sync(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file with one JSON object, in which no key occurs twice.
+
+    Raises:
+        CheckpointError: If the file cannot be read or holds anything else.
+    """
+    require_plain(path)
+    try:
+        size = path.stat().st_size
+        if size > _JSON_BYTES:
+            raise CheckpointError(
+                f"{path}: {size:,} bytes are no {path.name} of a checkpoint; it is damaged or "
+                f"foreign. Remove {path.parent} to go on from the checkpoint before it"
+            )
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
+    return value
+
+
+def require_plain(path: Path) -> None:
+    """Refuse anything but a regular file: a link leads elsewhere, reading a pipe waits for ever.
+
+    Raises:
+        CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(
+            f"{path}: is a symbolic link; checkpoints and captures are read from plain files of "
+            "their own folder only: copy the file there"
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path}: is not a regular file; checkpoints and captures are read from plain files "
+            f"only. Remove {path.parent} to go on from the checkpoint before it"
+        )
+
+
+def require_sha256(path: Path, expected: str) -> None:
+    """Refuse a file whose SHA-256 differs from the manifest's.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    require_plain(path)
+    try:
+        actual = sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if actual != expected:
+        raise CheckpointError(
+            f"{path}: contents do not match the manifest: the file is damaged. Remove "
+            f"{path.parent} to go on from the checkpoint before it"
+        )
+
+
+def sha256(path: Path) -> str:
+    """Compute a file's SHA-256 as hex digits."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_HASHED, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found

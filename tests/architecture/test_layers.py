@@ -14,7 +14,7 @@ BASE = {"errors", "files", "formats", "shown", "torch_version"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "formats": set(),
     "shown": set(),
     "torch_version": {"errors"},

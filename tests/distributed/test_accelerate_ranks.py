@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from unittest import mock
@@ -17,9 +18,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import Trainer, TrainingArguments
 
-from halfstep.errors import NonFiniteError
+from halfstep import Precision, Recorder, replay as replay_own
+from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.integrations.accelerate import attach
+from halfstep.integrations.hf_replay import replay
 from halfstep.integrations.hf_trainer import attach as attach_trainer
+from halfstep.report.record import read_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
@@ -169,3 +173,153 @@ def test_a_nan_loss_on_one_rank_stops_all(pool2, tmp_path, scaler):
     assert "step 3: the loss is nan: the forward pass or the data" in second[1]
     assert first[2] == second[2] == 2
     assert all(torch.equal(a, b) for a, b in zip(first[3], second[3], strict=True))
+
+
+class Sick(nn.Module):
+    """Row 21, which rank 1 has in step 2, divides by 0, forward or backward."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 1), how
+
+    def forward(self, x, labels, mark):
+        hidden = self.linear(x)
+        if self.how == "forward":
+            hidden = hidden * (1 - mark[:, None]) / (1 - mark[:, None])
+        else:
+            hidden.register_hook(lambda gradient: gradient / (1 - mark[:, None]))
+        return {"loss": hidden.square().mean()}
+
+
+class Marked(Rows):
+    def __getitem__(self, i):
+        return super().__getitem__(i) | {"mark": torch.tensor(float(i == 21))}
+
+
+class Ordered(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def first_cause_of(rank, folder, how):
+    with launched(rank):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            f"{folder}/out", use_cpu=True, report_to=[], max_steps=5, save_strategy="no",
+            per_device_train_batch_size=4, disable_tqdm=True, dataloader_pin_memory=False,
+            gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer = Ordered(Sick(how), arguments, train_dataset=Marked())
+        attach_trainer(trainer, folder=f"{folder}/run", captures=1)
+        with pytest.raises(NonFiniteError) as told:
+            trainer.train()
+        cause = told.value.first_cause
+        found = replay_of(trainer, rank, folder, how, arguments)
+        return cause.rank, cause.op, cause.direction, cause.micro_batch, cause.samples, found
+
+
+def replay_of(trainer, rank, folder, how, arguments):
+    again = Ordered(Sick(how), arguments, train_dataset=Marked())
+    attach_trainer(again)
+    found = replay(again, f"{folder}/run/captures/step-00000001")
+    return found.repeated, found.found.reason
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_all_ranks_name_the_first_cause_of_one_and_repeat_its_step(pool2, tmp_path, how):
+    """Rows go to ranks four at a time: the 21st is the second of rank 1's third batch."""
+    first, second = pool2.run(first_cause_of, folder=str(tmp_path), how=how)
+    assert first == second
+    rank, op, direction, micro_batch, samples, (repeated, reason) = first
+    assert (rank, direction, micro_batch, samples) == (1, how, 1, (1,))
+    assert op.startswith("aten.div" if how == "forward" else "aten.")
+    assert repeated
+    assert reason in (("nonfinite_loss",) if how == "forward" else ("overflow", "nan_gradients"))
+    lines = (tmp_path / "run" / "causes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rank"] for line in lines] == [1]
+    parts = sorted(p.name for p in (tmp_path / "run" / "captures" / "step-00000001").iterdir())
+    assert parts == ["rank-00000", "rank-00001"]
+
+
+def spike_of(rank, folder, answer):
+    """Rank 1's loss alone is multiplied in step 30; both ranks must leave it out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    with launched(rank):
+        acc = Accelerator(cpu=True, mixed_precision="bf16")
+        scaler = attach(acc, on_spike=answer)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        applied = []
+        for step in range(1, 34):
+            rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = (model(rows) - 1).square().mean()
+            acc.backward(loss * (500.0 if (step, rank) == (30, 1) else 1.0))
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            applied.append((scaler.last_step.applied, scaler.last_step.steps_undone))
+        return applied, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
+@pytest.mark.parametrize("answer", ["skip:2", "rollback:4"])
+def test_a_spike_of_one_rank_is_answered_by_all_alike(pool2, tmp_path, answer):
+    first, second = pool2.run(spike_of, folder=str(tmp_path), answer=answer)
+    assert first[0] == second[0]
+    assert [n for n, (applied, _) in enumerate(first[0], 1) if not applied] == [30]
+    assert (first[0][29][1] > 0) == (answer == "rollback:4")
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+def own_loop(rank, folder):
+    """Two ranks of a loop of one's own, with a gradient that is summed by hand."""
+
+    def loss_of(batch):
+        return (model(batch) - 1).square().mean() * 2.0
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    precision = Precision(
+        "bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1), on_nonfinite="skip:9"
+    )
+    reduce_(model)
+    with Recorder(precision, folder, captures=1) as recorder:
+        for step in range(1, 4):
+            rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            rows = rows * (math.inf if (step, rank) == (3, 1) else 1.0)
+            recorder.batch(rows)
+            with precision.autocast():
+                loss = loss_of(rows)
+            recorder.step(precision.step(loss))
+    torch.distributed.barrier()  # the other rank's part is there
+    model = nn.Linear(4, 1)
+    reduce_(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = replay_own(f"{folder}/captures/step-00000002", model, optimizer, loss_of)
+    return found.repeated, found.found.reason
+
+
+def reduce_(model):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad))
+
+
+def test_a_step_of_two_ranks_is_captured_and_repeated_by_two(pool2, tmp_path):
+    assert pool2.run(own_loop, folder=str(tmp_path)) == [(True, "nonfinite_loss")] * 2
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = tmp_path / "captures" / "step-00000002"
+
+    def loss_of(batch):
+        return (model(batch) - 1).square().mean()
+
+    with pytest.raises(CheckpointError, match=r"a step of 2 ranks, and this is 1.*torchrun"):
+        replay_own(whole, model, optimizer, loss_of)
+    reasons = []
+    for rank in range(2):  # the batch of one rank alone, which is no whole step
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = replay_own(whole / f"rank-{rank:05d}", model, optimizer, loss_of)
+        reasons.append(found.found.reason)
+    assert reasons == ["applied", "nonfinite_loss"]
+    assert len(read_run(tmp_path).steps) == 3

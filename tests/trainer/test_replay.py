@@ -25,11 +25,9 @@ from halfstep.errors import (
     SpikeError,
 )
 from halfstep.trainer.checkpoint.store import list_checkpoints
-from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.capture import CAPTURES
 from halfstep.trainer.run.replay import replay
-from halfstep.trainer.tasks.text import TextTask
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
 
@@ -138,11 +136,9 @@ def test_new_processes_repeat_every_capture_of_every_policy(corpus, tmp_path, po
         assert json.loads(done.stdout)["repeated"], (capture, done.stderr)
 
 
-def test_over_ranks_captures_are_refused(corpus):
-    config = small_config(corpus, run__capture=1)
-    world = SimpleNamespace(size=2)
-    with pytest.raises(ConfigError, match="a capture is of one process"):
-        TextTask(config, None, world, no_progress, False)
+def test_another_number_of_ranks_is_refused(capture):
+    with pytest.raises(CheckpointError, match=r"a step of 1 ranks, and this is 2: .*torchrun"):
+        replay(capture, world=SimpleNamespace(size=2))
 
 
 def test_the_error_that_ends_a_run_names_the_command(corpus, tmp_path):

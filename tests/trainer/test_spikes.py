@@ -5,10 +5,10 @@ import json
 import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
 
+from halfstep.diagnostics.recording.excluded import EXCLUDE, Excluded
 from halfstep.errors import CheckpointError, SpikeError
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.excluded import EXCLUDE, Excluded
 from halfstep.trainer.run.resume import require_resumable
 from halfstep.trainer.session import open_session
 
@@ -114,8 +114,8 @@ def test_lines_of_later_spikes_and_torn_ones_are_dropped_and_a_full_disk_is_told
     folder.close()
     path = tmp_path / "r" / EXCLUDE
     path.write_text('{"step": 3, "spike_step": 3}\n{"step": 7, "spike_step": 9}\n{"step": 9, "sp')
-    Excluded(tmp_path / "r", session.task, session.config.run.on_spike, last_step=8)
+    Excluded(tmp_path / "r", session.task.rows, session.config.run.on_spike, last_step=8)
     assert [line["step"] for line in excluded(tmp_path / "r")] == [3]
-    gone = Excluded(tmp_path / "gone", session.task, session.config.run.on_spike, last_step=8)
+    gone = Excluded(tmp_path / "gone", session.task.rows, session.config.run.on_spike, last_step=8)
     with pytest.raises(CheckpointError, match="cannot be written"):
         gone.spiked(9, "loss_spike")

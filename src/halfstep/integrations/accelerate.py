@@ -18,13 +18,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import Names
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
+from halfstep.integrations.spike_guard import SpikeGuard
+from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
@@ -59,6 +61,7 @@ def attach(
     *,
     scaler: bool | None = None,
     on_nonfinite: str = "stop",
+    on_spike: str | OnSpike = "off",
     lost_updates_every: int = 50,
     **options: Unpack[ScaleOptions],
 ) -> LoopScaler:
@@ -76,6 +79,9 @@ def attach(
             for ``"no"`` with an autocast in bf16, or without one.
         on_nonfinite: Without a scale: ``"stop"``, or ``"skip:K"`` to skip up to K steps in a row
             whose loss or gradients are not finite.
+        on_spike: What to do about a finite loss or gradient norm far above the steps before:
+            ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``, as in
+            :class:`halfstep.Precision`; for loops with one optimizer.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         options: Those of :class:`ScaleOptions`.
 
@@ -95,8 +101,17 @@ def attach(
             "init_scale='auto' cannot be honoured under FSDP: its trial backwards would reduce "
             "gradients. Give a number; 2.0**16 is the default"
         )
+    choice = OnSpike.parse(on_spike)
+    if choice.action == "rollback" and _kind(accelerator) == "FSDP":
+        raise PrecisionError(
+            f"on_spike={choice} keeps copies of whole weights, and FSDP shards them; allowed here: "
+            "off, stop, skip:K"
+        )
     made = _make(accelerator, scaled, on_nonfinite, options)
-    _Attachment(accelerator, made, lost_updates_every).install()
+    attachment = _Attachment(accelerator, made, lost_updates_every)
+    if choice.action != "off":
+        made.spikes = SpikeGuard(choice, attachment.models, attachment.optimizers)
+    attachment.install()
     return made
 
 
@@ -132,7 +147,9 @@ class _Attachment:
         """Replace the Accelerator's scaler and methods."""
         self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
-        for name in ("unscale_gradients", "prepare_optimizer", "load_state", "free_memory"):
+        replaced = ["unscale_gradients", "prepare_optimizer", "load_state", "free_memory"]
+        replaced += [] if self.scaler.spikes is None else ["clip_grad_norm_"]
+        for name in replaced:
             setattr(self.accelerator, name, getattr(self, name))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -143,6 +160,18 @@ class _Attachment:
     def optimizers(self) -> list[Optimizer]:
         """The loop's optimizers, without Accelerate's wrappers."""
         return [bare(optimizer) for optimizer in self.accelerator._optimizers]
+
+    def models(self) -> list[nn.Module]:
+        """The loop's models, as they were prepared."""
+        return list(self.accelerator._models)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip as Accelerate does, and keep the norm before it for the test for spikes."""
+        kind: Any = type(self.accelerator)
+        norm = kind.clip_grad_norm_(self.accelerator, *args, **kwargs)
+        if self.scaler.spikes is not None and norm is not None:
+            self.scaler.spikes.keep_norm(norm)
+        return norm
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of all prepared models by the user's names, with the model's number."""

@@ -15,14 +15,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.again import search
+from halfstep.diagnostics.nonfinite.again import over_ranks, search
 from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -31,19 +36,22 @@ from halfstep.integrations.accelerate import (
     refuse_engine,
 )
 from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
-from halfstep.integrations.loop_scaler import LoopScaler
+from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
-from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.recovery import OnSpike
+from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
 try:  # an optional dependency, the extra "hf"
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback as TrainerCallback
 except ImportError as error:
     raise ConfigError(
         "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
     ) from error
 
+_NAN = "nan_gradients"
 _LOG = logging.getLogger(__name__)
 _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler")
 
@@ -54,6 +62,9 @@ def attach(
     scaler: bool | None = None,
     lost_updates_every: int = 50,
     stop_on_nonfinite: bool = True,
+    on_spike: str = "off",
+    folder: str | Path = "",
+    captures: int = 0,
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
@@ -68,6 +79,12 @@ def attach(
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
             skip it, whose gradients are not. False: they are logged, and training continues.
+        on_spike: What to do about a finite loss or gradient norm far above the steps before:
+            ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``, as in
+            :class:`halfstep.Precision`.
+        folder: Write metrics, first causes and the batches of spikes there, for ``halfstep
+            report``; empty: nothing is written.
+        captures: How many captures to keep in it of steps that were not finite or that spiked.
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -90,15 +107,20 @@ def attach(
             f"trains with mixed_precision={trainer.accelerator.mixed_precision!r}. Leave them out, "
             "or say scaler=True with an fp16 autocast of your own"
         )
+    choice = _check_spikes(on_spike, stop_on_nonfinite, folder, captures)
     ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
     if not allow_pure:
         _check_weights(trainer)
     used = None
-    if wanted:  # the callback has a meter of its own
-        used = attach_scaler(trainer.accelerator, scaler=True, lost_updates_every=0, **options)
+    if wanted or choice.action != "off":  # the callback has a meter of its own
+        used = attach_scaler(
+            trainer.accelerator, scaler=wanted, on_spike=choice, lost_updates_every=0, **options
+        )
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
     )
+    if folder:
+        callback.record_into(folder, captures, choice)
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
@@ -148,7 +170,16 @@ class NumericsCallback(TrainerCallback):
         self._ranks = ranks
         self._stop = stop
         self._allow_pure = allow_pure
-        self._scaled = trainer.accelerator.scaler is not None  # then it skips broken gradients
+        self._scaled = trainer.accelerator.scaler is not None and not isinstance(
+            scaler, FiniteGuard
+        )  # then it skips broken gradients
+        self._steps: StepLog | None = None
+        self.found: Finding | None = None
+        """What the newest step that was not applied has found."""
+        if scaler is not None:
+            scaler.on_failed = self._failed
+        self.now = (math.nan, math.nan)
+        """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
         self.kept_norm = _KeptNorm(trainer.accelerator.clip_grad_norm_)
         self._reason: str | None = None  # of the newest skip since the last log
@@ -156,6 +187,9 @@ class NumericsCallback(TrainerCallback):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
+        if self._steps is not None:
+            epoch = int(self._trainer.state.epoch or 0)
+            self._steps.begin(inputs, first=not self._micro, epoch=epoch)
         loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
         self._micro.append((loss.detach(), inputs))
         return loss
@@ -172,8 +206,9 @@ class NumericsCallback(TrainerCallback):
     def numbers(self) -> dict[str, float | str]:
         """The values to log that are new since the last call: see ``docs/integrations.md``."""
         found: dict[str, float | str] = {}
-        if self.scaler is not None:
+        if self._scaled and self.scaler is not None:
             found["loss_scale"] = self.scaler.get_scale()
+        if self.scaler is not None:
             found["skipped_steps"] = self.scaler.skipped_total
         if self._reason is not None:
             found["skip_reason"], self._reason = self._reason, None
@@ -207,6 +242,8 @@ class NumericsCallback(TrainerCallback):
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
+        if self._steps is not None:
+            self._steps.open(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.
@@ -215,38 +252,85 @@ class NumericsCallback(TrainerCallback):
             NonFiniteError: With cause ``"forward"`` for the loss, ``"gradients"`` for gradients.
             PrecisionError: If gradients were clipped before they were unscaled.
         """
-        if self.scaler is not None and self.kept_norm.norm is None and args.max_grad_norm:
+        scaled = self._scaled and self.scaler is not None
+        if scaled and self.kept_norm.norm is None and args.max_grad_norm:
             raise PrecisionError(
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
         micro, norm = self._micro, self.kept_norm.norm
         self._micro, self.kept_norm.norm = [], None
-        if not self._stop or not micro:
+        if not (self._stop or self._steps) or not micro:
             return
         losses = [loss for loss, _ in micro]
-        whole = torch.as_tensor(0.0 if self._scaled or norm is None else _whole(norm))
+        whole = torch.as_tensor(0.0 if norm is None else _whole(norm))
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
-        broken = self._agreeing(device).worst([loss_broken, not math.isfinite(values[-1])])
-        if any(broken):
+        self.now = sum(values[:-1]), values[-1] if norm is not None else math.nan
+        norm_broken = not self._scaled and not math.isfinite(values[-1])
+        broken = self._stop and self._agreeing(device).worst([loss_broken, norm_broken])
+        if broken and any(broken):
+            self._capture(of_loss=bool(broken[0]))
             shown = math.nan if norm is None else float(_whole(norm))
             self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
             step = state.global_step + 1
-            raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
+            error = stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
+            if self._steps is not None and self.found is not None:
+                self._steps.stopped(step, self.found, error.first_cause)
+                self._steps.close()
+            raise error
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the reason if the scaler has skipped this step."""
         last = None if self.scaler is None else self.scaler.last_step
         if last is not None and not last.applied:
             self._reason = last.reason
+        if self._steps is not None:
+            loss, norm = self.now
+            scale = 1.0 if last is None else last.loss_scale
+            result = StepResult(
+                applied=True, loss=loss, grad_norm=norm, loss_scale=scale, next_loss_scale=scale,
+                skipped_total=0, skipped_in_a_row=0,
+            )  # fmt: skip
+            if last is not None:
+                result = last if math.isfinite(last.grad_norm) else replace(
+                    last, loss=loss, grad_norm=norm
+                )  # fmt: skip
+            rate = bare(kwargs["optimizer"]).param_groups[0]["lr"]
+            self._steps.stepped(state.global_step + 1, result, learning_rate=float(rate))
+
+    def record_into(self, folder: str | Path, captures: int, choice: OnSpike) -> None:
+        """Write what ``halfstep report`` reads, and captures, into a folder."""
+        held = Held(self._trainer, self.scaler)
+        self._steps = StepLog(held, folder, captures=captures, spikes=choice)
+
+    def _capture(self, *, of_loss: bool) -> None:
+        """Capture the present step, whose loss or gradients are not finite on some rank."""
+        loss, norm = self.now
+        if of_loss and math.isfinite(loss):
+            loss = math.nan  # of another rank
+        reason = "nonfinite_loss" if of_loss else "overflow" if math.isinf(norm) else _NAN
+        self._failed(Finding(reason, loss, norm, torch.get_num_threads()), False)
+
+    def _failed(self, found: Finding, stops: bool) -> None:
+        """Capture a step before it is answered; if that stops, write its line."""
+        self.found, step = found, self._trainer.state.global_step + 1
+        if self._steps is None:
+            return
+        if stops:
+            self._steps.stopped(step, found)
+            self._steps.close()
+        else:
+            self._steps.failed(step, found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the meter's hooks from the optimizer."""
         if self.meter is not None:
             self.meter.close()
+        if self._steps is not None:
+            self._steps.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
@@ -255,6 +339,49 @@ class NumericsCallback(TrainerCallback):
         self._micro, self.kept_norm.norm = [], None
         if self.scaler is not None:
             self.scaler.abandon()
+
+
+class Held:
+    """What takes a Trainer's steps, for a capture: its model, optimizer and scaler."""
+
+    def __init__(self, trainer: Any, scaler: LoopScaler | None) -> None:
+        self._trainer, self._scaler = trainer, scaler
+
+    @property
+    def model(self) -> nn.Module:
+        """The Trainer's model, without wrappers."""
+        model: nn.Module = self._trainer.model
+        return model
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Its optimizer."""
+        return [bare(self._trainer.optimizer)]
+
+    @property
+    def policy(self) -> str:
+        """The precision that Accelerate trains in, by halfstep's name for it."""
+        mixed = self._trainer.accelerator.mixed_precision
+        return "fp32" if mixed == "no" else f"{mixed}-mixed"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty without one."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+
+def _check_spikes(
+    on_spike: str, stop_on_nonfinite: bool, folder: str | Path, captures: int
+) -> OnSpike:
+    """Refuse options that contradict each other."""
+    choice = OnSpike.parse(on_spike)
+    if choice.action != "off" and not stop_on_nonfinite:
+        raise ConfigError(
+            f"on_spike={choice} with stop_on_nonfinite=False: a step whose loss is not finite "
+            "cannot be compared with others; leave stop_on_nonfinite out"
+        )
+    if captures and not folder:
+        raise ConfigError(f"captures={captures} without a folder; say where: folder='run'")
+    return choice
 
 
 def _check_weights(trainer: Any) -> None:
@@ -325,7 +452,8 @@ def stopped(
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
     first, told = None, ""
-    if not weights:
+    agreed = ranks_of_this_process(micro[0][0].device)  # one rank's weights alone may be broken
+    if not agreed.worst([int(bool(weights))])[0]:
         first, told, anew = _run_again(trainer, micro, named)
         broken = anew or broken  # before clipping, which spreads a NaN over all gradients
     if of_loss:
@@ -363,9 +491,11 @@ def _run_again(
     trainer: Any, micro: Sequence[tuple[Tensor, Any]], named: Mapping[str, Tensor]
 ) -> tuple[Cause | None, str, tuple[str, ...]]:
     """Rerun micro-batches for the first cause, also as text, and the names of broken gradients."""
-    if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
-        return None, "", ()  # the other ranks do not take part
+    several = not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank)
+    if several and any(map(is_sharded, named.values())):
+        return None, "", ()  # its forward gathers weights, and a rank that fails alone would hang
     broken: list[tuple[str, ...]] = []
+    failed = ""
     try:
         cause = search(
             trainer.model,
@@ -375,8 +505,11 @@ def _run_again(
             finish=lambda: broken.append(_broken_gradients(named)),
         )
     except Exception as error:  # a diagnosis must not hide what it is a diagnosis of
-        text = f". Looking for the first cause failed: {type(error).__name__}: {error}"
-        return None, text, ()
+        failed = f". Looking for the first cause failed: {type(error).__name__}: {error}"
+        cause = None
     finally:
         trainer.model.zero_grad()
-    return cause, "" if cause is None else f". First cause: {cause}", broken[0]
+    if several:  # each has run its own copy of the model, without a collective
+        cause = over_ranks(cause)
+    told = failed if cause is None else f". First cause: {cause}"
+    return cause, told, broken[0] if broken else ()

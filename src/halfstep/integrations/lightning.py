@@ -10,14 +10,17 @@ Two of them, given as ``Trainer(plugins=[...])`` and not together with ``precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from halfstep.diagnostics.capture.replay import Replayed, read_capture, take_again
 from halfstep.diagnostics.nonfinite.again import explained
+from halfstep.diagnostics.recording.recorder import Recorder
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler.parameter_names import name_table
 from halfstep.integrations.lightning_common import (
@@ -266,12 +269,27 @@ class StepLog(Callback):
     Args:
         prefix: Prefix of the logged names.
         prog_bar: Whether the progress bar shows the loss scale and the skipped steps.
+        folder: With :class:`HalfstepPrecision`: also write a line for each training batch that took
+            a step, and the batches of spikes, there, for ``halfstep report``.
+        captures: How many captures to keep in it of steps that no loss scale can help, or that
+            spike; :func:`replay` takes one again.
     """
 
-    def __init__(self, prefix: str = "halfstep/", *, prog_bar: bool = True) -> None:
+    def __init__(
+        self,
+        prefix: str = "halfstep/",
+        *,
+        prog_bar: bool = True,
+        folder: str | Path = "",
+        captures: int = 0,
+    ) -> None:
+        if captures and not folder:
+            raise ConfigError(f"captures={captures} without a folder; say where: folder='run'")
         self._prefix = prefix
         self._prog_bar = prog_bar
         self._seen = 0
+        self._folder, self._captures = folder, captures
+        self._recorder: Recorder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer without one of halfstep's plugins.
@@ -285,7 +303,45 @@ class StepLog(Callback):
                 f"{type(trainer.precision_plugin).__name__}; allowed: "
                 "Trainer(plugins=[HalfstepPrecision(...)]) or ScaledPrecision"
             )
+        if self._folder and not isinstance(trainer.precision_plugin, HalfstepPrecision):
+            raise ConfigError(
+                f"StepLog(folder={str(self._folder)!r}) with ScaledPrecision, which measures no "
+                "norm and keeps no state to take a step again; allowed: HalfstepPrecision"
+            )
         self._seen = trainer.precision_plugin.attempts
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the folder."""
+        engine = getattr(trainer.precision_plugin, "engine", None)
+        if not self._folder:
+            return
+        if engine is None:
+            raise ConfigError(
+                f"StepLog(folder={str(self._folder)!r}) of a training whose steps halfstep does "
+                "not take: no optimizer, or LBFGS; leave folder out"
+            )
+        self._recorder = Recorder(engine, self._folder, captures=self._captures)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember the batch until its step."""
+        if self._recorder is not None:
+            self._recorder.batch(batch, epoch=trainer.current_epoch, batch_idx=batch_idx)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Write the line of the step that ended the training."""
+        if self._recorder is not None:
+            self._recorder.__exit__(type(exception), exception, None)
+            self._recorder = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the folder's files."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -298,6 +354,8 @@ class StepLog(Callback):
         result: StepResult | None = plugin.last_step
         if result is None:
             return
+        if self._recorder is not None:
+            self._recorder.step(result)
         shown = {"loss_scale": result.next_loss_scale, "skipped_total": result.skipped_total}
         silent = {"skipped": 0.0 if result.applied else 1.0}
         if isinstance(plugin, HalfstepPrecision):
@@ -312,6 +370,38 @@ class StepLog(Callback):
                 f"{whose}; loss {result.loss:g}, scale {result.loss_scale:g} -> "
                 f"{result.next_loss_scale:g}, {result.skipped_total} skipped so far"
             )
+
+
+def replay(
+    path: Path | str, module: LightningModule, optimizer: Optimizer, *, precision: str = ""
+) -> Replayed:
+    """Take a step that :class:`StepLog` captured again, by the module's ``training_step``.
+
+    Args:
+        path: A folder in ``captures/``.
+        module: The same module, with any weights.
+        optimizer: Its optimizer, which has not stepped.
+        precision: The policy to take the step in; empty: the captured one.
+
+    Raises:
+        CheckpointError: If it is no capture, is damaged, or is of another module.
+    """
+    captured = read_capture(path)
+    spike = "stop" if captured.values["guarded"] else "off"
+    plugin = HalfstepPrecision(precision or captured.policy, on_spike=spike)
+    plugin.train_(module, [optimizer], module)
+
+    def run(batch: Any) -> None:
+        with plugin.forward_context():
+            output: Any = module.training_step(batch, 0)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        plugin.backward_(loss / len(captured.batches))
+
+    engine = plugin._ready()
+    try:
+        return take_again(captured, engine, run)
+    finally:
+        engine.close()
 
 
 # Learning-rate schedulers, stepped by a trainer, that do not advance on skipped steps.

@@ -31,6 +31,7 @@ from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import AUTO, Auto, parse_later, parse_policy
+from halfstep.precision.recovery import parse_choices
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, find_nonfinite
 from halfstep.precision.step import Precision
@@ -54,9 +55,10 @@ class PolicyPlugin:
         policy: str | PrecisionPolicy,
         *,
         on_nonfinite: str = "stop",
+        on_spike: str = "off",
         upcast_trainable: bool = False,
     ) -> None:
-        """Parse the policy; ``on_nonfinite`` and ``upcast_trainable`` are as in :class:`Precision`.
+        """Parse the policy; the other options are those of :class:`Precision`.
 
         Raises:
             PrecisionError: If the policy cannot be honoured in Lightning.
@@ -70,7 +72,12 @@ class PolicyPlugin:
                 "plugins shard nothing; use bf16-mixed, or halfstep.distributed (parallel=shard=N)"
             )
         self.precision: Any = lightning_word(self.policy)
-        self._options: Any = {"on_nonfinite": on_nonfinite, "upcast_trainable": upcast_trainable}
+        choices = parse_choices(on_nonfinite, on_spike)
+        self._options: Any = {
+            "on_nonfinite": choices[0],
+            "on_spike": choices[1],
+            "upcast_trainable": upcast_trainable,
+        }
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None
         self.attempts = 0
@@ -92,6 +99,11 @@ class PolicyPlugin:
         Raises:
             PrecisionError: As :class:`Precision`; nothing has been changed then.
         """
+        if len(optimizers) > 1 and self._options["on_spike"].action != "off":
+            raise PrecisionError(
+                f"on_spike={self._options['on_spike']} with {len(optimizers)} optimizers, each of "
+                "which takes steps of its own losses; allowed: one optimizer, or on_spike='off'"
+            )
         if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise PrecisionError(
                 "LBFGS calls the loss several times within a step, so that no step can be skipped "
@@ -468,12 +480,24 @@ class ScaledSteps:
 
     scaler: Any
 
-    def __init__(self, scaler: GradScaler | None = None, *, device: str | None = None) -> None:
+    def __init__(
+        self,
+        scaler: GradScaler | None = None,
+        *,
+        device: str | None = None,
+        on_spike: str = "off",
+    ) -> None:
         """Take the scaler that was given, or one with ``strict=True``.
 
         Raises:
             ConfigError: If it is not halfstep's, or is for another device.
+            PrecisionError: For ``on_spike``, which needs the norm of the gradients.
         """
+        if on_spike != "off":
+            raise PrecisionError(
+                f"ScaledPrecision(on_spike={on_spike!r}): a scaler measures no gradient norm, by "
+                "which spikes are found; allowed: HalfstepPrecision('fp16-mixed', on_spike=...)"
+            )
         if scaler is None:
             scaler = GradScaler("cuda" if device is None else device, strict=True)
         elif not isinstance(scaler, GradScaler):

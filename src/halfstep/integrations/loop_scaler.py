@@ -25,16 +25,29 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.integrations.grad_scaler.parameter_names import Names, name_table, with_gradients
-from halfstep.integrations.grad_scaler.recording import loss_error, stored_gradients, total
-from halfstep.integrations.grad_scaler.scaler import GradScaler, ScaleGuard
+from halfstep.integrations.grad_scaler.recording import (
+    StepRecord,
+    loss_error,
+    stored_gradients,
+    total,
+)
+from halfstep.integrations.grad_scaler.scaler import EXTRA_KEY, GradScaler, ScaleGuard
+from halfstep.integrations.spike_guard import SpikeGuard
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
 from halfstep.precision.result import Reason
 from halfstep.precision.scaling.gradients import OneRank, Ranks
+from halfstep.precision.scaling.spikes import as_state
 
+SPIKES_KEY = "halfstep_spikes"
+"""The key of the spike detector's state, which torch's scaler ignores."""
+_UNPICKLED = ("_optimizers", "_find_names", "_found_names", "meter", "spikes", "on_failed")
+OnFailed = Callable[[Finding, bool], object]
+"""Called with what a spiking step found before it is answered, and again where that stops."""
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -62,6 +75,9 @@ class LoopScaler(GradScaler):
         self._pending = False  # update() was called and waits for optimizers
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._checked: int | None = None  # id of the optimizer whose flags are this step's
+        self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
+        self.spikes: SpikeGuard | None = None
+        self.on_failed: OnFailed | None = None
 
     def bind(self, optimizers: Optimizers, named: Named) -> None:
         """Bind the scaler to a loop.
@@ -83,7 +99,7 @@ class LoopScaler(GradScaler):
         self._pending = False
         self._mixed.clear()
         self._per_optimizer_states.clear()
-        self._round, self._marks = [], {}
+        self._round, self._marks, self._losses_sum = [], {}, None
 
     def release(self) -> None:
         """Drop all references to optimizers and parameters, between two trainings."""
@@ -112,7 +128,15 @@ class LoopScaler(GradScaler):
                 self._settle()
             states = self._per_optimizer_states.items()
             self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
-        return super().scale(outputs)
+        scaled = super().scale(outputs)
+        bound = self._bound()
+        if bound and not with_gradients(*bound):
+            self._losses_sum = None  # earlier gradients were cleared, so their losses do not count
+        if isinstance(outputs, Tensor) and outputs.numel() == 1:
+            value = outputs.detach().float().reshape(())
+            present = self._losses_sum
+            self._losses_sum = value if present is None else present + value
+        return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once a step; as torch's.
@@ -152,22 +176,61 @@ class LoopScaler(GradScaler):
         flags = self._flags(optimizer)
         found = float(total(flags.values(), self._scale.device)) if flags else 0.0
         if not found:  # without flags torch says that there was no gradient
-            self._checked = id(optimizer)
-            try:
-                return super().step(optimizer, *args, **kwargs)
-            finally:
-                self._checked = None
+            return self._finite_step(optimizer, bool(flags), *args, **kwargs)
+        if self.spikes is not None:
+            self.spikes.forget()
         self._host_flag = 1.0
         self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         self._remember(optimizer)
         return None
+
+    def _finite_step(
+        self, optimizer: Optimizer, checked: bool, *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Step, unless it spikes; ``checked`` is False if no gradient was seen."""
+        spikes, scale = self.spikes, self._scale
+        if spikes is not None and checked and scale is not None:
+            ranks = self._agreeing(scale.device)
+            spikes.begin(ranks)
+            if spikes.judge(optimizer, self._losses_sum, ranks) is not None:
+                self._skip_spike(spikes, optimizer, ranks)
+                return None
+        self._checked = id(optimizer)
+        try:
+            value = super().step(optimizer, *args, **kwargs)
+        finally:
+            self._checked = None
+        if spikes is not None and checked and isinstance(self._last, StepRecord):
+            spikes.applied()
+            self._last.norm, self._last.loss = spikes.measured[1], torch.tensor(spikes.measured[0])
+        return value
+
+    def _skip_spike(self, spikes: SpikeGuard, optimizer: Optimizer, ranks: Ranks) -> None:
+        """Leave a spiking step out, or raise."""
+        assert spikes.spike is not None
+        (loss, norm), reason = spikes.measured, spikes.spike.reason
+        found = Finding(reason, loss, norm, torch.get_num_threads())
+        tell = self.on_failed or (lambda found, stops: None)
+        tell(found, False)
+        try:
+            undone = spikes.answer(ranks)
+        except SpikeError:
+            tell(found, True)
+            raise
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._host_flag = 0.0
+        self._remember(optimizer)
+        if isinstance(self._last, StepRecord):
+            self._last.spike, self._last.norm, self._last.undone = reason, norm, undone
+            self._last.loss = torch.tensor(loss)
 
     def _flags(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         """The flags for non-finite gradients, by device; unscales unless the step will do it."""
         if self._stage(optimizer) is OptState.READY:
             self._stepping = True
             try:
-                if getattr(optimizer, "_step_supports_amp_scaling", False):
+                fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+                if fused and self.spikes is None:  # which need unscaled gradients
                     self._know_names()
                     self._check_inf_per_device(optimizer)
                 else:
@@ -209,6 +272,7 @@ class LoopScaler(GradScaler):
         try:
             super().update()
         finally:
+            self._losses_sum = None
             for other, unscaled in waiting.items():
                 factor = self.get_scale() / (1.0 if unscaled else before)
                 if factor != 1.0:
@@ -219,7 +283,18 @@ class LoopScaler(GradScaler):
         """As :meth:`halfstep.GradScaler.state_dict`, and the counts of skips in any case."""
         if self._enabled and self._pending:
             self._settle()
-        return super().state_dict()
+        state = super().state_dict()
+        if self.spikes is not None and EXTRA_KEY in state:
+            state[SPIKES_KEY] = self.spikes.state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As :meth:`halfstep.GradScaler.load_state_dict`, and the window of steps for spikes."""
+        if self.spikes is not None:
+            as_state(state_dict.get(SPIKES_KEY))  # which refuses a damaged one
+        super().load_state_dict(state_dict)
+        if self.spikes is not None:
+            self.spikes.restore_(state_dict.get(SPIKES_KEY))
 
     def _bound(self) -> Sequence[Optimizer]:
         return () if self._optimizers is None else self._optimizers()
@@ -247,7 +322,7 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling, without the loop that the scaler is bound to."""
-        unbound = dict.fromkeys(("_optimizers", "_find_names", "_found_names", "meter"))
+        unbound = dict.fromkeys(_UNPICKLED)
         return super().__getstate__() | unbound | {"_mixed": set()}
 
 
@@ -294,20 +369,7 @@ class FiniteGuard(LoopScaler):
             device, 1.0, min_scale=1.0, max_scale=1.0, names=names, ranks=ranks,
             allow_pure=allow_pure,
         )  # fmt: skip
-        self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
         self._said = False
-
-    def scale(self, outputs: Any) -> Any:
-        """Return the outputs times 1; a scalar is recorded as the loss of a micro-batch."""
-        scaled = super().scale(outputs)
-        bound = self._bound()
-        if bound and not with_gradients(*bound):
-            self._losses_sum = None  # earlier gradients were cleared, so their losses do not count
-        if isinstance(outputs, Tensor) and outputs.numel() == 1:
-            value = outputs.detach().float().reshape(())
-            present = self._losses_sum
-            self._losses_sum = value if present is None else present + value
-        return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless something is not finite on any rank; without gradients, as without a guard.
@@ -334,23 +396,12 @@ class FiniteGuard(LoopScaler):
         """This object itself, since a scale of 1 serves every loss."""
         return self
 
-    def abandon(self) -> None:
-        """Forget the iteration that has begun, of a loop that was left by an error."""
-        super().abandon()
-        self._losses_sum = None
-
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         if self._losses_sum is not None:  # the flag starts from it
             found_inf.copy_(~self._losses_sum.isfinite())
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-
-    def _settle(self) -> None:
-        try:
-            super()._settle()
-        finally:
-            self._losses_sum = None
 
     def _stop_if_hopeless(
         self,

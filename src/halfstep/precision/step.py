@@ -149,7 +149,7 @@ class Precision:
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self._schedulers, self._ema = schedulers, ema
-        self._choices = recovery.parse_choices(on_nonfinite, on_spike)
+        self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         reshard_(model)
         check_wrappers(self.policy, model)
@@ -170,9 +170,9 @@ class Precision:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
-        self._spikes = None if self._choices[1].action == "off" else SpikeDetector()
+        self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
         parts = model, self.optimizers, self._ema, self.ranks
-        self._guard = recovery.make_guard(self._choices, self._spikes, *parts)
+        self._guard = recovery.make_guard(self.choices, self._spikes, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
         if self._spikes is None:  # the host tests for spikes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
@@ -254,6 +254,11 @@ class Precision:
             value = value.float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
         self.masters.note()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether anything back-propagated waits for a step, and was not cleared."""
+        return self._loss is not None and not self.masters.arrivals.cleared()
 
     def unscale_(self) -> None:
         """Do nothing, where ``torch.amp.GradScaler`` needs it: ``p.grad`` is unscaled already."""

@@ -15,9 +15,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from halfstep.diagnostics.capture.captures import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
 from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.recording.excluded import Excluded
+from halfstep.diagnostics.recording.metrics import METRICS, MetricsFile, Record
 from halfstep.diagnostics.statistics.numerics import NUMERICS
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
@@ -29,11 +32,10 @@ from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkp
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
-from halfstep.trainer.run.capture import CAPTURES, recorder
-from halfstep.trainer.run.excluded import Excluded
+from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
-from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, report_best
-from halfstep.trainer.run.metrics import MetricsFile, PeakMemory, Record
+from halfstep.trainer.run.folder import CHECKPOINTS, report_best
+from halfstep.trainer.run.metrics import PeakMemory
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
@@ -197,8 +199,12 @@ class _Books:
         self._excluded: Excluded | None = None
         if world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
-            excluded = partial(Excluded, path, session.task, settings.on_spike)
-            self._excluded = excluded(last_step=session.step)
+            self._excluded = Excluded(
+                path,
+                lambda step: session.task.rows(step - 1),
+                settings.on_spike,
+                last_step=session.step,
+            )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
             session.precision.on_incurable = recorder(session, path, config.run.capture)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.diagnostics.nonfinite.cause import Cause
@@ -163,6 +164,19 @@ def search(
         return _same(part, cause)
 
     return replace(cause, samples=_responsible(rows, likely, fails))
+
+
+def over_ranks(cause: Cause | None) -> Cause | None:
+    """The earliest of all ranks' causes, the same on every rank; all of them call it together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, cause and replace(cause, rank=rank, ranks=size))
+    return min((found for found in every if found is not None), key=_order, default=None)
+
+
+def _order(cause: Cause) -> tuple[Any, ...]:
+    """Sort key: the earlier cause first, by micro-batch, then forward, then the rank."""
+    return cause.micro_batch, cause.direction == "backward", cause.rank
 
 
 def explained(

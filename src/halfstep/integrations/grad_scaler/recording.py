@@ -161,16 +161,24 @@ class StepRecord:
     next_loss_scale: Held
     marks: Marks | None
     """The non-finite gradients; None if they must still be searched for."""
+    spike: Reason | None = None
+    """Why the finite step was not applied, where spikes are looked for."""
+    norm: float = math.nan
+    """The norm of its unscaled gradients before clipping, where it was measured."""
+    undone: int = 0
+    """Applied steps that were undone with it."""
     fresh: bool = True
     """Whether the gradients, if there are any, are still those of this step."""
 
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped, so that the weights did not change."""
-        return float(self.found) > 0
+        return self.spike is not None or float(self.found) > 0
 
     def nonfinite(self, known: Mapping[Tensor, str]) -> tuple[Reason, tuple[str, ...]]:
         """Why the step was skipped, and whose gradients were not finite, as far as known."""
+        if self.spike is not None:
+            return self.spike, ()
         optimizer = self.optimizer()
         if self.marks is None and self.fresh and optimizer is not None:
             marks = Marks(optimizer, known, exact=True)
@@ -186,7 +194,9 @@ class StepRecord:
             applied=not skipped,
             reason=reason,
             loss=math.nan if self.loss is None else float(self.loss),
-            grad_norm=math.nan,
+            grad_norm=self.norm,
+            rolled_back=self.undone > 0,
+            steps_undone=self.undone,
             loss_scale=float(self.loss_scale),
             next_loss_scale=float(self.next_loss_scale),
             skipped_total=total,
@@ -232,7 +242,7 @@ class RecordingScaler(torch.amp.GradScaler):
 
         * ``loss``: the last value given to ``scale`` if it was a scalar, else NaN; with gradient
           accumulation the last micro-batch's.
-        * ``grad_norm``: always NaN, as it is not computed here.
+        * ``grad_norm``: NaN, as it is not computed here; measured where spikes are looked for.
         * ``skipped_total``, ``skipped_in_a_row``: rounds between two calls of ``update`` in which
           any optimizer's step was skipped; with one optimizer, its steps.
         * ``nonfinite_parameters``: recorded at the step on a CPU, for optimizers that are not

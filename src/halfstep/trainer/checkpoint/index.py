@@ -17,9 +17,7 @@ the file stores them. The tops (scales) of its blocks are in the same file, as
 
 from __future__ import annotations
 
-import json
 import re
-import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +55,6 @@ DTYPES = {
 EMPTY_CODES = "F32"  # dtype recorded for an 8-bit moment without elements, which has no tops
 _SHARD = re.compile(r"(weights|optimizer)(-(\d{5,})-of-(\d{5,}))?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_JSON_BYTES = 1 << 30  # more than a manifest takes for 10,000 tensors on 1,000 ranks
 _MOST = 2**63 - 1  # largest size in torch and safetensors
 
 
@@ -106,50 +103,6 @@ class Index:
 def shard_name(section: str, rank: int, size: int) -> str:
     """Return the name of a rank's file of tensors; it has no numbers where there is one rank."""
     return f"{section}{f'-{rank + 1:05d}-of-{size:05d}' if size > 1 else ''}.safetensors"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file with one JSON object, in which no key occurs twice.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds anything else.
-    """
-    require_plain(path)
-    try:
-        size = path.stat().st_size
-        if size > _JSON_BYTES:
-            raise CheckpointError(
-                f"{path}: {size:,} bytes are no {path.name} of a checkpoint; it is damaged or "
-                f"foreign. Remove {path.parent} to go on from the checkpoint before it"
-            )
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
-    return value
-
-
-def require_plain(path: Path) -> None:
-    """Refuse anything but a regular file: a link leads elsewhere, reading a pipe waits for ever.
-
-    Raises:
-        CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
-    """
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if stat.S_ISLNK(mode):
-        raise CheckpointError(
-            f"{path}: is a symbolic link; a checkpoint is read from plain files of its own folder "
-            "only: copy the file there"
-        )
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(
-            f"{path}: is not a regular file; a checkpoint is read from plain files only. Remove "
-            f"{path.parent} to go on from the checkpoint before it"
-        )
 
 
 def check_index(raw: dict[str, Any], where: Path) -> Index:
@@ -264,13 +217,6 @@ def _keys(raw: Any, wanted: set[str], what: str) -> None:
         raise CheckpointError(
             f"{what}: has {found}, a manifest has {sorted(wanted)} there: it is damaged or foreign"
         )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
-    return found
 
 
 def _advice(where: Path) -> str:

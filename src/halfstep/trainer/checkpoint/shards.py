@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep.errors import CheckpointError
-from halfstep.files import sync
+from halfstep.files import require_plain, require_sha256, sha256, sync
 from halfstep.optim.storage.moments import BLOCK, BROKEN
 from halfstep.optim.storage.state import TOPS, in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
@@ -30,14 +29,12 @@ from halfstep.trainer.checkpoint.index import (
     Stored,
     check_index,
     checked_files,
-    require_plain,
     shard_name,
 )
 from halfstep.trainer.checkpoint.pieces import Piece, overlap
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_008  # bytes; **Source:** safetensors' header limit plus its 8-byte length
-_HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ class Part:
             written.append(folder / STATE)
         for path in written:
             sync(path)
-            report["files"][path.name] = {"sha256": _sha256(path)}
+            report["files"][path.name] = {"sha256": sha256(path)}
         return report
 
 
@@ -341,31 +338,3 @@ def first_format_index(raw: dict[str, Any], where: Path) -> Index:
             pieces = [] if 0 in shape else [piece]
             entries[name] = {"shape": shape, "dtype": dtype, "pieces": pieces}
     return check_index(manifest, where)
-
-
-def require_sha256(path: Path, expected: str) -> None:
-    """Refuse a file whose SHA-256 differs from the manifest's.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
-    require_plain(path)
-    try:
-        actual = _sha256(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if actual != expected:
-        raise CheckpointError(
-            f"{path}: contents do not match the manifest: the file is damaged. Remove "
-            f"{path.parent} to go on from the checkpoint before it"
-        )
-
-
-def _sha256(path: Path) -> str:
-    """Compute a file's SHA-256 as hex digits."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_HASHED, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()

@@ -42,7 +42,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
-from halfstep.files import sync, sync_folder
+from halfstep.files import read_json, require_sha256, sync, sync_folder
 from halfstep.optim.storage.state import TOPS, tops_of
 from halfstep.trainer.checkpoint.index import (
     FORMAT,
@@ -54,10 +54,9 @@ from halfstep.trainer.checkpoint.index import (
     Entry,
     Index,
     check_index,
-    read_json,
 )
 from halfstep.trainer.checkpoint.pieces import Piece
-from halfstep.trainer.checkpoint.shards import Own, Part, Reader, first_format_index, require_sha256
+from halfstep.trainer.checkpoint.shards import Own, Part, Reader, first_format_index
 
 TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk
 _TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halfstep.diagnostics.recording.metrics import METRICS
 from halfstep.diagnostics.scripts.rules import Finding
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -19,7 +20,7 @@ from halfstep.trainer.checkpoint.store import list_checkpoints
 from halfstep.trainer.config.config import config_from_table, config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.run.folder import CHECKPOINTS, METRICS, run_config
+from halfstep.trainer.run.folder import CHECKPOINTS, run_config
 
 _SKIPS = 0.05
 """Share of skipped steps from which a run is told. A dynamic scale that fits skips one step in

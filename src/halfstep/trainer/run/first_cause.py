@@ -13,21 +13,15 @@ several ranks all of them run the step again together, and tell of the one that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-import torch.distributed as dist
-
-from halfstep.diagnostics.nonfinite.again import scale_kept, search
+from halfstep.diagnostics.nonfinite.again import over_ranks, scale_kept, search
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
+from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.trainer.run.folder import CAUSES
-from halfstep.trainer.run.metrics import keep_lines
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
 
@@ -64,10 +58,7 @@ class CauseSearch:
     def __enter__(self) -> CauseSearch:
         file = self._path / CAUSES
         if self._session.world.is_main and file.exists():  # a resumed run writes them again
-            try:
-                keep_lines(file, self._session.step)
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be written: {error}") from error
+            keep_lines(file, self._session.step)
         self._session.precision.on_broken = self._look
         return self
 
@@ -130,12 +121,7 @@ class CauseSearch:
                 alone=alone,
                 finish=strategy.finish,
             )
-        if alone:
-            return cause
-        cause = cause and replace(cause, rank=world.rank, ranks=world.size)
-        every: list[Any] = [None] * world.size
-        dist.all_gather_object(every, cause)
-        return min((c for c in every if c is not None), key=_order, default=None)
+        return cause if alone else over_ranks(cause)
 
     def _write(self, cause: Cause) -> None:
         """Append the cause to ``causes.jsonl``; on rank 0."""
@@ -143,12 +129,7 @@ class CauseSearch:
             return
         line = {"step": self._session.step + 1, "loss_scale": self.scale, **cause.to_json()}
         line["text"] = str(cause)
-        file = self._path / CAUSES
-        try:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot be written: {error}") from error
+        append_line(self._path / CAUSES, line)
 
     def next_command(self) -> str:
         """The command to type next, as a sentence; empty where only code can be changed."""
@@ -169,8 +150,3 @@ class CauseSearch:
             other = quote(f"{path}-lower-rate")
             return f"try: {fresh} --output-dir {other} --learning-rate {lower:g}"
         return ""
-
-
-def _order(cause: Cause) -> tuple[Any, ...]:
-    """Sort key: the earlier cause first, by micro-batch, then forward, then the rank."""
-    return cause.micro_batch, cause.direction == "backward", cause.rank

@@ -38,10 +38,8 @@ from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.session import EXPORTED, Session, exported
 from halfstep.trainer.tasks.task import Exported
 
-METRICS = "metrics.jsonl"
 ENVIRONMENT = "env.json"
 MEMORY = "memory.json"
-CAUSES = "causes.jsonl"
 CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, MEMORY, "config.toml.tmp"}

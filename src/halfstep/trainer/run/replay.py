@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from halfstep.diagnostics.capture.captures import Finding, finding
+from halfstep.diagnostics.capture.replay import Replayed
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnNonFinite, OnSpike
@@ -17,38 +20,12 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.capture import Finding, captured, finding
+from halfstep.trainer.run.capture import RANKS, captured
 from halfstep.trainer.session import Session, open_session
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """A captured step, and the same step taken again."""
-
-    step: int
-    """The step's number, as in ``metrics.jsonl``."""
-    precision: str
-    """The policy of the replay."""
-    captured_precision: str
-    captured: Finding
-    found: Finding
-    """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
-    unchanged: bool
-    """Whether the weights after it are those before, bit for bit."""
-
-    @property
-    def repeated(self) -> bool:
-        """Whether the replay found the same, bit for bit; only meant in the same precision."""
-        return self.unchanged and self.found.same_bits(self.captured)
-
-    @property
-    def survives(self) -> bool:
-        """Whether the step could be applied."""
-        return self.found.reason == "applied"
-
-
-def replay(path: Path, precision: str = "") -> Replayed:
-    """Rebuild a run from a capture, and take the captured step.
+def replay(path: Path, precision: str = "", world: World = World.alone()) -> Replayed:  # noqa: B008
+    """Rebuild a run from a capture, and take the captured step; all ranks call it.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
     configuration says, and must have the hashes that the run had.
@@ -56,6 +33,7 @@ def replay(path: Path, precision: str = "") -> Replayed:
     Args:
         path: A folder in ``captures/`` of a run.
         precision: The policy to take the step in; empty: the run's own.
+        world: As many ranks as the run had, in whose order gradients were added up.
 
     Raises:
         CheckpointError: If it is no capture, is damaged, or is of another model or other data.
@@ -66,19 +44,25 @@ def replay(path: Path, precision: str = "") -> Replayed:
         raise CheckpointError(f"{path}: a link, not a capture; give the folder that it leads to")
     saved = load_checkpoint(path)
     before = captured(saved.state, path)
+    ranks = saved.state.get(RANKS, 1)
+    if ranks != world.size:
+        raise CheckpointError(
+            f"{path}: a step of {ranks!s:.10} ranks, and this is {world.size}: take it again with "
+            f"torchrun --nproc-per-node {ranks!s:.10} -m halfstep replay"
+        )
     config = _config(saved.state.get("config"), path)
     own = config.precision
     policy = parse_policy(precision) if precision else own
     guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
     run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, parallel="",
-        report_to=(), threads=before.threads,
+        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
+        threads=before.threads,
     )  # fmt: skip
     data = replace(config.data, cache_dir="")  # nothing is written where a capture says
     config = replace(config, precision=policy, run=run, data=data)
     threads = torch.get_num_threads()
     try:
-        session = open_session(config, no_progress, resuming=True)
+        session = open_session(config, no_progress, resuming=True, world=world)
         try:
             session.restore(load_checkpoint(path, session.pieces), path)
             return _take(session, before, str(own))

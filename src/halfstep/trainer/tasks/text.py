@@ -72,11 +72,6 @@ class TextTask(Task):
         Raises:
             HalfstepError: For data, a model folder or a layout that cannot be used.
         """
-        if config.run.capture and world.size > 1:
-            raise ConfigError(
-                f"run.capture={config.run.capture} over {world.size} ranks: a capture is of one "
-                "process; leave it out, or train on one rank"
-            )
         self._require_room(config, layout, config.model)  # before the data is prepared
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)

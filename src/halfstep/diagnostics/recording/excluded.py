@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+from halfstep.diagnostics.recording.metrics import keep_lines
 from halfstep.errors import CheckpointError
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.spikes import Spiking
-from halfstep.trainer.run.metrics import keep_lines
-from halfstep.trainer.tasks.task import Task
 
 EXCLUDE = "exclude.jsonl"
+
+Rows = Callable[[int], Mapping[str, Any]]
+"""Names the batch of a step, numbered as in ``metrics.jsonl``: under what it is, where it is."""
 
 
 class Excluded:
@@ -23,17 +26,14 @@ class Excluded:
     The window is the spiking step and, where a rollback undid some, the applied steps before it.
     """
 
-    def __init__(self, folder: Path, task: Task, choice: OnSpike, *, last_step: int) -> None:
+    def __init__(self, folder: Path, rows: Rows, choice: OnSpike, *, last_step: int) -> None:
         """Drop the lines of spikes after ``last_step``: a resumed run takes those steps again."""
-        self._path, self._task = folder / EXCLUDE, task
+        self._path, self._rows = folder / EXCLUDE, rows
         undone = choice.count if choice.action == "rollback" else 0
         self._applied: deque[int] = deque(maxlen=undone)
         self._guarded = choice.action != "off"
         if self._guarded and self._path.exists():
-            try:
-                keep_lines(self._path, last_step, "spike_step")
-            except OSError as error:
-                raise self._refused(error) from error
+            keep_lines(self._path, last_step, "spike_step")
 
     def stepped(self, step: int, result: StepResult) -> None:
         """Note a step, numbered as in ``metrics.jsonl``; write its window if it spiked."""
@@ -53,14 +53,11 @@ class Excluded:
         """
         lines = []
         for number in sorted([step, *(undone or [])]):
-            batch = self._task.rows(number - 1)
+            batch = self._rows(number)
             line = {"step": number, "spike_step": step, "reason": reason, **batch}
             lines.append(json.dumps(line) + "\n")
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._path}: cannot be written: {error}")
+            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""Steps that went wrong, kept whole so that they can be taken again."""

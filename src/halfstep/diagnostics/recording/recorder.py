@@ -1,0 +1,232 @@
+"""A run's folder for a loop that is not halfstep's own: what the trainer writes, in its formats.
+
+::
+
+    config.toml     the precision
+    metrics.jsonl   one line per step: loss, norm, scale, whether it was applied and why not
+    exclude.jsonl   the batches of steps that spiked, and of those that were undone with them
+    causes.jsonl    where the first cause of a step was searched
+    captures/       steps that went wrong, to be taken again
+
+``halfstep report`` reads the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from halfstep.diagnostics.capture.captures import Captures, Finding, Steps, finding, rank_and_size
+from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.recording.excluded import Excluded
+from halfstep.diagnostics.recording.metrics import (
+    CAUSES,
+    METRICS,
+    MetricsFile,
+    Record,
+    append_line,
+)
+from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
+from halfstep.precision.border import require
+from halfstep.precision.recovery import OnSpike
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import Judged
+from halfstep.precision.scaling.spikes import Spiking
+from halfstep.precision.step import Precision
+
+
+class StepLog:
+    """Writes a run's folder, step by step, and captures; used by the integrations."""
+
+    def __init__(
+        self, steps: Steps, folder: Path | str, *, captures: int = 0, spikes: OnSpike | None = None
+    ) -> None:
+        """Begin, or go on, in a folder; rank 0 writes its lines, every rank its captures.
+
+        Raises:
+            CheckpointError: If the folder cannot be written.
+        """
+        if type(captures) is not int or captures < 0:
+            raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
+        self._steps, self._folder = steps, Path(folder)
+        self._spikes = OnSpike() if spikes is None else spikes
+        self._captures = Captures(self._folder, captures) if captures else None
+        self._where: dict[int, dict[str, list[Any]]] = {}
+        self._given: dict[str, list[Any]] = {}
+        self._batches = 0
+        self._metrics: MetricsFile | None = None
+        self._excluded: Excluded | None = None
+        self._written = -1  # the last step with a line
+
+    def open(self, step: int) -> None:
+        """Open the files for the steps after ``step``, whose later lines a resume writes again."""
+        if rank_and_size()[0]:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            policy = f"precision = {json.dumps(str(self._steps.policy))}\n"
+            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
+        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
+        rows = self._rows
+        self._excluded = Excluded(self._folder, rows, self._spikes, last_step=step)
+
+    def _rows(self, step: int) -> Mapping[str, Any]:
+        return self._where.get(step, {})
+
+    def begin(self, batch: Any, *, first: bool, **where: Any) -> None:
+        """Remember a micro-batch before its forward; ``where`` says where it is found again."""
+        if first:
+            self._given = {}
+        for key, value in {"batch": self._batches, **where}.items():
+            self._given.setdefault(key, []).append(value)
+        self._batches += 1
+        if self._captures is not None:
+            self._captures.begin(self._steps.model, batch, first=first)
+
+    def failed(self, step: int, found: Finding) -> Path | None:
+        """Capture a step that is about to be answered; return where, or None."""
+        if self._captures is None:
+            return None
+        guarded = self._spikes.action != "off"
+        return self._captures.write(self._steps, step, found, guarded=guarded)
+
+    def stepped(self, step: int, result: StepResult, **more: Any) -> None:
+        """Write a step's line, and the batches of its window if it spiked."""
+        self._where[step] = self._given
+        for old in sorted(self._where)[: -(2 * self._spikes.count + 2)]:
+            del self._where[old]
+        self._write(
+            Record(
+                step=step,
+                applied=result.applied,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                loss_scale=result.loss_scale,
+                skip_reason=result.reason,
+                calibrating=result.calibrating or None,
+                rolled_back=result.rolled_back or None,
+                skipped_total=result.skipped_total,
+                **more,
+            )
+        )
+        if self._excluded is not None:
+            self._excluded.stepped(step, result)
+
+    def stopped(self, step: int, found: Finding, cause: Cause | None = None) -> None:
+        """Write the line of a step that ends the run, and its batches if it spiked."""
+        self._where[step] = self._given
+        summary = None if cause is None else cause.summary
+        loss, norm = found.loss, found.grad_norm
+        record = Record(
+            step=step, applied=False, loss=loss, grad_norm=norm, skip_reason=found.reason,
+            first_cause=summary,
+        )  # fmt: skip
+        self._write(record)
+        if cause is not None and self._metrics is not None:
+            line = {"step": step, **cause.to_json(), "text": str(cause)}
+            append_line(self._folder / CAUSES, line)
+        if self._excluded is not None and found.reason in get_args(Spiking):
+            self._excluded.spiked(step, found.reason)
+
+    def _write(self, record: Record) -> None:
+        if self._metrics is not None and record.step > self._written:
+            self._metrics.write(record)
+            self._written = record.step
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+
+class Recorder:
+    """Writes what the trainer writes for a loop of one's own: metrics, batches, captures.
+
+    Example:
+        >>> import tempfile, torch, halfstep
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> precision = halfstep.Precision("fp32", model, optimizer, on_nonfinite="skip:9")
+        >>> folder = tempfile.mkdtemp()
+        >>> with Recorder(precision, folder, captures=2) as recorder:
+        ...     for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan)):
+        ...         recorder.batch(x)
+        ...         with precision.autocast():
+        ...             loss = model(x).square().mean()
+        ...         result = recorder.step(precision.step(loss))
+        >>> result.applied, result.reason
+        (False, 'nonfinite_loss')
+    """
+
+    def __init__(self, precision: Precision, folder: Path | str, *, captures: int = 0) -> None:
+        """Begin, or go on, in a folder.
+
+        Args:
+            precision: What takes the steps. After a resume load its state first, so that lines of
+                steps that are taken again are dropped.
+            folder: The run's folder; made if absent. With several ranks all share it.
+            captures: How many captures to keep of steps that no loss scale can help, or that spike;
+                0: none. On a GPU they make each step wait for the device.
+
+        Raises:
+            PrecisionError: If ``precision`` is not a Precision, or records already.
+            CheckpointError: If the folder cannot be written.
+        """
+        self._precision = require(
+            precision, Precision, "Recorder(precision)", "a halfstep.Precision"
+        )
+        if precision.on_incurable is not None:
+            raise PrecisionError("this Precision has a Recorder already; close it first")
+        choice = precision.choices[1]
+        self._log = StepLog(precision, folder, captures=captures, spikes=choice)
+        self._log.open(self._step)
+        precision.on_incurable = self._failed
+        self._last: Finding | None = None  # of the step that is being answered
+        self._stopping = 0  # its number
+
+    @property
+    def _step(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self._precision.applied_total + self._precision.skipped_total
+
+    def batch(self, batch: Any, **where: Any) -> None:
+        """Remember a micro-batch; call it before its forward.
+
+        Args:
+            batch: What the loss is computed from: tensors, numbers and text in lists, tuples and
+                dicts. It is kept by reference, so do not change it in place before the step.
+            where: Where it is found again, such as ``epoch=3, rows=[17, 4]``, for exclude.jsonl.
+        """
+        self._precision.settle()
+        first = not self._precision.has_loss
+        self._log.begin(batch, first=first, **where)
+
+    def step(self, result: StepResult) -> StepResult:
+        """Write the step's line; returns the result, so that it can stand around the step."""
+        self._log.stepped(self._step, result)
+        self._last = None
+        return result
+
+    def _failed(self, judged: Judged) -> None:
+        self._last, self._stopping = finding(judged), self._step + 1
+        self._log.failed(self._stopping, self._last)
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._precision.on_incurable = None
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Close, after the line of the step that ended the loop."""
+        if isinstance(error, NonFiniteError | SpikeError) and self._last is not None:
+            cause = getattr(error, "first_cause", None)
+            self._log.stopped(self._stopping, self._last, cause)
+        self.close()
