@@ -19,6 +19,7 @@ from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, loa
 from halfstep.errors import ConfigError
 
 METRICS, CAUSES, EXCLUDED = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
+TRACE = "trace.json"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
 
@@ -37,6 +38,7 @@ class RunRecord:
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
+        trace: What ``halfstep trace RUN --save RUN/trace.json`` wrote; empty without it.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have.
     """
@@ -48,6 +50,7 @@ class RunRecord:
     numerics: Sequence[StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
+    trace: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
@@ -127,6 +130,7 @@ def read_run(folder: Path) -> RunRecord:
         numerics=_numerics(folder / NUMERICS, damaged, missing),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDED],
+        trace=_json(folder / TRACE, damaged, missing),
         damaged=damaged,
         missing=missing,
     )

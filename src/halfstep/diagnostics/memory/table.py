@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from halfstep.shown import as_html
+from halfstep.shown import as_html, bars
 
 PARTS = {
     "weights": "parameters and buffers",
@@ -92,7 +92,8 @@ class Memory:
         return f"Of {size_text(total)}, {'; '.join([*parts, rest])}."
 
     def _repr_html_(self) -> str:
-        return as_html(str(self))
+        parts = {p: {d: b / 1e6 for d, b in forms.items()} for p, forms in self.bytes.items()}
+        return as_html(str(self), bars(parts, "MB by part and dtype"))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
