@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Self
 
 
@@ -34,11 +35,17 @@ def as_html(text: str, figure: str = "") -> str:
         text: What ``print`` shows.
         figure: HTML that stands below it, such as :func:`bars` makes.
     """
-    return f"<pre>{html.escape(text)}</pre>{figure}"
+    return f'<pre style="{_PRE}">{html.escape(text)}</pre>{figure}'
 
 
-_FORMS = {"fp32": 0, "float32": 0, "bf16": 1, "bfloat16": 1, "fp16": 2, "float16": 2}
+_PRE = "font-family:monospace;white-space:pre;overflow-x:auto;font-size:12px;line-height:1.35"
+"""Notebooks' own styles break lines, and some show ``pre`` in letters of unequal width."""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b57c00", "#56b4e9")
+_FIXED = {
+    **{"fp32": "#0072b2", "float32": "#0072b2", "bf16": "#d55e00", "bfloat16": "#d55e00"},
+    **{"fp16": "#009e73", "float16": "#009e73", "bytes": "#0072b2"},
+    **{"lost": "#d55e00", "kept": "#9aa0a6"},
+}
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], title: str, whole: float | None = None) -> str:
@@ -90,8 +97,8 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str, whole: float | Non
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
     """A colour for each name; the formats have the same one in every figure."""
-    free = iter([*_COLOURS[3:], *_COLOURS[:3]] * (1 + len(names) // len(_COLOURS)))
-    return {n: _COLOURS[_FORMS[n]] if n in _FORMS else next(free) for n in names}
+    free = cycle([*_COLOURS[3:], *_COLOURS[:3]])
+    return {name: _FIXED.get(name) or next(free) for name in names}
 
 
 def _end(name: str, most: int = 28) -> str:

@@ -126,6 +126,12 @@ def test_different_tasks_and_data_are_not_ranked(made):
     assert "cannot be ranked: they differ in task, data.train" in text
 
 
+def test_a_seed_that_comes_twice_is_no_repetition(made):
+    one = made("fp32", 1, 3.0)
+    assert "say nothing of noise" in said([one, one])
+    assert "each ran once" in said([one, one, made("bf16-pure", 1, 4.0)])
+
+
 def test_no_step_in_common(made):
     text = said([made("fp32", 1, 3.0), made("bf16-mixed", 1, 3.0, step=15)])
     assert "no step at which all of them were evaluated" in text

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -33,6 +33,9 @@ NOT_ARITHMETIC = frozenset(
 """Keys that may differ between repetitions of one configuration."""
 
 
+_NO_SEED = "run "
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Runs of one configuration.
@@ -40,20 +43,18 @@ class Group:
     Attributes:
         name: Its precision policy where that tells it from the others, or its first run's name.
         runs: Its runs.
-        values: Their measure at the common step, where that is finite.
+        by_seed: Their measure at the common step by seed, where it is finite. A seed that comes
+            twice counts once: it repeats the same numbers.
     """
 
     name: str
     runs: Sequence[RunRecord]
-    values: Sequence[float] = ()
+    by_seed: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def by_seed(self) -> dict[str, float]:
-        """The values by seed; empty where a run has none, or a seed comes twice."""
-        seeds = [flattened(run.config).get("run.seed", "") for run in self.runs]
-        if len(self.values) != len(seeds) or len({*seeds}) != len(seeds) or "" in seeds:
-            return {}
-        return dict(zip(seeds, self.values, strict=True))
+    def values(self) -> list[float]:
+        """The measure of each seed."""
+        return [*self.by_seed.values()]
 
     @property
     def mean(self) -> float:
@@ -157,9 +158,14 @@ def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
     return "", 0
 
 
-def _values(runs: Sequence[RunRecord], measure: str, step: int) -> list[float]:
-    every = [dict(zip(*run.series(measure), strict=True))[step] for run in runs]
-    return [value for value in every if math.isfinite(value)]
+def _values(runs: Sequence[RunRecord], measure: str, step: int) -> dict[str, float]:
+    """The finite values at a step by seed; a run without a seed counts as another one."""
+    found: dict[str, float] = {}
+    for i, run in enumerate(runs):
+        value = dict(zip(*run.series(measure), strict=True))[step]
+        if math.isfinite(value):
+            found.setdefault(flattened(run.config).get("run.seed", f"{_NO_SEED}{i}"), value)
+    return found
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -173,6 +179,8 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
     said = [say("not_finite_at", runs=", ".join(broken), step=step)] if broken else []
     sound = [group for group in groups if group.values]
     shown = {g.name: shown_value(g, measure) for g in groups}
+    if len(groups) == 1 and len(groups[0].values) < 2:
+        return [*said, say("same_seed")]
     if len(groups) == 1:
         return [*said, say("one_group", value=shown[groups[0].name], step=step)]
     if len(sound) < 2:
@@ -196,10 +204,14 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
 def _limit(a: Group, b: Group, alpha: float) -> float | None:
     """The difference of two groups' means from which on it is no noise."""
     one, other = a.by_seed, b.by_seed
-    if len(one) > 1 and one.keys() == other.keys():
+    if len(one) > 1 and one.keys() == other.keys() and not any(map(_unknown, one)):
         gaps = [one[seed] - other[seed] for seed in one]
         return quantile(1 - alpha / 2, len(gaps) - 1) * stdev(gaps) / math.sqrt(len(gaps))
     return least_difference(a.values, b.values, alpha)
+
+
+def _unknown(seed: str) -> bool:
+    return seed.startswith(_NO_SEED)
 
 
 def _digits(value: float) -> str:
