@@ -50,7 +50,7 @@ def test_overflows_are_told_together_and_the_others_one_by_one(folder):
     run = read_run(folder([*lines, line(30)]))
     assert [event.step for event in told(events(run))] == [9, 20]
     page = make_report([run]).to_html()
-    assert "Loss scales from 16 to 256, steps 4 to 8" in page
+    assert "Loss scales from 2^4 to 2^8, steps 4 to 8" in page
     assert "searching for its level: 1<" in page
     assert f"<td>{cause}</td>" in page
     assert "loss 300, gradient norm 1" in page

@@ -186,7 +186,7 @@ def _applied(run: RunRecord) -> RunRecord:
 
 
 _MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
-    "calibration": ("|", GRID, 0.02, "mark_calibration"),
+    "calibration": ("|", "#8a8f98", 0.02, "mark_calibration"),
     "overflow": ("x", "#b57c00", 0.02, "mark_overflow"),
     "nonfinite": ("X", "#d00000", 0.97, "mark_nonfinite"),
     "spike": ("v", "#d55e00", 0.97, "mark_spike"),

@@ -33,7 +33,7 @@ from halfstep.report.numbers import (
     what_is_stored,
     what_ran,
 )
-from halfstep.report.record import TRACE, RunRecord
+from halfstep.report.record import TRACE, RunRecord, scale_text
 from halfstep.report.words import LANGUAGES, phrase
 from halfstep.shown import bars
 
@@ -262,7 +262,7 @@ def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
     scales = [event.loss_scale for event in alike if event.loss_scale is not None]
     if not alike:
         return {}
-    ends = {"low": f"{min(scales, default=1.0):g}", "high": f"{max(scales, default=1.0):g}"}
+    ends = {key: scale_text(f(scales, default=1.0)) for key, f in (("low", min), ("high", max))}
     return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
 
 

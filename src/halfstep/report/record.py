@@ -107,6 +107,12 @@ def number(value: Any) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
+def scale_text(scale: float) -> str:
+    """A loss scale as its power of two, where it is one of them."""
+    whole = math.isfinite(scale) and scale > 0 and math.frexp(scale)[0] == 0.5
+    return f"2^{math.frexp(scale)[1] - 1}" if whole else f"{scale:g}"
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder.
 
