@@ -82,7 +82,7 @@ def bars(rows: Mapping[str, Mapping[str, float]], title: str, whole: float | Non
     for i, (name, parts) in enumerate(rows.items()):
         y, x = 40 + 20 * i, 180.0
         drawn.append(
-            f'<text x="172" y="{y + 12}" text-anchor="end">{html.escape(_end(name))}</text>'
+            f'<text x="172" y="{y + 12}" text-anchor="end">{html.escape(end_of(name))}</text>'
         )
         for part, value in parts.items():
             width = 440 * value / longest
@@ -101,5 +101,6 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
     return {name: _FIXED.get(name) or next(free) for name in names}
 
 
-def _end(name: str, most: int = 28) -> str:
+def end_of(name: str, most: int = 28) -> str:
+    """The end of a long name, which tells modules apart."""
     return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -13,6 +13,7 @@ from html import escape
 
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.formats import FP16
+from halfstep.shown import end_of
 
 SHOWN: Sequence[Kind] = ("activation", "activation_gradient", "gradient", "update")
 MOST_ROWS = 48
@@ -76,7 +77,7 @@ class ExponentMap:
             name = f"{escape(row.name)}: {row.largest:.3g}"
             drawn.append(
                 f"<g><title>{name}</title>"
-                f'<text x="{_LABELS - 6}" y="{y}" text-anchor="end">{escape(_tail(row.name))}'
+                f'<text x="{_LABELS - 6}" y="{y}" text-anchor="end">{escape(end_of(row.name, 32))}'
                 "</text></g>"
             )
         drawn.append(
@@ -172,8 +173,3 @@ def _cells(tensor: TensorStatistics, low: int, high: int) -> list[tuple[int, flo
         at = min(max(exponent, low), high)
         counts[at] = counts.get(at, 0) + count
     return [(e, counts[e] / tensor.nonzero) for e in sorted(counts)]
-
-
-def _tail(name: str, most: int = 32) -> str:
-    """The end of a long name, which tells modules apart."""
-    return name if len(name) <= most else f"…{name[1 - most :]}"
