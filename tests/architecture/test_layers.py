@@ -28,7 +28,7 @@ ALLOWED = {
     "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
-    "report": {"errors", "formats", "diagnostics"},
+    "report": {"errors", "formats", "diagnostics", "shown"},
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "precision"},
     "trainer.data": {"errors", "files"},

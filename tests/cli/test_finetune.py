@@ -63,7 +63,7 @@ def test_a_run_from_text_to_predictions(files, tmp_path, halfstep):
     code, out, err = classify(halfstep, *words)
     assert code == 0, err
     summary, judged, left = out.splitlines()
-    assert judged.startswith("healthy: 0 of ")
+    assert judged.startswith("too short to judge: 0 of ")
     best = json.loads((path / "report.json").read_text())["step"]
     assert summary.startswith(f"{path}: step 18; validation loss ")
     assert f"; best at step {best}; 18 steps applied, 0 skipped; " in summary
@@ -143,7 +143,7 @@ def test_patience_says_so(files, tmp_path, halfstep):
     code, out, err = classify(halfstep, *words)
     assert code == 0, err
     summary, judged, left = out.splitlines()
-    assert judged.startswith("healthy: 0 of ")
+    assert judged.startswith("too short to judge: 0 of ")
     assert summary.startswith(f"{path}: step 6; ")  # 2 is the best, 4 and 6 are no better
     assert summary.endswith("; stopped by patience")
     assert "best at step 2" in summary

@@ -276,7 +276,7 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     assert code == 0, err
     assert silent == (0, "", "")
     summary, judged, left = out.splitlines()
-    assert judged.startswith("healthy: 0 of ")
+    assert judged.startswith("too short to judge: 0 of ")
     assert summary.startswith(f"{path}: step 6; validation loss ")
     assert "each rank sent " in summary
     assert left == f"model in {path / 'model'}, report in {path / 'report.txt'}"

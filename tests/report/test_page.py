@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
+from halfstep.diagnostics.statistics.exponent_map import MOST_ROWS
 from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, draw_curves, thinned
-from halfstep.report.numbers import MOST_ROWS
 from halfstep.report.page import _one_line, make_report
 from halfstep.report.record import read_run
 from report.conftest import line, tensor, watch
@@ -52,6 +52,15 @@ def run_named(folder, text, number):
         f"[model]\npath = {json.dumps(text)}\n",
         encoding="utf-8",
     )
+    skipped = {"applied": False, "skip_reason": text, "first_cause": text, "rolled_back": True}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line(40, **skipped)) + "\n")
+    (path / "exclude.jsonl").write_text(json.dumps({"spike_step": text, "reason": text}) + "\n")
+    forms = {"inputs": [text, 3], "outputs": [text]}
+    ran = {"module": text, "direction": text, "op": text, "calls": 2, **forms}
+    held = {"kind": text, "dtype": text, "tensors": 1, "bytes": 10}
+    trace = {"policy": text, "operations": [ran, text], "stored": [held], "differences": [text]}
+    (path / "trace.json").write_text(json.dumps(trace))
     causes = [{"module": text, "sample": {"text": text}}, {"cause_class": text, "text": text}]
     (path / "causes.jsonl").write_text("".join(json.dumps(c) + "\n" for c in causes))
     watch(path, tensor(text), tensor(text, "activation"), tensor(text, "update"))
@@ -61,6 +70,8 @@ def run_named(folder, text, number):
 def test_names_leave_the_structure_of_the_page_unchanged(folder):
     plain = make_report([run_named(folder, "plain", 0)]).to_html()
     expected = Outline(plain)
+    assert "What ran" in plain
+    assert "Skipped steps" in plain
     for number, text in enumerate(HOSTILE, 1):
         page = make_report([run_named(folder, text, number)]).to_html()
         found = Outline(page)
@@ -70,6 +81,19 @@ def test_names_leave_the_structure_of_the_page_unchanged(folder):
         ], text
         assert not [name for name in found.attributes if name.startswith("on")], text
         assert "script" not in found.tags
+
+
+def test_a_comparison_of_hostile_runs_has_the_same_structure(folder):
+    def outline(text, number):
+        runs = [run_named(folder, f"{text}{end}", f"{number}{end}") for end in "ab"]
+        page = make_report(runs).to_html()
+        assert "Comparison" in page
+        drawn = ("g", "path", "use", "defs", "text")
+        return [tag for tag in Outline(page).tags if tag not in drawn]
+
+    expected = outline("plain", "n")
+    for number, text in enumerate(HOSTILE):
+        assert outline(text, number) == expected, text
 
 
 def test_a_page_needs_nothing_else(folder):
@@ -92,12 +116,15 @@ def test_the_map_of_a_layer_s_numbers(folder):
     assert "--watch" not in page
     assert page.count('height="1" fill-opacity') == 2  # of the last watched step
     # the square roots of 3/4 and 1/4, at their places from the least exponent on
-    assert '<rect x="20" y="0" width="1" height="1" fill-opacity="0.87"/>' in page
-    assert '<rect x="53" y="0" width="1" height="1" fill-opacity="0.50"/>' in page
-    cells = re.search(r"<tr><td>gradient of activation blocks.0</td>(.*?)</tr>", page)[1]
+    assert '<rect x="0" y="0" width="1" height="1" fill-opacity="0.87"/>' in page
+    assert '<rect x="33" y="0" width="1" height="1" fill-opacity="0.50"/>' in page
+    cells = re.search(r'<tr><td class="name">blocks.0(.*?)</tr>', page)[1]
+    assert "gradients of activations" in cells
     # three quarters are below half of 2^-24, and below half of e4m3's 2^-9 and of e5m2's 2^-16
-    lost, kept = ["75.0%", "0.0%"], ["0.0%", "0.0%"]
-    assert re.findall(r"<td>(.*?)</td>", cells) == ["9", *lost, *kept, *lost, *lost]
+    lost = "75.0% → 0"
+    shown = re.findall(r"<td[^>]*>(.*?)</td>", cells)
+    # [2^-30, 2^-29) reaches 2^-25 times 2^5; 9 * 2^12 is below 65,520, 9 * 2^13 above
+    assert shown == ["9", lost, "-", lost, lost, "2^5 … 2^12"]
 
 
 def test_a_deep_model_fits_a_page(folder):
@@ -108,7 +135,7 @@ def test_a_deep_model_fits_a_page(folder):
     )
     page = make_report([read_run(path)]).to_html()
     assert len(page.encode()) < 2e6
-    assert page.count("<g><title>layer.") <= 2 * MOST_ROWS
+    assert 0 < page.count("<g><title>layer.") <= 2 * MOST_ROWS
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -131,7 +158,7 @@ def test_several_runs_with_a_band(folder):
         for seed in range(3)
     ]
     page = make_report(runs).to_html()
-    assert "mean and spread of 3 runs" in page
+    assert "mean ± s.d. of 3 runs" in page
     assert page.count('class="verdict healthy"') == 3
 
 

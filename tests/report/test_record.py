@@ -6,7 +6,7 @@ import math
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.report.record import number, read_run
+from halfstep.report.record import number, read_run, scale_text
 from report.conftest import line
 
 
@@ -17,7 +17,9 @@ def test_a_whole_run(folder):
     assert run.groups("lost_updates") == {"g": ([3], [0.5])}
     assert (run.policy, run.planned_steps, run.name) == ("bf16-mixed", 3, "run")
     assert run.damaged == {}
-    assert run.missing == ["causes.jsonl", "exclude.jsonl", "memory.json", "numerics.jsonl"]
+    assert run.missing == [
+        *("causes.jsonl", "exclude.jsonl", "memory.json", "numerics.jsonl", "trace.json")
+    ]
 
 
 def test_a_resumed_step_counts_once_by_its_last_line(folder):
@@ -71,6 +73,14 @@ def test_no_run(tmp_path):
 )  # fmt: skip
 def test_numbers(given, read):
     assert number(given) == read
+
+
+@pytest.mark.parametrize(
+    ("scale", "shown"),
+    [(65536.0, "2^16"), (1.0, "2^0"), (0.25, "2^-2"), (3.0, "3"), (0.0, "0"), (math.inf, "inf")],
+)
+def test_loss_scales_are_shown_as_powers_of_two(scale, shown):
+    assert scale_text(scale) == shown
 
 
 def test_not_a_number_is_a_number_of_a_run():

@@ -18,12 +18,12 @@ def run(arguments: Trace) -> int:
         with trace(session.task.model, session.precision) as ran:
             attempt(session)
         policy = session.precision.policy
-    differences = ran.differences()
     if arguments.save:
         ran.save(arguments.save)
     if arguments.json:
-        print(json.dumps({**ran.to_json(), "differences": differences}))
+        print(json.dumps(ran.to_json()))
     else:
+        differences = ran.differences()
         told = f"all operations ran as {policy} says"
         if differences:
             told = f"{len(differences)} operations ran otherwise than {policy} says:"

@@ -13,7 +13,7 @@ from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
-from halfstep.shown import Text
+from halfstep.shown import Text, bars
 
 _MOMENT = "the optimizer's running averages"
 _MOMENTS = {
@@ -41,7 +41,9 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     auto = [("auto", "", choose(where).reason)] if asked else []
     rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
     rows.append((where.type, found.status, reason))
-    return Text("\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows))
+    text = "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
+    cost = {name: {"bytes": size} for name, size in bytes_per_parameter(value).items()}
+    return Text.with_figure(text, bars(cost, "bytes per parameter with AdamW"))
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:

@@ -6,13 +6,14 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from halfstep.report.compare import Group, grouped
+from halfstep.report.events import EventKind, events
 from halfstep.report.record import RunRecord, number
 from halfstep.report.words import phrase
 
@@ -51,7 +52,7 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
             return []
         axes = figure.subplots()
         if draw(axes, runs, language):
-            styled(axes, phrase("step", language))
+            _finish(axes, runs, language)
             found.append(Figure(phrase(title, language), as_svg(figure, salt=title)))
     return found
 
@@ -71,7 +72,7 @@ def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
     cells = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, title in zip(cells, titles, strict=False):
         CURVES[title](axes, [run], language)
-        styled(axes, phrase("step", language))
+        _finish(axes, [run], language)
         axes.set_title(phrase(title, language), fontsize=10)
     for axes in cells[len(titles) :]:
         axes.set_axis_off()
@@ -96,6 +97,12 @@ def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     return Canvas(figsize=size, layout="constrained", facecolor=PAPER)
 
 
+def _finish(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
+    last = max(line["step"] for run in runs for line in run.steps)
+    axes.set_xlim(-0.01 * last, 1.02 * last or 1)
+    styled(axes, phrase("step", language))
+
+
 def styled(axes: Any, label: str) -> None:
     """Give drawn axes the look of every figure, and a label to the horizontal one."""
     axes.set_xlabel(label, color=INK)
@@ -109,7 +116,10 @@ def styled(axes: Any, label: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         kept = dict(zip(labels, handles, strict=True))
-        axes.legend([*kept.values()], [*kept], frameon=False, fontsize=8, labelcolor=INK)
+        how = {"frameon": False, "fontsize": 8, "labelcolor": INK}
+        if len(kept) > 4:  # it would hide the curves
+            how |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+        axes.legend([*kept.values()], [*kept], **how)
 
 
 def as_svg(figure: Any, salt: str) -> str:
@@ -157,41 +167,83 @@ def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
 
 
 def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    """Losses of training and validation, with marks where a step was skipped or spiked."""
     drawn = False
+    repeated = {id(run) for group in grouped(runs) if len(group.runs) > 1 for run in group.runs}
     for run, colour in zip(runs, _colours(runs), strict=True):
-        faint = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
-        name = _label(run, runs, phrase("training", language))
-        drawn |= _plot(axes, run, "loss", label=name, **faint)
-        name = _label(run, runs, phrase("validation", language))
-        dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
-        drawn |= _plot(axes, run, "val_loss", label=name, **dark)
-        skips = [line["step"] for line in run.skipped]
-        if skips and drawn:
-            low = axes.get_ylim()[0]
-            mark = {"marker": "x", "color": "#d00000", "s": 18, "clip_on": False, "zorder": 5}
-            axes.scatter(skips, [low] * len(skips), label=phrase("skip_mark", language), **mark)
-    _bands(axes, runs, language)
+        one_of_many = id(run) in repeated
+        thin = {"color": colour, "alpha": 0.2 if one_of_many else 0.35 if len(runs) > 1 else 0.9}
+        name = None if one_of_many else _label(run, runs, phrase("training", language))
+        drawn |= _plot(axes, _applied(run), "loss", label=name, **thin)
+        if not one_of_many:
+            name = _label(run, runs, phrase("validation", language))
+            dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
+            drawn |= _plot(axes, run, "val_loss", label=name, **dark)
+    if drawn:
+        _mark(axes, runs, language)
+    colours = dict(zip(map(id, runs), _colours(runs), strict=True))
+    for group in grouped(runs):
+        if len(group.runs) > 1:
+            _band(axes, group, colours[id(group.runs[0])], language)
     axes.set_ylabel(phrase("loss_axis", language))
     return drawn
 
 
-def _bands(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
-    """Mean and standard deviation of validation losses over runs that differ in their seed."""
-    ordered = sorted(runs, key=lambda run: run.policy)
-    for policy, group in groupby(ordered, key=lambda run: run.policy):
-        alike = [*group]
-        if len(alike) < 2:
-            continue
-        tables = [dict(zip(*run.series("val_loss"), strict=True)) for run in alike]
-        steps = sorted(set.intersection(*(set(table) for table in tables)))
+def _applied(run: RunRecord) -> RunRecord:
+    """The run without its skipped steps: the loss of a bad batch would flatten the whole curve."""
+    kept = [line for line in run.steps if line.get("applied") is not False]
+    return replace(run, steps=kept) if kept else run
+
+
+_MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
+    "calibration": ("|", "#8a8f98", 0.02, "mark_calibration"),
+    "overflow": ("x", "#b57c00", 0.02, "mark_overflow"),
+    "nonfinite": ("X", "#d00000", 0.97, "mark_nonfinite"),
+    "spike": ("v", "#d55e00", 0.97, "mark_spike"),
+}
+"""An event's kind to its mark, colour, height in the axes, and name in words.toml."""
+_MOST_LINES = 12
+
+
+def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
+    """Mark skipped steps at the foot of the axes, spikes and what was not finite at their head."""
+    found = [event for run in runs for event in events(run)]
+    for kind, (marker, colour, height, name) in _MARKS.items():
+        steps = [event.step for event in found if event.kind == kind]
         if not steps:
             continue
-        means = [fmean(table[s] for table in tables) for s in steps]
-        spread = [stdev(table[s] for table in tables) for s in steps]
-        low = [m - s for m, s in zip(means, spread, strict=True)]
-        high = [m + s for m, s in zip(means, spread, strict=True)]
-        label = f"{plain(policy)}: {phrase('band', language, {'count': len(alike)})}"
-        axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, label=label, color=GRID)
+        told = phrase(name, language, {"count": len(steps)})
+        how = {"marker": marker, "color": colour, "s": 24, "clip_on": False, "zorder": 5}
+        where = axes.get_xaxis_transform()
+        shown, _ = thinned(steps, [0.0] * len(steps))
+        axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
+        if height > 0.5:
+            for step in steps[:_MOST_LINES]:
+                axes.axvline(step, color=colour, linewidth=0.7, linestyle=":", zorder=1)
+    back = [event.step for event in found if event.rolled_back]
+    if back:
+        told = phrase("mark_rolled_back", language, {"count": len(back)})
+        how = {"marker": "<", "color": INK, "s": 20, "clip_on": False, "zorder": 6}
+        where = axes.get_xaxis_transform()
+        axes.scatter(back, [0.9] * len(back), label=told, transform=where, **how)
+
+
+def _band(axes: Any, group: Group, colour: str, language: str) -> None:
+    """Mean and standard deviation over runs that differ in their seed."""
+    key = "val_loss" if all(run.series("val_loss")[1] for run in group.runs) else "loss"
+    tables = [dict(zip(*run.series(key), strict=True)) for run in group.runs]
+    steps = sorted(set.intersection(*(set(table) for table in tables)))
+    steps = [s for s in steps if all(math.isfinite(table[s]) for table in tables)]
+    if not steps:
+        return
+    means = [fmean(table[s] for table in tables) for s in steps]
+    spread = [stdev(table[s] for table in tables) for s in steps]
+    low = [m - s for m, s in zip(means, spread, strict=True)]
+    high = [m + s for m, s in zip(means, spread, strict=True)]
+    label = f"{plain(group.name)}: {phrase('band', language, {'count': len(group.runs)})}"
+    mark = {"marker": "o", "markersize": 3} if key == "val_loss" else {}
+    axes.plot(steps, means, color=colour, linewidth=1.4, label=label, **mark)
+    axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
 
 
 def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
@@ -221,7 +273,7 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
         groups = run.groups("lost_updates")
         for i, (group, curve) in enumerate(groups.items()):
             colour, line = of_run, _LINES[i % len(_LINES)]
-            name = f"{plain(run.name)}: {plain(group)}"
+            name = f"{plain(_name(run, runs))}: {plain(group)}"
             if len(runs) == 1:
                 colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
             how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
@@ -251,14 +303,22 @@ CURVES: dict[str, Draw] = {
 """A figure's title in words.py to the function that draws it."""
 
 
-def _colours(many: Sequence[Any]) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(many))]
+def _colours(runs: Sequence[RunRecord]) -> list[str]:
+    """A colour for each run; repetitions of one configuration share theirs."""
+    of = {id(run): i for i, group in enumerate(grouped(runs)) for run in group.runs}
+    return [COLOURS[of[id(run)] % len(COLOURS)] for run in runs]
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:
     if len(runs) == 1:
         return what or None
-    return f"{plain(run.name)} {what}".strip()
+    return f"{plain(_name(run, runs))} {what}".strip()
+
+
+def _name(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    """A run's name; that of its configuration where others repeat it, so that a legend is short."""
+    (group,) = (g for g in grouped(runs) if any(each is run for each in g.runs))
+    return group.name if len(group.runs) > 1 else run.name
 
 
 def plain(text: str) -> str:

@@ -6,18 +6,23 @@ Each rule is one function of :data:`RULES`; its words are in words.py, under its
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
 
 from halfstep.diagnostics.statistics.what_if import what_if
-from halfstep.report.record import RunRecord, number
-from halfstep.report.words import phrase
+from halfstep.report.events import events
+from halfstep.report.record import RunRecord, number, scale_text
+from halfstep.report.words import PHRASES, phrase
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
 
+COMMANDS = {"pretrain": "train", "classify": "finetune classify", "lm": "finetune lm"}
+"""A run's task to the command that goes on with it; other runs belong to programs."""
 SKIPS = 0.01
 """Share of skipped steps from which a dynamic scale is not what is wrong: with torch's growth every
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
@@ -26,6 +31,8 @@ LOST = 0.1
 FLUSHED = 0.01
 """Share of nonzero gradients that fp16 may round to zero unnoticed."""
 HEADROOM = 65504 / 4
+FEW = 20
+"""Steps below which a run tells nothing of its health."""
 RISE = 1.2
 """Factor over its best smoothed value at which a loss counts as diverged."""
 
@@ -40,11 +47,27 @@ class RunFinding:
 
     def text(self, language: str) -> str:
         """The sentence."""
-        return phrase(self.name, language, self.values)
+        return phrase(self.name, language, self._in(language))
 
     def remedy(self, language: str) -> str:
         """What to do about it."""
-        return phrase(f"{self.name}!", language, self.values)
+        return phrase(f"{self.name}!", language, self._in(language))
+
+    def _in(self, language: str) -> Mapping[str, Any]:
+        if "cause_class" not in self.values:
+            return self.values
+        name = self.values["cause_class"]
+        remedy = phrase(f"{_cause(name)}!", language, self.values)
+        return {**self.values, "cause_class": cause_words(name, language), "remedy": remedy}
+
+
+def cause_words(name: str, language: str) -> str:
+    """The class of a first cause in a language; one that has no words there as it is."""
+    return phrase(_cause(name), language, {"cause_class": name})
+
+
+def _cause(name: str) -> str:
+    return f"cause {name}" if f"cause {name}" in PHRASES else "cause other"
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
@@ -58,13 +81,18 @@ def verdict(run: RunRecord, language: str = "en") -> str:
     if not run.steps:
         return phrase("no_steps", language)
     counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
-    worst = next((f for f in findings(run) if f.level != "note"), None)
+    found = findings(run)
+    worst = next((f for f in found if f.level != "note"), None)
     if worst is not None:
         return phrase("trouble", language, {**counts, "worst": worst.text(language)})
     shares = [values[-1] for _, values in run.groups("lost_updates").values()]
-    if not shares:
-        return phrase("healthy_unmeasured", language, counts)
-    return phrase("healthy", language, {**counts, "lost": f"{fmean(shares):.1%}"})
+    name = "healthy" if shares else "healthy_unmeasured"
+    if len(run.steps) < FEW:
+        name = "too_short"
+    lost = f"{fmean(shares):.1%}" if shares else ""
+    said = phrase(name, language, {**counts, "lost": lost})
+    ended = [f.text(language) for f in found if f.name == "unfinished"]
+    return phrase("and_also", language, {"said": said, "also": ended[0]}) if ended else said
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -75,10 +103,33 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
         return
     last, planned = run.steps[-1], run.planned_steps
     step = last["step"]
-    if last.get("applied") is False and (planned is None or step < planned):
-        yield RunFinding("fault", "stopped_nonfinite", {"step": step})
+    stopped = last.get("applied") is False and (planned is None or step < planned)
+    kind = events(run)[-1].kind if stopped else ""
+    if kind == "spike":
+        yield RunFinding("fault", "stopped_spike", {"step": step, "resume": _resume(run)})
+    elif kind in ("nonfinite", "overflow"):
+        cause = next((c for c in run.causes if c.get("step") == step), {})
+        known = {k: cause.get(k) for k in ("cause_class", "remedy", "module", "op")}
+        if all(isinstance(value, str) for value in known.values()):
+            place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
+            values = {"step": step, "place": place, **known}
+            yield RunFinding("fault", "stopped_by_cause", values)
+        else:
+            yield RunFinding("fault", "stopped_nonfinite", {"step": step})
     elif planned is not None and step < planned:
-        yield RunFinding("note", "unfinished", {"step": step, "planned": planned, "name": run.name})
+        values = {"step": step, "planned": planned, "resume": _resume(run)}
+        yield RunFinding("note", "unfinished", values)
+
+
+def _resume(run: RunRecord) -> str:
+    """What goes on with a run: a command, or the line of its program."""
+    command = COMMANDS.get(str(run.config.get("task")))
+    if command is None:
+        return "Trainer.train(resume=True)"
+    table = run.config.get("run")
+    folder = table.get("output_dir") if isinstance(table, dict) else None
+    name = folder if isinstance(folder, str) and folder else run.name
+    return f"halfstep {command} --resume --output-dir {quote(name)}"
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
@@ -100,13 +151,50 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     if not last <= max(best * RISE if best > 0 else best, best + 6 * spread):
         values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
         yield RunFinding("fault", "diverged", values)
+    elif min(losses[-3:]) > max(2 * best if best > 0 else best, best + 12 * spread):
+        values = {"best": f"{best:.4g}", "last": f"{losses[-1]:.4g}", "step": steps[at]}
+        yield RunFinding("fault", "diverged", values)
+
+
+def _stood_still(run: RunRecord) -> Iterator[RunFinding]:
+    """A loss whose last quarter is not below its first one by more than their noise."""
+    losses = [loss for loss in run.series("loss")[1] if math.isfinite(loss)]
+    width = len(losses) // 4
+    if width < 10:
+        return
+    first, last = losses[:width], losses[-width:]
+    before, after = median(first), median(last)
+    noise = median(abs(v - after) for v in last)
+    # A median of n normal values has the deviation 1.25 sigma / sqrt(n), and sigma is 1.48 MAD; of
+    # two such medians the difference is noise up to 2.5 of its deviations. A noisy loss may have
+    # fallen by more than a hundredth although that cannot be told: nothing is said of it.
+    error = 1.25 * 1.48 * noise * math.sqrt(2 / width)
+    least = before - max(min(2.5 * error, 0.01 * abs(before)), 0.001 * abs(before))
+    most = before + max(3 * noise, 0.05 * abs(before))  # above that it rose: another rule
+    if least < after <= most:
+        values = {"first": f"{before:.4g}", "last": f"{after:.4g}"}
+        yield RunFinding("warning", "stood_still", values)
 
 
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
-    counted = [line for line in run.steps if not line.get("calibrating")]
-    skipped = sum(line.get("applied") is False for line in counted)
-    if len(counted) >= 20 and skipped > max(2, SKIPS * len(counted)):
-        yield RunFinding("warning", "many_skips", {"share": f"{skipped / len(counted):.1%}"})
+    """Overflows beyond those by which a growing scale finds its limit: one in a growth interval."""
+    counted = sum(not line.get("calibrating") for line in run.steps)
+    skipped = sum(event.kind == "overflow" for event in events(run))
+    spelled = re.search(r"growth_interval=(\d{1,9})\b", run.policy)
+    expected = 2 / max(int(spelled[1]), 1) if spelled else 0.0
+    if counted >= FEW and skipped > max(2, max(SKIPS, expected) * counted):
+        yield RunFinding("warning", "many_skips", {"share": f"{skipped / counted:.1%}"})
+
+
+def _left_out(run: RunRecord) -> Iterator[RunFinding]:
+    """Steps without a finite loss that the run was told to survive."""
+    steps = [
+        event.step for event in events(run) if event.kind == "nonfinite" and not event.rolled_back
+    ]
+    steps = [step for step in steps if step != run.steps[-1]["step"]]
+    if steps:
+        values = {"count": len(steps), "step": steps[0]}
+        yield RunFinding("warning", "left_out", values)
 
 
 def _scale(run: RunRecord) -> Iterator[RunFinding]:
@@ -116,22 +204,31 @@ def _scale(run: RunRecord) -> Iterator[RunFinding]:
         for line in run.steps
         if not line.get("calibrating") and (scale := number(line.get("loss_scale"))) is not None
     ]
-    if len(held) < 20:
+    if len(held) < 20 or "fp16" not in run.policy:  # a run that was resumed in bf16 has no scale
         return
     before, last = max(held[: len(held) // 2]), max(held[-max(5, len(held) // 10) :])
     if last <= before / 8:
-        yield RunFinding("warning", "scale_fell", {"high": f"{before:g}", "low": f"{last:g}"})
+        yield RunFinding(
+            "warning", "scale_fell", {"high": scale_text(before), "low": scale_text(last)}
+        )
 
 
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
     shares = {group: values[-1] for group, (_, values) in run.groups("lost_updates").items()}
     for group, share in sorted(shares.items(), key=lambda item: -item[1])[:3]:
         if share > LOST:
-            yield RunFinding("warning", "lost_updates", {"group": group, "share": f"{share:.0%}"})
+            name = "lost_updates" if _rounds_weights(run.policy) else "lost_in_fp32"
+            yield RunFinding("warning", name, {"group": group, "share": f"{share:.0%}"})
+
+
+def _rounds_weights(policy: str) -> bool:
+    """Whether the optimizer's own weights are in fewer bits than fp32 has."""
+    low = ("bf16-pure", "bf16-sr", "bf16-kahan", "fp16-pure")
+    return policy.startswith(low) or re.search(r"master=(bf16|fp16)", policy) is not None
 
 
 def _back(run: RunRecord) -> Iterator[RunFinding]:
-    count = sum(line.get("rolled_back") is True for line in run.steps)
+    count = sum(event.rolled_back for event in events(run))
     if count:
         yield RunFinding("warning", "rolled_back", {"count": count})
 
@@ -144,8 +241,23 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     k = round(math.log2(step.loss_scale))
     found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
     share, name = max(found, default=(0.0, ""))
+    fit = step.window("fp16")
     if share > FLUSHED:
-        yield RunFinding("warning", "fp16_underflow", {"share": f"{share:.1%}", "tensor": name})
+        values = {"share": f"{share:.1%}", "tensor": name}
+        if fit is None or not fit.fits or fit.high <= k:
+            yield RunFinding("warning", "fp16_no_scale_fits", values)
+        else:
+            scale = 2.0 ** round((max(fit.low, k) + fit.high) / 2)
+            line = _changed(run.policy, "init_scale", f"{scale:.0f}")
+            yield RunFinding("warning", "fp16_underflow", {**values, "precision": line})
+
+
+def _changed(policy: str, key: str, value: str, *, beside: bool = False) -> str:
+    """The policy's spelling with a field added, in place of what it says or ``beside`` it."""
+    parts = policy.split(",")
+    said = [part.removeprefix(f"{key}=") for part in parts if part.startswith(f"{key}=")]
+    kept = [part for part in parts if not part.startswith(f"{key}=")]
+    return ",".join([*kept, f"{key}={'|'.join([*(said if beside else ()), value])}"])
 
 
 def _headroom(run: RunRecord) -> Iterator[RunFinding]:
@@ -158,23 +270,35 @@ def _headroom(run: RunRecord) -> Iterator[RunFinding]:
     ]
     most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
     if most is not None and most.absmax > HEADROOM:
+        module = most.name.partition("[")[0]
         values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
+        values["precision"] = _changed(run.policy, "keep_fp32", module, beside=True)
         yield RunFinding("warning", "fp16_headroom", values)
 
 
 def _spikes(run: RunRecord) -> Iterator[RunFinding]:
     if run.excluded:
-        yield RunFinding("note", "spikes", {"count": len(run.excluded)})
+        spikes = {s for line in run.excluded if isinstance(s := line.get("spike_step"), int)}
+        values = {"count": len(spikes) or len(run.excluded), "batches": len(run.excluded)}
+        yield RunFinding("note", "spikes", values)
+
+
+def _damaged(run: RunRecord) -> Iterator[RunFinding]:
+    for file, count in run.damaged.items():
+        yield RunFinding("note", "damaged", {"count": count, "file": file})
 
 
 RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _ended,
     _diverged,
+    _left_out,
     _skips,
     _scale,
     _lost,
+    _stood_still,
     _back,
     _underflow,
     _headroom,
     _spikes,
+    _damaged,
 )

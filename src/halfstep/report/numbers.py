@@ -1,53 +1,20 @@
-"""What a page shows of the numbers of each layer: a map of their exponents, and what-if tables."""
+"""What a page shows of the numbers of each layer: what other formats would do, what really ran."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from halfstep.diagnostics.statistics.exponent_map import SHOWN
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
-from halfstep.diagnostics.statistics.what_if import what_if
-from halfstep.formats import FP16
+from halfstep.diagnostics.statistics.what_if import what_if, window
+from halfstep.diagnostics.trace.ran import is_product
 
-KINDS: Sequence[Kind] = ("activation", "activation_gradient", "gradient", "update")
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
-MOST_ROWS = 48
-"""Tensors of a map; of a deeper model every n-th layer is shown, so that it stays one screen."""
-_LEAST, _MOST = -60, 40
-"""Exponents beyond these are drawn at the edge."""
-FLUSHED_BELOW = math.log2(FP16.min_subnormal) - 1  # halves of it are rounded to even, which is 0
-FEWER_DIGITS_BELOW = math.log2(FP16.min_normal)
-OVERFLOW_FROM = 16.0  # 65,520 and above round to infinity
-
-
-@dataclass(frozen=True, slots=True)
-class HeatRow:
-    """One tensor: what share of its numbers that are not 0 has which exponent."""
-
-    name: str
-    cells: Sequence[tuple[int, float]]
-    largest: float
-    zeros: float
-
-
-@dataclass(frozen=True, slots=True)
-class HeatMap:
-    """The tensors of one kind, by exponent from ``low`` to ``high``."""
-
-    kind: Kind
-    rows: Sequence[HeatRow]
-    low: int
-    high: int
-    left_out: int
-    """Tensors that are not shown."""
-
-    @property
-    def limits(self) -> list[float]:
-        """Where fp16 rounds to zero, has fewer digits, and overflows, inside of the map."""
-        lines = (FLUSHED_BELOW, FEWER_DIGITS_BELOW, OVERFLOW_FROM)
-        return [line for line in lines if self.low <= line <= self.high + 1]
+MOST_OPERATIONS = 40
+"""Rows of the table of what ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +25,16 @@ class WhatIfRow:
     name: str
     largest: float
     shares: Sequence[tuple[float, float]]
-
-
-def heat_maps(step: StepNumerics) -> list[HeatMap]:
-    """The maps of a watched step, one for each kind of tensor that it has."""
-    return [heat for kind in KINDS if (heat := _map(kind, step.of(kind))) is not None]
-
-
-def _map(kind: Kind, tensors: Sequence[TensorStatistics]) -> HeatMap | None:
-    shown = [tensor for tensor in tensors if tensor.nonzero]
-    every = -(-len(shown) // MOST_ROWS) if shown else 1
-    rows = [HeatRow(t.name, _cells(t), t.absmax, t.zeros / t.elements) for t in shown[::every]]
-    if not rows:
-        return None
-    used = [exponent for row in rows for exponent, _ in row.cells]
-    low, high = min(*used, -26), max(*used, 17)
-    return HeatMap(kind, rows, low, high, len(shown) - len(rows))
-
-
-def _cells(tensor: TensorStatistics) -> list[tuple[int, float]]:
-    counts: dict[int, int] = {}
-    for exponent, count in tensor.exponents.items():
-        at = min(max(exponent, _LEAST), _MOST)
-        counts[at] = counts.get(at, 0) + count
-    return [(e, counts[e] / tensor.nonzero) for e in sorted(counts)]
+    scales: str
+    """The loss scales that fit it in fp16, ``"none"``, or empty where a scale does not act."""
 
 
 def what_ifs(step: StepNumerics, most: int = 12) -> list[WhatIfRow]:
     """The tensors that these formats would treat worst without a scale, worst first."""
     rows = [
-        WhatIfRow(tensor.kind, tensor.name, tensor.absmax, [*_shares(tensor)])
+        WhatIfRow(tensor.kind, tensor.name, tensor.absmax, [*_shares(tensor)], _scales(tensor))
         for tensor in step.tensors
-        if tensor.kind in KINDS and tensor.nonzero
+        if tensor.kind in SHOWN and tensor.nonzero
     ]
     return sorted(rows, key=lambda row: (-row.shares[0][1], -row.shares[0][0]))[:most]
 
@@ -98,3 +43,87 @@ def _shares(tensor: TensorStatistics) -> Iterator[tuple[float, float]]:
     for name in FORMATS:
         found = what_if(tensor, name)
         yield found.flushed, found.overflowed
+
+
+def _scales(tensor: TensorStatistics) -> str:
+    fit = window(tensor) if tensor.kind in ("activation_gradient", "gradient") else None
+    if fit is None:
+        return ""
+    return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RanRow:
+    """An operation in one combination of formats, over all modules that ran it."""
+
+    direction: str
+    op: str
+    inputs: str
+    outputs: str
+    calls: int
+    modules: int
+
+
+def what_ran(trace: Mapping[str, Any], most: int | None = MOST_OPERATIONS) -> list[RanRow]:
+    """Operations of a saved trace by direction, name and formats; what is malformed is left out."""
+    found: dict[tuple[str, str, str, str], tuple[int, set[str]]] = {}
+    given = trace.get("operations")
+    for row in given if isinstance(given, list) else []:
+        if not isinstance(row, dict) or not isinstance(row.get("calls"), int):
+            continue
+        forms = [", ".join(_texts(row.get(key))) for key in ("inputs", "outputs")]
+        key = (str(row.get("direction")), str(row.get("op")), forms[0], forms[1])
+        calls, modules = found.get(key, (0, set()))
+        found[key] = calls + row["calls"], modules | {str(row.get("module"))}
+    rows = [RanRow(*key, calls, len(modules)) for key, (calls, modules) in found.items()]
+    order = ("forward", "backward", "update")
+    rows.sort(key=lambda r: order.index(r.direction) if r.direction in order else len(order))
+    return rows[:most]
+
+
+def what_is_stored(trace: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
+    """Kind, dtype, tensors and bytes of what a saved trace says that training keeps."""
+    given = trace.get("stored")
+    return [
+        (str(row.get("kind")), str(row.get("dtype")), row["tensors"], row["bytes"])
+        for row in (given if isinstance(given, list) else [])
+        if isinstance(row, dict)
+        and isinstance(row.get("tensors"), int)
+        and isinstance(row.get("bytes"), int)
+    ]
+
+
+def product_bars(trace: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Calls of products by pass and by the dtype of their first operand, for a figure."""
+    found: dict[str, dict[str, float]] = {}
+    for row in what_ran(trace, most=None):
+        if is_product(row.op):
+            form = row.inputs.split(", ")[0].split(" ")[-1]
+            calls = found.setdefault(row.direction, {})
+            calls[form] = calls.get(form, 0) + row.calls
+    return found
+
+
+def stored_bars(trace: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Megabytes stored by kind and dtype, for a figure."""
+    found: dict[str, dict[str, float]] = {}
+    for kind, dtype, _, size in what_is_stored(trace):
+        found.setdefault(kind, {})[dtype] = size / 1e6
+    return found
+
+
+def different(trace: Mapping[str, Any]) -> list[str]:
+    """Where what ran differs from the policy, as the trace says it."""
+    return _texts(trace.get("differences"))
+
+
+def _texts(value: Any) -> list[str]:
+    """Texts of a list, a run of equal ones once with its length: ``3 bf16``."""
+    texts = [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+    runs: list[tuple[str, int]] = []
+    for text in texts:
+        if runs and runs[-1][0] == text:
+            runs[-1] = (text, runs[-1][1] + 1)
+        else:
+            runs.append((text, 1))
+    return [text if n == 1 else f"{n} {text}" for text, n in runs]

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
+from halfstep.diagnostics.statistics.exponent_map import SHOWN, WORDS, ExponentMap, exponent_maps
 from halfstep.errors import ConfigError
+from halfstep.report.compare import Comparison, compare, flattened, shown_value
+from halfstep.report.events import Event, events, told
 from halfstep.report.figures import figures, largest
-from halfstep.report.findings import RunFinding, findings, verdict
+from halfstep.report.findings import FEW, RunFinding, cause_words, findings, verdict
 from halfstep.report.memory import memory_json, memory_view
-from halfstep.report.numbers import FORMATS, heat_maps, what_ifs
-from halfstep.report.record import RunRecord
+from halfstep.report.numbers import (
+    FORMATS,
+    different,
+    product_bars,
+    stored_bars,
+    what_ifs,
+    what_is_stored,
+    what_ran,
+)
+from halfstep.report.record import TRACE, RunRecord, scale_text
 from halfstep.report.words import LANGUAGES, phrase
+from halfstep.shown import bars
 
 SUFFIXES: Mapping[str, str] = {".html": "html", ".md": "md", ".json": "json"}
 
@@ -48,7 +61,15 @@ class Row:
     def level(self) -> str:
         """The worst finding's level, or "healthy"."""
         worst = self.findings[0].level if self.findings else "note"
-        return "healthy" if worst == "note" and self.record.steps else worst
+        return "healthy" if worst == "note" and len(self.record.steps) >= FEW else worst
+
+    @property
+    def trace_command(self) -> str:
+        """The command that records what runs in which dtype."""
+        config = self.record.config.get("run")
+        folder = config.get("output_dir") if isinstance(config, dict) else None
+        name = folder if isinstance(folder, str) and folder else self.record.name
+        return f"halfstep trace {quote(name)} --save {quote(f'{name}/{TRACE}')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +78,27 @@ class Report:
 
     rows: Sequence[Row]
     language: str
+    comparison: Comparison | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, the same in every language but for sentences."""
+        compared = self.comparison
         return {
+            "comparison": compared
+            and {
+                "verdict": [*compared.verdict],
+                "measure": compared.measure,
+                "step": compared.step,
+                "groups": [
+                    {
+                        "name": group.name,
+                        "runs": [run.name for run in group.runs],
+                        "values": [*group.values],
+                    }
+                    for group in compared.groups
+                ],
+                "differs": dict(compared.differs),
+            },
             "runs": [
                 {
                     "name": row.record.name,
@@ -74,6 +112,7 @@ class Report:
                     "card": dict(row.card),
                     "steps": len(row.record.steps),
                     "skipped": len(row.record.skipped),
+                    "events": [_strict(asdict(event)) for event in events(row.record)],
                     "causes": _strict([*row.record.causes]),
                     "damaged": dict(row.record.damaged),
                     **memory_json(row.record, self.language),
@@ -86,11 +125,18 @@ class Report:
         """One page of HTML that needs nothing else."""
         drawn = figures([row.record for row in self.rows], self.language)
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
-        last = [(row, row.record.numerics[-1]) for row in self.rows if row.record.numerics]
-        watched = [(row, step, heat_maps(step), what_ifs(step)) for row, step in last]
+        every = dict.fromkeys(label for row in self.rows for label in row.card)
+        values = {label: [row.card.get(label) for row in self.rows] for label in every}
+        labels = [label for label, shown in values.items() if len({*shown}) > 1]
+        shared = {label: shown[0] for label, shown in values.items() if label not in labels}
         memory = memory_view([row.record for row in self.rows], self.language, drawn=True)
         return self._written(
-            "page.html.j2", memory=memory, figures=shown, watched=watched, formats=FORMATS
+            "page.html.j2",
+            figures=shown,
+            formats=FORMATS,
+            labels=labels,
+            shared=shared,
+            memory=memory,
         )
 
     def to_markdown(self) -> str:
@@ -109,9 +155,23 @@ class Report:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {"line": _one_line, "tail": _tail, "shade": math.sqrt}
+        environment.filters |= {**_FILTERS, "cause": self._cause, "svg": self._svg}
+        environment.filters["stored_bars"] = self._stored_bars
         made = environment.get_template(template)
-        return made.render(report=self, say=say, flat=_flat, language=self.language, **more)
+        return made.render(report=self, say=say, language=self.language, **more)
+
+    def _cause(self, name: Any) -> str:
+        return cause_words(str(name), self.language)
+
+    def _stored_bars(self, trace: Mapping[str, Any]) -> Markup:
+        products, stored = product_bars(trace), stored_bars(trace)
+        drawn = bars(products, phrase("ran_title", self.language))
+        return Markup(drawn + bars(stored, phrase("stored_title", self.language)))
+
+    def _svg(self, drawn: ExponentMap) -> Markup:
+        words: dict[str, str] = {key: phrase(f"kind_{key}", self.language) for key in SHOWN}
+        words |= {key: phrase(key, self.language) for key in WORDS if key not in words}
+        return Markup(drawn.svg(words))
 
     def write(self, path: Path) -> Path:
         """Write the report in the form that the path's suffix names; whole or not at all.
@@ -145,7 +205,7 @@ def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
     if language not in LANGUAGES:
         raise ConfigError(f"--lang {language}; allowed: {', '.join(LANGUAGES)}")
     rows = [Row(run, verdict(run, language), findings(run), _card(run, language)) for run in runs]
-    return Report(rows, language)
+    return Report(rows, language, compare(runs, language))
 
 
 def _card(run: RunRecord, language: str) -> dict[str, str]:
@@ -167,6 +227,9 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
         _, values = run.series(key)
         if values:
             card[label] = f"{values[which]:.4f}"
+    _, accuracies = run.series("val_accuracy")
+    if accuracies:
+        card["val_accuracy"] = f"{accuracies[-1]:.2%}"
     speeds = [value for value in run.series("tokens_per_second")[1] if math.isfinite(value)]
     if speeds:
         card["speed"] = f"{median(speeds):,.0f}"
@@ -193,18 +256,6 @@ def _machine(run: RunRecord) -> str:
     return str(cpu.get("name", "")) if isinstance(cpu, dict) else ""
 
 
-def _flat(table: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
-    """Nested tables as ``(table.key, value)``."""
-    found = []
-    for key, value in table.items():
-        name = f"{before}{key}"
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{name}.")
-        else:
-            found.append((name, str(value)))
-    return found
-
-
 def _strict(value: Any) -> Any:
     """The same without numbers that JSON does not have, which become text."""
     if isinstance(value, Mapping):
@@ -214,9 +265,14 @@ def _strict(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _tail(name: str, most: int = 36) -> str:
-    """The end of a long name, which tells modules apart."""
-    return name if len(name) <= most else f"…{name[1 - most :]}"
+def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
+    """What the events of a kind have in common: their number, first and last step and scales."""
+    alike = [event for event in found if event.kind == kind and not event.cause]
+    scales = [event.loss_scale for event in alike if event.loss_scale is not None]
+    if not alike:
+        return {}
+    ends = {key: scale_text(f(scales, default=1.0)) for key, f in (("low", min), ("high", max))}
+    return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
 
 
 _PLAIN = str.maketrans(
@@ -231,3 +287,19 @@ _PLAIN = str.maketrans(
 def _one_line(value: Any) -> str:
     """Text for a cell of a Markdown table: one line, in which nothing ends the cell or is HTML."""
     return " ".join(str(value).split()).translate(_PLAIN)
+
+
+_FILTERS: Mapping[str, Callable[..., Any]] = {
+    "line": _one_line,
+    "flat": lambda table: [*flattened(table).items()],
+    "maps": lambda step: exponent_maps(step.tensors, step.loss_scale),
+    "what_ifs": what_ifs,
+    "what_ran": what_ran,
+    "stored": what_is_stored,
+    "different": different,
+    "events": events,
+    "told": told,
+    "shown_value": shown_value,
+    "range_of": _range_of,
+}
+"""What the templates call, besides what depends on the language."""

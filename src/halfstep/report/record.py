@@ -21,6 +21,7 @@ from halfstep.errors import ConfigError
 
 MEMORY = "memory.json"
 METRICS, CAUSES, EXCLUDED = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
+TRACE = "trace.json"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
 
@@ -40,6 +41,7 @@ class RunRecord:
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
         memory: What a step holds, as it was estimated before the first; None where it was not.
+        trace: What ``halfstep trace RUN --save RUN/trace.json`` wrote; empty without it.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have.
     """
@@ -52,6 +54,7 @@ class RunRecord:
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
     memory: Memory | None = None
+    trace: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
@@ -108,6 +111,12 @@ def number(value: Any) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
+def scale_text(scale: float) -> str:
+    """A loss scale as its power of two, where it is one of them."""
+    whole = math.isfinite(scale) and scale > 0 and math.frexp(scale)[0] == 0.5
+    return f"2^{math.frexp(scale)[1] - 1}" if whole else f"{scale:g}"
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read a run's folder.
 
@@ -135,6 +144,7 @@ def read_run(folder: Path) -> RunRecord:
         causes=lines[CAUSES],
         excluded=lines[EXCLUDED],
         memory=memory,
+        trace=_json(folder / TRACE, damaged, missing),
         damaged=damaged,
         missing=missing,
     )

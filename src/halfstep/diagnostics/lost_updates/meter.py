@@ -51,7 +51,7 @@ from halfstep.optim.storage.state import FELL_BACK
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
-from halfstep.shown import as_html
+from halfstep.shown import as_html, bars
 
 _UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 
@@ -139,7 +139,8 @@ class LostUpdateMeter:
     __str__ = lost_table
 
     def _repr_html_(self) -> str:
-        return as_html(self.lost_table())
+        lost = {r.group: {"lost": r.lost, "kept": 1 - r.lost} for r in self.report()}
+        return as_html(self.lost_table(), bars(lost, "share of updates", whole=1.0))
 
     def close(self) -> None:
         """Remove the hooks; existing measurements can still be read."""

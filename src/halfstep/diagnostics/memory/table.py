@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from halfstep.shown import as_html
+from halfstep.shown import as_html, bars
 
 PARTS = {
     "weights": "parameters and buffers",
@@ -160,7 +160,8 @@ class Memory:
         return [*found, *([Reason("halved", low / total)] if low else [])]
 
     def _repr_html_(self) -> str:
-        return as_html(str(self))
+        parts = {p: {d: b / 1e6 for d, b in forms.items()} for p, forms in self.bytes.items()}
+        return as_html(str(self), bars(parts, "MB by part and dtype"))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]

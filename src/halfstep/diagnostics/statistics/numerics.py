@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from halfstep.diagnostics.statistics.exponent_map import maps_html
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import (
     FLUSHED_AT_MOST,
@@ -139,7 +140,7 @@ class StepNumerics:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return as_html(self.table())
+        return as_html(self.table(), maps_html(self.tensors, self.loss_scale))
 
     def to_json(self) -> str:
         """One line of strict JSON."""

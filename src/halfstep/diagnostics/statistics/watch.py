@@ -110,7 +110,7 @@ class Watch:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return as_html(self.table())
+        return as_html(_NOTHING) if self._last is None else self._last._repr_html_()
 
     # What the loop's steps tell.
 

@@ -18,7 +18,7 @@ from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.shown import as_html
+from halfstep.shown import as_html, bars
 
 _LOW = ("bf16", "fp16")
 
@@ -103,7 +103,17 @@ class Ran:
         )
 
     def _repr_html_(self) -> str:
-        return as_html(str(self))
+        stored: dict[str, dict[str, float]] = {}
+        for holding in self.holdings:
+            stored.setdefault(holding.kind, {})[holding.dtype] = holding.bytes / 1e6
+        products: dict[str, dict[str, float]] = {}
+        for row in self.operations:
+            if is_product(row.op):
+                calls = products.setdefault(f"products, {row.direction}", {})
+                form = _short(row.inputs[:1])
+                calls[form] = calls.get(form, 0) + row.calls
+        figure = bars(products, "calls by dtype") + bars(stored, "MB stored by dtype")
+        return as_html(str(self), figure)
 
     def __str__(self) -> str:
         return self.table()
@@ -114,6 +124,7 @@ class Ran:
             "policy": None if self.policy is None else str(self.policy),
             "operations": json.loads(json.dumps([asdict(row) for row in self.operations])),
             "stored": [asdict(holding) for holding in self.holdings],
+            "differences": [] if self.policy is None else self.differences(),
         }
 
     def differences(self, policy: str | PrecisionPolicy | None = None) -> list[str]:
@@ -187,7 +198,7 @@ class Ran:
 
 def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
     """The dtype that operands of this operation should have; empty where the policy says none."""
-    name = row.op.removesuffix("_backward").removesuffix("_forward")
+    name = _without_pass(row.op)
     if name in _products():
         return compute
     if row.direction != "forward":
@@ -195,6 +206,15 @@ def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
     if policy.casts_per_op:
         return "fp32" if name in AUTOCAST["fp32"] else ""
     return "fp32" if name in MIXED["loss"] else ""
+
+
+def is_product(op: str) -> bool:
+    """Whether an operation is a product, a convolution or attention, forward or backward."""
+    return _without_pass(op) in _products()
+
+
+def _without_pass(op: str) -> str:
+    return op.removesuffix("_backward").removesuffix("_forward")
 
 
 @cache
