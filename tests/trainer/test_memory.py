@@ -106,8 +106,9 @@ def test_a_run_knows_what_its_step_holds(kind, policy, made, monkeypatch):
     have = found.peak(session.config.run.grad_accum)
     monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: have)
     open_session(made[kind](policy), no_progress)
-    # and what does not is
-    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: int(0.8 * have))
+    # and what does not is; masks are left out for that, which are much of a packed row so narrow
+    share = 0.5 if lm else 0.8
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: int(share * have))
     with pytest.raises(ConfigError, match="the run needs at least"):
         open_session(made[kind](policy), no_progress)
 
