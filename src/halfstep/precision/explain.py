@@ -109,12 +109,14 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     )
 
 
-def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[str, float]:
+def bytes_per_parameter(
+    policy: PrecisionPolicy, *, kept: bool = False, several: bool = False
+) -> dict[str, float]:
     """Bytes that training holds per trainable parameter between micro-batches, with AdamW.
 
     The keys are weights, masters (0 where the weights are the masters), remainder (the bits that a
-    16-bit weight lacks), gradients (of one micro-batch; several are summed in ``grad_dtype``) and
-    moments (both, with block scales). ``kept`` asks for a parameter that a rule keeps in fp32.
+    16-bit weight lacks), gradients (of one micro-batch; ``several`` are summed in ``grad_dtype``)
+    and moments (both, with block scales). ``kept`` asks for a parameter that a rule keeps in fp32.
     """
     moments = {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1 + 1 / 128}[policy.moment_format]
     if kept:  # torch's moments follow the parameter; halfstep's optimizers keep the policy's
@@ -124,7 +126,7 @@ def bytes_per_parameter(policy: PrecisionPolicy, *, kept: bool = False) -> dict[
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
         "remainder": rounding_mode(policy.update).bytes,
-        "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" else 2,
+        "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" or several else 2,
         "moments": 2 * moments,
     }
 

@@ -78,7 +78,9 @@ def estimate_config(
     run = config.run
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
-    of_rank = _OfRank(model, (tokens, tokens), layout, averages(config.optimizer), device)
+    of_rank = _OfRank(
+        model, (tokens, tokens), layout, averages(config.optimizer), device, run.grad_accum
+    )
     return [of_rank.memory(policy) for policy in policies]
 
 
@@ -99,7 +101,8 @@ def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
     splits = task.plan(layout).tensor if layout.tensor > 1 else {}
     of_rank = _OfRank(
         task.model, task.shapes(rows) if plain else None, layout,
-        0 if task.own_optimizer else averages(config.optimizer), device, splits,
+        0 if task.own_optimizer else averages(config.optimizer), device,
+        run.grad_accum, splits,
     )  # fmt: skip
     found, have = of_rank.memory(policy), memory_bytes(device)
     if found.peak(run.grad_accum) <= have:
@@ -123,6 +126,7 @@ class _OfRank:
     layout: Layout
     averages: float
     device: torch.device
+    micro_batches: int = 1
     splits: Any = None
     """The model's plan of tensor parallelism; None: its own."""
 
@@ -132,7 +136,7 @@ class _OfRank:
         """What a step holds; the state alone where the forward cannot be run on shapes."""
         layout = self.layout
         options: Any = {"averages": self.averages, "least": least, "device": self.device}
-        options |= {"ranks": layout.shard, "loss": _itself}
+        options |= {"ranks": layout.shard, "loss": _itself, "micro_batches": self.micro_batches}
         splits: Any = self.splits
         if splits is None:
             own: Any = self.model
@@ -219,6 +223,7 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
     """What the run might be instead: its memory, the option to type, and ranks with own data."""
     config: BaseConfig = task.config
     now = of_rank.layout.batch_ranks
+    of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
     policy: PrecisionPolicy = config.precision
     yield of_rank.memory(policy, least=True), "", now
     if of_rank.batch is not None and isinstance(config, TrainConfig):

@@ -44,6 +44,7 @@ def estimate(
     ranks: int = 1,
     device: str | torch.device | None = None,
     averages: float = 2,
+    micro_batches: int = 1,
     least: bool = False,
 ) -> Memory:
     """Estimate what a training step holds; allocates nothing, and changes nothing.
@@ -61,6 +62,7 @@ def estimate(
         device: What it is for; None: the device that this machine would train on.
         averages: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1 for SGD
             with momentum.
+        micro_batches: Micro-batches of a step, whose gradients add up in ``grad_dtype``.
         least: Leave out what shapes cannot be sure of, so that the step holds no less: whether
             halfstep's kernels run, which save less than torch's operations, and attention masks,
             which models drop where nothing is padded.
@@ -75,7 +77,7 @@ def estimate(
     require_model(model, "estimate(model)")
     where = default_device() if device is None else as_device(device)
     value = parse_policy(policy, where)
-    found: Bytes = _state(model, value, max(1, ranks), averages)
+    found: Bytes = _state(model, value, max(1, ranks), averages, micro_batches > 1)
     modules: Bytes = {}
     rows = 0
     if batch is not None and any(True for _ in tensors_in(batch)):
@@ -102,7 +104,9 @@ def estimate(
     return Memory(str(value), False, found, rows, max(1, ranks), modules)
 
 
-def _state(model: nn.Module, policy: PrecisionPolicy, ranks: int, averages: float) -> Bytes:
+def _state(
+    model: nn.Module, policy: PrecisionPolicy, ranks: int, averages: float, several: bool
+) -> Bytes:
     """The bytes between steps: of weights, masters, gradients and moments."""
     kept = place(policy, model).kept()
     names = {id(p): n for n, p in model.named_parameters()}
@@ -121,7 +125,7 @@ def _state(model: nn.Module, policy: PrecisionPolicy, ranks: int, averages: floa
         add("weights", dtype_name(stored), count * stored.itemsize)
         if not parameter.requires_grad:
             continue
-        each = bytes_per_parameter(policy, kept=is_kept)
+        each = bytes_per_parameter(policy, kept=is_kept, several=several)
         grad = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each["gradients"])]
         add("masters", "fp32", count * each["masters"])
         add("masters", "remainder", count * each["remainder"])
@@ -244,7 +248,10 @@ class _FusedAttention(TorchFunctionMode):
             if not options.get("dropout_p") and q.dim() == 4:
                 if torch.is_autocast_enabled("cpu"):
                     q, k, v = (t.to(torch.get_autocast_dtype("cpu")) for t in (q, k, v))
+                mask = options.get("attn_mask")
+                if mask is not None and mask.dtype == torch.bool:
+                    mask = torch.zeros_like(mask, dtype=q.dtype)  # what torch adds to the scores
                 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
                 return flash(q, k, v, 0.0, bool(options.get("is_causal")),
-                             attn_mask=options.get("attn_mask"))[0]  # fmt: skip
+                             attn_mask=mask)[0]  # fmt: skip
         return func(*args, **(kwargs or {}))

@@ -130,6 +130,11 @@ class LMTask(EpochTask):
         indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
 
+    def shapes(self, rows: int) -> Batch:
+        """Return the first rows, with positions only where rows hold several documents."""
+        ids_BT, targets_BT, positions_BT = self.batch(0, range(rows))
+        return ids_BT, targets_BT, positions_BT if self.config.data.packing else None
+
     def targets(self, batch: Batch) -> float:
         """Return the number of target tokens that enter the loss."""
         return count_targets(batch)

@@ -71,8 +71,8 @@ def open_causal_lm(
 
 
 def _at(x_BT: Tensor, counted_BT: Tensor) -> Tensor:
-    """What stands at the positions that count; on shapes alone, where none is known, at all."""
-    return x_BT[counted_BT] if have_numbers() else x_BT.flatten(0, 1)
+    """What stands at the positions that count; on shapes alone, where none is known, nothing."""
+    return x_BT[counted_BT] if have_numbers() else x_BT.new_empty(0, *x_BT.shape[2:])
 
 
 class PretrainedLM(Pretrained):
@@ -158,12 +158,13 @@ class PretrainedLM(Pretrained):
             "each other; pad instead of packing"
         ) from failed
 
-    def _run(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Compute the model's logits, in its own dtype."""
-        inputs: dict[str, Any] = {"use_cache": False}  # a cache would not keep documents apart
-        if self.takes_positions:
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
+        """Compute the model's logits, in its own dtype; no positions: one document a row."""
+        # a cache would not keep documents apart; without it, shapes alone get a mask for that
+        inputs: dict[str, Any] = {"use_cache": positions_BT is None}
+        if self.takes_positions and positions_BT is not None:
             inputs["position_ids"] = positions_BT
-        if self.explicit_mask:
+        if self.explicit_mask and positions_BT is not None:
             inputs["attention_mask"] = self._mask(positions_BT)
         logits: Tensor = self.core(input_ids=ids_BT, **inputs).logits
         return logits
