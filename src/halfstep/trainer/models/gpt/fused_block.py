@@ -191,7 +191,6 @@ class _Block(torch.autograd.Function):
         x, qkv, mixed, lse, middle, u, *rest = ctx.saved_tensors
         p, w = Weights(*rest[: len(rest) // 2]), Weights(*rest[len(rest) // 2 :])
         dy = grad_BTC.reshape(x.shape).contiguous()
-
         wanted, tell = (
             Weights(*ctx.needs_input_grad[4:]),
             ctx.told.gradient if ctx.told else _nobody,
@@ -210,7 +209,6 @@ class _Block(torch.autograd.Function):
         d_middle, (norm2, shift2, proj_bias) = norm_gradients(
             middle, w.norm2, dh, mean, inverse, passed=dy
         )
-
         d_low = d_middle.to(_LOW)
         tell("proj", d_low)
         proj = torch.mm(d_low.t(), _flat(mixed)) if wanted.proj else None
