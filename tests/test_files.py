@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from halfstep import watch
+from halfstep.diagnostics.recording.metrics import MetricsFile, keep_lines
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
-from halfstep.trainer.run.metrics import MetricsFile, keep_lines
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ OTHERS = {
     "?._model_mapping": "transformers",
     "?._option_string_actions": "argparse",
     "parser._option_string_actions": "argparse",
+    "self._actions": "argparse",
+    "self._option_string_actions": "argparse",
     "accelerator._models": "accelerate",
     "accelerator._optimizers": "accelerate",
     "trainer.accelerator._optimizers": "accelerate",

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensor
 
 from halfstep.cli import demo
 from halfstep.cli.commands import COMMANDS
@@ -165,6 +166,8 @@ def in_forward(monkeypatch):
 
         def planted(self, batch):
             total, count = loss_sum(self, batch)
+            if isinstance(total, FakeTensor):  # the estimate of memory before the run
+                return total, count
             calls.append(0)
             return (act(total) if len(calls) == number else total), count
 

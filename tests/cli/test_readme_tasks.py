@@ -56,7 +56,7 @@ OUTCOMES = {
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
     "curves": (["Written: runs/book/report.html"],
                ["runs/book/report.html", "runs/book/curves.png"]),
-    "notebook": ([r"<(table|pre)>policy +bf16-split"], []),
+    "notebook": ([r"<(table|pre)[^>]*>policy +bf16-split"], []),
     "mac": ([r"take fp16-mixed: .*Apple M"], []),
 }  # fmt: skip
 
