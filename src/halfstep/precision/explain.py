@@ -197,6 +197,8 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         extra = extra if scheme.stochastic else []
         extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []
         rows.append((product, scheme.name, f"{texts[0]} x {texts[1]}{''.join(extra)}"))
+    if policy.simulate:
+        rows.append(("simulate", "yes", "where the device has no such products"))
     for switch in policy.schedule:
         rows.append(("from", f"{switch.percent:g}%", f"of the run on: {switch.recipe}"))
     return rows

@@ -327,6 +327,7 @@ class Precision:
         try:
             self.settle()
             gradients = self._gradients()
+            self.clock.step += 1
             if self.path is not None and self.path.takes(gradients):
                 return self._step_on_device(self.path, gradients, max_norm)
             judged = self._judge(gradients)
@@ -365,7 +366,6 @@ class Precision:
     ) -> StepResult:
         """Let the device check, clip and apply the gradients, or skip the step."""
         assert self._loss is not None, "checked with the gradients"
-        self.clock.tick()
         self.masters.take_written_()
         path.examine(self._loss_scale, self._loss, gradients, max_norm)
         with self._door.open():
@@ -390,6 +390,7 @@ class Precision:
         """
         (optimizer,) = require_one(self.optimizers)
         self.settle()
+        self.clock.step += 1
         seen: list[Judged] = []
 
         def evaluate() -> Any:
@@ -491,7 +492,7 @@ class Precision:
         self._applied_total = state["applied_total"]
         self._skipped_total = state["skipped_total"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
-        self.clock.set(self._applied_total + self._skipped_total)
+        self.clock.step = self._applied_total + self._skipped_total
         if self._spikes is not None:
             self._spikes.restore_(state.get("spikes"))
         if masters:
@@ -547,8 +548,6 @@ class Precision:
 
     def _judge(self, gradients: Mapping[nn.Parameter, Tensor], *, first: bool = True) -> Judged:
         assert self._loss is not None, "checked with the gradients"
-        if first:
-            self.clock.tick()
         return self._examiner.judge(self._loss, gradients, first=first)
 
     def _skip(self, judged: Judged) -> StepResult:

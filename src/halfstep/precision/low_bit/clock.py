@@ -10,7 +10,10 @@ from halfstep.precision.policy.recipe import Recipe
 
 
 class Clock:
-    """Counts steps, and says what recipes and random bits are at each of them.
+    """Says what recipes and random bits are at a step.
+
+    Attributes:
+        step: How many steps have been taken or skipped; the owner counts.
 
     Args:
         policy: Its schedule counts.
@@ -26,15 +29,7 @@ class Clock:
             raise PrecisionError(f"steps={steps!r}; allowed: the number of the run's steps")
         self.schedule, self.steps, self.rank, self.step = policy.schedule, steps, rank, 0
         self._drawn: dict[int, int] = {}
-
-    def set(self, step: int) -> None:
-        """Continue at a step: the number of those taken and skipped before it."""
-        self.step = step
-        self._drawn.clear()
-
-    def tick(self) -> None:
-        """Go on to the next step."""
-        self.set(self.step + 1)
+        self._drawn_at = 0
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """What a layer's recipe is at this step, by the schedule; at its end without a run."""
@@ -45,6 +40,9 @@ class Clock:
 
     def draw(self, stream: int) -> tuple[int, int, int]:
         """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+        if self._drawn_at != self.step:
+            self._drawn.clear()
+            self._drawn_at = self.step
         drawn = self._drawn.get(stream, 0)
         self._drawn[stream] = drawn + 1
         return drawn + (self.rank << 16), self.step, stream

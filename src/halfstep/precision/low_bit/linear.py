@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.low_bit.operand import Draw, Operand, operand
@@ -55,6 +57,11 @@ class LowBitLinear(Region):
         low = weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
         if not (low and recipe):
             return self.inside(args, kwargs)
+        if isinstance(weight, DTensor):
+            raise PrecisionError(
+                f"a linear layer below 16 bits has a weight that is distributed over ranks "
+                f"({tuple(weight.shape)}); keep it by keep_bf16=, or use data parallelism"
+            )
         (x,) = (*args, *kwargs.values())
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()

@@ -7,7 +7,7 @@ three give the same value, and ``str(policy)`` gives its canonical spelling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -187,9 +187,9 @@ class PrecisionPolicy:
     @property
     def name(self) -> str:
         """The preset's name with what may change of it; else all fields."""
-        for name, preset in sorted(POLICIES.items(), key=lambda e: e[1].recipe != self.recipe):
-            free = {key: getattr(preset, key) for key in _FREE}
-            if replace(self, **free) == preset:
+        named = {**RECIPES, **POLICIES}.items()
+        for name, preset in sorted(named, key=lambda entry: entry[1].recipe != self.recipe):
+            if all(getattr(self, f) == getattr(preset, f) for f in _FIXED):
                 wire = self.reduce_dtype != preset.reduce_dtype
                 reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
                 moments = [] if self.moments == "master" else [f"moments={self.moments}"]
@@ -231,9 +231,9 @@ class PrecisionPolicy:
         return self.name
 
 
-_FREE = ("reduce_dtype", "moments", "rules", "recipe", "simulate", "schedule")
-"""The fields that may differ from a preset's whose name a policy keeps."""
 _TYPES = get_type_hints(PrecisionPolicy)
+_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "rules", "recipe", "simulate", "schedule"}
+"""The fields in which a policy with a preset's name does not differ from it."""
 POLICY_FIELDS = {
     "params" if name == "param_dtype" else name.removesuffix("_dtype"): name
     for name, kind in _TYPES.items()
@@ -278,11 +278,12 @@ POLICIES: dict[str, PrecisionPolicy] = {
     },
     "bf16-pure": _low(torch.bfloat16, torch.bfloat16),
     "fp16-pure": _low(torch.float16, torch.float16),
-    **{
-        name: PrecisionPolicy(compute_dtype=torch.bfloat16, recipe=parse_recipe(name))
-        for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
-    },
 }
+RECIPES: dict[str, PrecisionPolicy] = {
+    name: PrecisionPolicy(compute_dtype=torch.bfloat16, recipe=parse_recipe(name))
+    for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
+}
+"""The policies below 16 bits: ``bf16-mixed`` with a recipe for linear layers."""
 _ALIASES = {
     "fp32": "32 32-true float32 fp32-true no",
     "bf16-mixed": "bf16 bfloat16 mixed_bfloat16 amp_bf16",

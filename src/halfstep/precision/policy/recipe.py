@@ -140,7 +140,8 @@ def parse_recipe(value: object) -> Recipe:
                 close = difflib.get_close_matches(str(product), PRODUCTS, n=1)
                 hint = f", did you mean {close[0]!r}?" if close else ""
                 raise PrecisionError(
-                    f"unknown product {product!r}{hint} Allowed: {', '.join(PRODUCTS)}"
+                    f"unknown product {product!r}{hint} Allowed: {', '.join(PRODUCTS)}; if it is "
+                    "part of a glob with dots, put the glob in quotes"
                 )
         return Recipe(*(str(value.get(product, SAME)).strip() for product in PRODUCTS))
     parts = [part.strip() for part in str(value).split("/")]

@@ -22,11 +22,13 @@ from halfstep.precision.policy.policy import (
     DTYPES,
     POLICIES,
     POLICY_FIELDS,
+    RECIPES,
     PrecisionPolicy,
 )
 from halfstep.precision.policy.recipe import parse_recipe, parse_schedule
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
+_NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
 """The name of the policy that the device decides."""
 
@@ -132,7 +134,7 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         raise PrecisionError(_no_policy(spec))
     name = spec.strip()
     lower = name.lower()
-    known = auto() if lower == AUTO else POLICIES.get(ALIASES.get(lower, lower))
+    known = auto() if lower == AUTO else _NAMED.get(ALIASES.get(lower, lower))
     if known is not None:
         return known
     if name.endswith(".toml"):
@@ -147,7 +149,7 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
     raise PrecisionError(
         f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
-        f"{', '.join(POLICIES)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
+        f"{', '.join(_NAMED)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
         "file"
     )
 
@@ -156,7 +158,7 @@ def _hint(name: str) -> str:
     """A suggestion for a misspelt name; never one of another format than the name contains."""
     formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
     asked = next((short for word, short in formats.items() if word in name), "")
-    names = {**{policy: policy for policy in POLICIES}, **ALIASES, AUTO: AUTO}
+    names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
     return f", did you mean {close[0]!r}?" if close else "."
