@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -73,9 +73,8 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     if policy.simulate:
         how = f"operands are rounded to {names} exactly, and multiplied as bf16"
         return Support("simulated", f"{how}; {found.reason}")
-    return Support(
-        "refused", f"halfstep has no {names} products for it yet", f"{policy},simulate=yes"
-    )
+    reason = f"halfstep has no {names} products for it yet; add simulate (--simulate)"
+    return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
 def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
