@@ -37,10 +37,8 @@ def _power_scale(amax: np.ndarray, element: str, up: bool) -> np.ndarray:
     """e8m0 codes: the exponent plus 127, from 0 to 254."""
     table = ELEMENTS[element]
     if not up:
-        exponent = np.floor(
-            np.log2(amax.astype(np.float64), where=amax > 0, out=np.full(amax.shape, -999.0))
-        )
-        exponent = exponent - np.floor(np.log2(table[-1]))
+        _, exponent = np.frexp(amax.astype(np.float64))  # amax = fraction 2^exponent, below 1
+        exponent = np.where(amax == 0, -999, exponent - 1 - int(np.floor(np.log2(table[-1]))))
     else:
         wanted = (amax * F(1.0 / table[-1])).astype(np.float64)  # one fp32 product
         fraction, exponent = np.frexp(wanted)  # wanted = fraction 2^exponent, 1/2 <= fraction < 1
@@ -53,7 +51,8 @@ def quantize(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales (uint8 codes, or fp32) and the numbers in fp64 before the outer scale.
 
-    The matrix ``x`` is (rows, columns), fp32, and all of it must be finite. For the rule ``two-level`` a scale's code is that of e4m3.
+    The matrix ``x`` is (rows, columns), fp32 and finite. For the rule ``two-level`` a scale's code
+    is that of e4m3.
     """
     x = x.astype(F)
     rows, columns = block or x.shape
