@@ -164,6 +164,7 @@ def test_neighbours_around_zero_and_beyond_the_range(form):
 
 
 def test_decimal_digits():
-    # log10(2^p) with p = 24, 11, 8, 11, 4, 3 significant bits, by hand.
+    # log10(2^p) with p = 24, 11, 8, 11, 4, 3, 2 significant bits, by hand.
     expected = {"fp32": 7.22, "tf32": 3.31, "bf16": 2.41, "fp16": 3.31, "e4m3fn": 1.20, "e5m2": 0.9}
+    expected["e2m1"] = 0.6
     assert {n: round(f.decimal_digits, 2) for n, f in FORMATS.items()} == expected

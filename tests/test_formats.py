@@ -6,14 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-import halfstep.formats
-from halfstep.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, TF32, FloatFormat
+import halfstep.formats.floats
+from halfstep.formats import (
+    BF16,
+    E2M1,
+    E4M3FN,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    TF32,
+    FloatFormat,
+)
 from reference import floats
 
 # name: bits, exponent bits, mantissa bits, bias, largest finite, smallest normal, smallest
 # positive, gap above 1. Sources: IEEE 754-2019 table 3.5 (binary32, binary16); OCP OFP8 1.0,
 # tables 1 and 2; bfloat16: the upper half of binary32; tf32: binary32's exponent with binary16's
-# mantissa (NVIDIA A100 whitepaper, "TensorFloat-32").
+# mantissa (NVIDIA A100 whitepaper, "TensorFloat-32"); e2m1: OCP MX 1.0, table 5.
 STANDARD = {
     "fp32": (32, 8, 23, 127, float.fromhex("0x1.fffffep127"), 2.0**-126, 2.0**-149, 2.0**-23),
     "tf32": (19, 8, 10, 127, float.fromhex("0x1.ffcp127"), 2.0**-126, 2.0**-136, 2.0**-10),
@@ -21,6 +31,7 @@ STANDARD = {
     "fp16": (16, 5, 10, 15, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10),
     "e4m3fn": (8, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, 2.0**-3),
     "e5m2": (8, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2),
+    "e2m1": (4, 2, 1, 1, 6.0, 1.0, 0.5, 0.5),
 }
 TORCH = {
     "fp32": torch.float32,
@@ -34,6 +45,7 @@ TABLES = {
     "fp16": floats.FP16,
     "e4m3fn": floats.E4M3FN,
     "e5m2": floats.E5M2,
+    "e2m1": floats.E2M1,
     "tf32": floats.table(8, 10),
 }
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +60,7 @@ def rounded(form: FloatFormat, values) -> np.ndarray:
 
 
 def overflow(name: str) -> float:
-    return float("nan") if name == "e4m3fn" else float("inf")
+    return {"e4m3fn": float("nan"), "e2m1": 6.0}.get(name, float("inf"))
 
 
 def same(left: np.ndarray, right: np.ndarray) -> bool:
@@ -57,9 +69,9 @@ def same(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(np.all(np.where(np.isnan(right), np.isnan(left), (left == right) & signs)))
 
 
-def test_formats_are_exactly_the_six_of_the_standards():
+def test_formats_are_exactly_the_seven_of_the_standards():
     assert list(FORMATS) == list(STANDARD)
-    assert [FORMATS[n] for n in STANDARD] == [FP32, TF32, BF16, FP16, E4M3FN, E5M2]
+    assert [FORMATS[n] for n in STANDARD] == [FP32, TF32, BF16, FP16, E4M3FN, E5M2, E2M1]
 
 
 @pytest.mark.parametrize("name", STANDARD)
@@ -264,11 +276,21 @@ def test_stochastic_rounding_never_moves_a_number_of_the_format_whatever_is_draw
     name, monkeypatch
 ):
     # torch.rand in fp64 draws k * 2^-53 for k in 0 .. 2^53 - 1; the two ends are the hard draws.
-    x = fp64([1.0, -1.0, 1.75, 2.0**-6, FORMATS[name].max, FORMATS[name].min_subnormal])
+    form = FORMATS[name]
+    x = fp64([1.0, -1.0, 2 - form.eps, form.min_normal, form.max, form.min_subnormal])
     for draw in (0.0, 1.0 - 2.0**-53):
         noise = torch.full(x.shape, draw, dtype=torch.float64)
         monkeypatch.setattr(torch, "rand", lambda *_, noise=noise, **__: noise)
-        assert torch.equal(FORMATS[name].round_to(x, "stochastic"), x)
+        assert torch.equal(form.round_to(x, "stochastic"), x)
+
+
+def test_e2m1_saturates_and_keeps_what_is_no_number():
+    x = fp64([6.9, 7.0, 1e300, -np.inf, np.nan, -0.25, 0.25, 0.75, 2.5, 5.0])
+    want = np.array([6.0, 6.0, 6.0, -6.0, np.nan, -0.0, 0.0, 1.0, 2.0, 4.0])  # ties to even codes
+    assert same(E2M1.round_to(x).numpy(), want)
+    assert [E2M1.bits_of(value) for value in (0.5, -6.0, 1.0)] == [(0, 0, 1), (1, 3, 1), (0, 1, 0)]
+    with pytest.raises(ValueError, match="e2m1 does not hold nan"):
+        E2M1.bits_of(float("nan"))
 
 
 def test_stochastic_rounding_at_the_end_of_the_range_goes_to_max_or_inf():
@@ -322,6 +344,6 @@ def test_formats_are_values():
 
 
 def test_doctests():
-    result = doctest.testmod(halfstep.formats)
+    result = doctest.testmod(halfstep.formats.floats)
     assert result.attempted >= 2
     assert result.failed == 0

@@ -31,11 +31,18 @@ from .errors import (
 )
 from .formats import (
     BF16 as BF16,
+    E2M1 as E2M1,
     E4M3FN as E4M3FN,
     E5M2 as E5M2,
+    FP8_BLOCK as FP8_BLOCK,
+    FP8_TENSOR as FP8_TENSOR,
     FP16 as FP16,
     FP32 as FP32,
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NVFP4 as NVFP4,
     TF32 as TF32,
+    BlockFormat as BlockFormat,
     FloatFormat as FloatFormat,
 )
 from .integrations.grad_scaler.scaler import GradScaler as GradScaler

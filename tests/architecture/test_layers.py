@@ -15,7 +15,7 @@ LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
     "files": {"errors"},
-    "formats": set(),
+    "formats": {"errors", "shown"},
     "shown": set(),
     "torch_version": {"errors"},
     "kernels": {"errors"},

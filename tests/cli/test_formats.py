@@ -10,9 +10,9 @@ import torch
 from halfstep.cli.formats import read_value
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
-from halfstep.formats import FORMATS
+from halfstep.formats import FORMATS, NVFP4
 
-NAMES = ["fp32", "tf32", "bf16", "fp16", "e4m3fn", "e5m2"]
+NAMES = ["fp32", "tf32", "bf16", "fp16", "e4m3fn", "e5m2", "e2m1"]
 VALUES = [
     "0.1", "1e-8", "-1e-8", "-2.5", "1", "65504", "65519.99", "65520", "-65520", "464", "464.01",
     "6e-8", "2049", "257", "1e-45", "1e39", "3.4028235e38", "0x1.8p-3", "-0x1p-24", "0x1p-25",
@@ -33,7 +33,7 @@ def as_json(capsys, value) -> dict:
 
 def test_without_a_value_every_format_s_range(capsys):
     lines = formats(capsys).splitlines()
-    rows = {line.split()[0]: " ".join(line.split()) for line in lines[1:7]}
+    rows = {line.split()[0]: " ".join(line.split()) for line in lines[1:8]}
     assert list(rows) == NAMES
     # IEEE 754-2019 table 3.5 and OFP8 1.0 tables 1 and 2, as a textbook prints them.
     assert rows["fp32"] == "fp32 32 1/8/23 3.40282e+38 1.18e-38 = 2^-126 1.4e-45 = 2^-149 2^-23 7.2"
@@ -44,7 +44,40 @@ def test_without_a_value_every_format_s_range(capsys):
     assert rows["fp16"] == "fp16 16 1/5/10 65504 6.1e-05 = 2^-14 5.96e-08 = 2^-24 2^-10 3.3"
     assert rows["e4m3fn"] == "e4m3fn 8 1/4/3 448 0.0156 = 2^-6 0.00195 = 2^-9 2^-3 1.2"
     assert rows["e5m2"] == "e5m2 8 1/5/2 57344 6.1e-05 = 2^-14 1.53e-05 = 2^-16 2^-2 0.9"
+    assert rows["e2m1"] == "e2m1 4 1/2/1 6 1 = 2^0 0.5 = 2^-1 2^-1 0.6"  # OCP MX 1.0, table 5
     assert max(map(len, lines)) <= 100
+
+
+def test_without_a_value_the_block_formats_too(capsys):
+    lines = [" ".join(line.split()) for line in formats(capsys).splitlines()]
+    assert "mxfp8 e4m3fn 1x32 e8m0 rceil 8.25" in lines  # 8 bits, and 8 for 32 numbers
+    assert "nvfp4 e2m1 1x16 e4m3fn, and one fp32 two-level 4.5" in lines
+    assert "fp8 e4m3fn the tensor fp32 amax 8" in lines
+
+
+def test_a_block_of_numbers(capsys):
+    text = formats(capsys, "0.1", "-3", "6", "--block", "nvfp4")
+    assert text.strip() == NVFP4.explain([0.1, -3.0, 6.0])
+    rows = json.loads(formats(capsys, "500", "inf", "--block", "mxfp8-floor", "--json"))
+    assert rows["format"] == "mxfp8-floor"
+    assert [row["becomes"] for row in rows["numbers"]] == ["nan", "nan"]
+    row = json.loads(formats(capsys, "500", "--block", "mxfp8-floor", "--json"))["numbers"][0]
+    assert row == {"number": 500.0, "code": "0x7e", "in_block": 448.0, "becomes": 448.0,
+                   "error": 52.0, "relative": 0.104}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--block", "nvfp4"], "halfstep formats 0.1 -3 --block nvfp4"),
+        (["1", "--block", "nvfp8"], "there is no block format 'nvfp8'; allowed: fp8, "),
+        (["1", "2"], "formats takes one VALUE, and several with --block"),
+        (["1", "x", "--block", "fp8"], "VALUE 'x' is not a number"),
+    ],
+)
+def test_what_makes_no_block_is_refused(words, says, capsys):
+    assert main(["formats", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_without_a_value_as_json(capsys):
@@ -54,6 +87,7 @@ def test_without_a_value_as_json(capsys):
         "bits": 16, "sign_bits": 1, "exponent_bits": 5, "mantissa_bits": 10, "max": 65504.0,
         "min_normal": 2.0**-14, "min_subnormal": 2.0**-24, "eps": 2.0**-10,
         "decimal_digits": pytest.approx(3.31, abs=0.005), "has_infinity": True,
+        "has_nan": True,
     }  # fmt: skip
     assert not rows["e4m3fn"]["has_infinity"]
 
@@ -77,6 +111,9 @@ def test_each_format_rounds_the_fp64_once(text, capsys):
             assert row["verdict"] == "overflows to inf"
             continue
         error = abs(Fraction(number) - Fraction(value))
+        if row["verdict"] == "saturates":  # far beyond, where fp64 rounds the difference
+            assert row["absolute_error"] == float(error)
+            continue
         assert Fraction(row["absolute_error"]) == error
         # One fp64 division: at most half an ulp, 2^-53, off.
         assert row["relative_error"] == pytest.approx(error / abs(Fraction(value)), rel=2**-52)
@@ -111,7 +148,8 @@ def test_the_bits_are_those_that_torch_stores(text, capsys):
         ("0x1p-14", "fp16", "exact"), ("1e39", "bf16", "overflows to inf"),
         ("500", "e4m3fn", "overflows to NaN"), ("inf", "e4m3fn", "overflows to NaN"),
         ("inf", "fp32", "exact"), ("-inf", "fp32", "exact"), ("nan", "fp16", "exact"),
-        ("nan", "e4m3fn", "exact"),
+        ("nan", "e4m3fn", "exact"), ("nan", "e2m1", "has no NaN"), ("-9", "e2m1", "saturates"),
+        ("inf", "e2m1", "saturates"), ("6", "e2m1", "exact"),
     ],
 )  # fmt: skip
 def test_verdicts(text, name, verdict, capsys):

@@ -263,6 +263,9 @@ DIFFER = {
     "tf32": ("fp32", "tf32"),
     "loss_scale": ("fp16-mixed", "fp16-mixed,init_scale=1024.0,hysteresis=2"),
     "rules": ("bf16-mixed", "bf16-mixed,keep_fp32=*.norm"),
+    "recipe": ("bf16-mixed", "bf16-mixed,recipe=mxfp8/bf16/bf16"),
+    "simulate": ("nvfp4", "nvfp4,simulate=yes"),
+    "schedule": ("mxfp8", "mxfp8,schedule=85%:bf16"),
 }
 
 

@@ -214,7 +214,7 @@ def test_a_file_has_a_list_and_a_table_in_order(tmp_path):
         ("keep_fp32 = [3]", "allowed: a list of globs"),
         ('keep_fp32 = ["a|b"]', r"'a\|b' contains '\|'; allowed: a glob"),
         ("rules = 3", r'rules are 3; allowed: a table with lines such as "\*.norm" = "fp32"'),
-        ('[rules]\na.b = "fp32"', "the glob in quotes"),
+        ('[rules]\na.b = "fp32"', "put the glob in quotes"),
         ('[rules]\n"a" = "fp64"', "rule 'a' -> fp64; allowed: fp32, bf16"),
         ('[rules]\n"a" = "fp16"', "rule 'a' -> fp16; allowed: fp32, bf16"),
         ('[rules]\n"" = "fp32"', "rule '' is empty"),

@@ -16,11 +16,14 @@ def decode(pattern: int, exponent_bits: int, mantissa_bits: int) -> float:
     return (2**mantissa_bits + fraction) * 2.0 ** (field - bias - mantissa_bits)
 
 
-def table(exponent_bits: int, mantissa_bits: int, finite_only: bool = False) -> np.ndarray:
+def table(
+    exponent_bits: int, mantissa_bits: int, finite_only: bool = False, has_nan: bool = True
+) -> np.ndarray:
     """Every non-negative finite number of a format, ascending; index = bit pattern. fp64."""
     last = 2 ** (exponent_bits + mantissa_bits) - 1
-    # fn formats: the all-ones pattern is NaN. IEEE formats: the whole all-ones exponent is inf/NaN.
-    count = last if finite_only else last + 1 - 2**mantissa_bits
+    # fn formats: the all-ones pattern is NaN, if there is one. IEEE formats: the whole all-ones
+    # exponent is inf/NaN.
+    count = last + (not has_nan) if finite_only else last + 1 - 2**mantissa_bits
     return np.array([decode(p, exponent_bits, mantissa_bits) for p in range(count)])
 
 
@@ -46,7 +49,7 @@ def nearest(x: np.ndarray, values: np.ndarray, overflow: float) -> np.ndarray:
     Args:
         x: fp64, any sign, NaN and inf allowed.
         values: From :func:`table`.
-        overflow: What stands beyond the last value: inf, or NaN for fn formats.
+        overflow: What stands beyond the last value: inf, NaN for fn formats, or the last itself.
     """
     border = midpoints(values)
     magnitude = np.abs(x)
@@ -70,6 +73,7 @@ FP16 = table(5, 10)
 BF16 = table(8, 7)
 E4M3FN = table(4, 3, finite_only=True)
 E5M2 = table(5, 2)
+E2M1 = table(2, 1, finite_only=True, has_nan=False)
 
 
 def gap(x: np.ndarray, values: np.ndarray) -> np.ndarray:

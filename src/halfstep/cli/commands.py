@@ -118,10 +118,13 @@ class Formats:
 
     Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
     each format rounds it to, once, to the nearest, ties to even; its bits, and the rounding error.
+    With --block: the scales, codes and numbers of a block that begins with the VALUEs.
     """
 
-    value: str | None = field(default=None, metadata=POSITIONAL)
-    """Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan."""
+    values: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several."""
+    block: str = ""
+    """A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."""
     json: bool = False
     """Print one JSON object on stdout."""
 

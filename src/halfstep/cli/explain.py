@@ -6,7 +6,7 @@ from halfstep.cli.commands import Explain
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
 from halfstep.precision.policy.devices import choose
-from halfstep.precision.policy.policy import ALIASES, POLICIES
+from halfstep.precision.policy.policy import ALIASES, POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import choose_device
 
@@ -20,7 +20,7 @@ def run(arguments: Explain) -> int:
         print("\n\n".join(explain(text, device) for text in arguments.policies))
         return 0
     print(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
-    for name, policy in POLICIES.items():
+    for name, policy in {**POLICIES, **RECIPES}.items():
         found = support(policy, device)
         aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         total = sum(bytes_per_parameter(policy).values())

@@ -12,21 +12,37 @@ import torch
 
 from halfstep.cli.commands import Formats
 from halfstep.errors import ConfigError
-from halfstep.formats import FORMATS, FloatFormat
+from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 
 
 def run(arguments: Formats) -> int:
-    """Print every format's range and precision, or what each format makes of one number."""
-    if arguments.value is None:
+    """Print every format's range and precision, or what formats make of numbers."""
+    if arguments.block:
+        return _block(arguments)
+    if not arguments.values:
         rows = {name: _describe(form) for name, form in FORMATS.items()}
-        print(_json(rows) if arguments.json else _ranges())
+        print(_json(rows) if arguments.json else f"{_ranges()}\n\n{_blocks()}")
         return 0
-    value = read_value(arguments.value)
+    if len(arguments.values) > 1:
+        raise ConfigError("formats takes one VALUE, and several with --block, such as nvfp4")
+    value = read_value(arguments.values[0])
     rounded = {name: round_value(form, value) for name, form in FORMATS.items()}
     if arguments.json:
         print(_json({"value": value, "hex": value.hex(), "formats": rounded}))
     else:
-        print(_roundings(arguments.value, value, rounded))
+        print(_roundings(arguments.values[0], value, rounded))
+    return 0
+
+
+def _block(arguments: Formats) -> int:
+    """Print what a block format makes of a block that begins with some numbers."""
+    form = block_format(arguments.block)
+    if not arguments.values:
+        raise ConfigError(
+            f"give VALUEs to put in a block: halfstep formats 0.1 -3 --block {form.name}"
+        )
+    values = [read_value(text) for text in arguments.values]
+    print(_json(form.rows(values)) if arguments.json else form.explain(values))
     return 0
 
 
@@ -59,7 +75,8 @@ def read_value(text: str) -> float:
 def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
     """Round an fp64 number to one format; return the result, its bits and the error for JSON."""
     number = float(form.round_to(torch.tensor(value, dtype=torch.float64)))
-    fields = form.bits_of(number)
+    lacks = math.isnan(number) and not form.has_nan
+    fields = form.bits_of(0.0 if lacks else number)
     below, above = form.neighbours(number)
     error = abs(number - value) if math.isfinite(number) else math.nan
     if math.isnan(value) or (math.isinf(value) and number == value):
@@ -68,12 +85,14 @@ def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
         error = math.inf
     widths = (1, form.exponent_bits, form.mantissa_bits)
     bits = [f"{field:0{width}b}" for field, width in zip(fields, widths, strict=True)]
+    code = f"0x{int(''.join(bits), 2):0{-(-form.bits // 4)}x}"
+    sign, exponent, mantissa, code = ("-",) * 4 if lacks else (*bits, code)
     return {
         "number": number,
-        "sign": bits[0],
-        "exponent": bits[1],
-        "mantissa": bits[2],
-        "hex": f"0x{int(''.join(bits), 2):0{-(-form.bits // 4)}x}",
+        "sign": sign,
+        "exponent": exponent,
+        "mantissa": mantissa,
+        "hex": code,
         "below": below,
         "above": above,
         "absolute_error": error,
@@ -85,7 +104,10 @@ def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
 def verdict(form: FloatFormat, value: float, number: float) -> str:
     """Name in a word or two what rounding ``value`` to ``number`` did."""
     if math.isnan(number):
-        return "exact" if math.isnan(value) else "overflows to NaN"
+        exact = "exact" if form.has_nan else "has no NaN"
+        return exact if math.isnan(value) else "overflows to NaN"
+    if not form.has_nan and abs(value) > form.max:
+        return "saturates"
     if math.isinf(number):
         return "exact" if math.isinf(value) else "overflows to inf"
     if number == 0.0 and value != 0.0:
@@ -106,6 +128,7 @@ def _describe(form: FloatFormat) -> dict[str, Any]:
         "eps": form.eps,
         "decimal_digits": form.decimal_digits,
         "has_infinity": not form.finite_only,
+        "has_nan": form.has_nan,
     }
 
 
@@ -115,6 +138,8 @@ def _json(value: dict[str, Any]) -> str:
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
             return {key: plain(entry) for key, entry in item.items()}
+        if isinstance(item, list):
+            return [plain(entry) for entry in item]
         return str(item) if isinstance(item, float) and not math.isfinite(item) else item
 
     return json.dumps(plain(value), indent=1, allow_nan=False)
@@ -152,12 +177,29 @@ def _ranges() -> str:
         )
         for form in FORMATS.values()
     ]
-    finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only)
+    finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only and form.has_nan)
+    numbers = ", ".join(form.name for form in FORMATS.values() if not form.has_nan)
     return (
         f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
         "s/e/m: bits of sign, exponent, mantissa. digits: decimal, log10(2^(m+1)).\n"
         f"tf32 is stored in 32 bits. {finite} has no infinity: beyond the largest comes NaN.\n"
+        f"{numbers} has neither: beyond the largest comes the largest.\n"
         "halfstep formats VALUE shows what each makes of a number."
+    )
+
+
+def _blocks() -> str:
+    rows = [("block format", "numbers", "block", "scales", "rule", "bits per number")]
+    for form in BLOCK_FORMATS.values():
+        shape = "the tensor" if form.block is None else "x".join(map(str, form.block))
+        each = float(form.element.bits)
+        if form.block is not None:
+            each += form.scale.bits / math.prod(form.block)
+        scale = form.scale.name + (", and one fp32" if form.rule == "two-level" else "")
+        rows.append((form.name, form.element.name, shape, scale, form.rule, f"{each:.4g}"))
+    return (
+        f"{table(rows, {5})}\n\n"
+        "halfstep formats VALUE VALUE ... --block NAME shows what becomes of a block."
     )
 
 

@@ -59,8 +59,14 @@ def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
             "casts=module is FSDP2's way to gather weights, and no axis shards them",
             "parallel=shard=N, or precision=bf16-mixed",
         )
+    if layout.tensor > 1 and policy.recipes():
+        return Verdict(
+            f"{policy.recipes()[0]} scales blocks of a layer's operands, and tensor ranks hold "
+            "parts of them, whose scales nobody agrees on yet",
+            f"parallel=data={layout.size} or shard={layout.size}",
+        )
     if layout.shard > 1:
-        if low and policy.rules:
+        if low and any(form == "fp32" for _, form in policy.rules):
             return Verdict(
                 "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
                 "block's parameters in one format",

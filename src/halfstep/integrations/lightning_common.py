@@ -18,7 +18,6 @@ from halfstep.integrations.grad_scaler.scaler import GradScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
     CastInputs,
-    Region,
     around_model,
     cast_at_border,
     cast_floating,
@@ -26,6 +25,7 @@ from halfstep.precision.casting.cast import (
     check_wrappers,
     remove_regions_,
 )
+from halfstep.precision.casting.region import Region
 from halfstep.precision.checks import one_device
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy

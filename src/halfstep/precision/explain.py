@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from halfstep.formats import FORMATS
+from halfstep.formats import BLOCK_FORMATS, FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.recipe import SCHEMES
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.shown import Text, bars
@@ -96,6 +97,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         params = dtype_name(torch.float32 if placement.fp32 else value.param_dtype) if own else "-"
         own_format = "tf32" if value.tf32 else dtype_name(value.compute_dtype)
         compute = "fp32" if placement.fp32 and not value.tf32 else own_format
+        compute = str(placement.recipe) if placement.recipe else compute
         rule = placement.rule or "-"
         kind = type(placement.module).__name__
         rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
@@ -178,8 +180,40 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ("scale", scale.kind, scale_text),
         ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {total}"),
         ("range", f"{form.max:.6g} / {form.min_subnormal:.3g}", limits),
+        *_explain_low(policy),
         *(("rule", form, f"modules {pattern}") for pattern, form in policy.rules),
     ]
+
+
+def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
+    """What recipes below 16 bits mean: the three products, their blocks and when they change."""
+    rows = []
+    for product, operands in _OPERANDS.items():
+        scheme = SCHEMES.get(getattr(policy.recipe, product))
+        if scheme is None:
+            continue
+        texts = []
+        for operand in operands:
+            form = BLOCK_FORMATS[getattr(scheme, operand)]
+            blocks = "one scale" if form.block is None else "{}x{} blocks".format(*form.block)
+            texts.append(f"{operand} {form.element.name} in {blocks}")
+        extra = [", gradients rounded stochastically"] if "gradients" in operands else []
+        extra = extra if scheme.stochastic else []
+        extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []
+        rows.append((product, scheme.name, f"{texts[0]} x {texts[1]}{''.join(extra)}"))
+    if policy.simulate:
+        rows.append(("simulate", "yes", "where the device has no such products"))
+    for switch in policy.schedule:
+        rows.append(("from", f"{switch.percent:g}%", f"of the run on: {switch.recipe}"))
+    return rows
+
+
+_OPERANDS = {
+    "fprop": ("inputs", "weights"),
+    "dgrad": ("gradients", "weights"),
+    "wgrad": ("gradients", "inputs"),
+}
+"""The operands of each product of a linear layer."""
 
 
 def _islands(policy: PrecisionPolicy) -> str:

@@ -311,6 +311,10 @@ def make_guard(
     return Guard(choices, spikes, model, optimizers, averages, ranks)
 
 
+class BrokenClosure(Exception):
+    """An evaluation of the loss inside an optimizer's step was not finite."""
+
+
 class Snapshot:
     """An in-memory copy of weights, buffers, averages and optimizer state, to roll back to.
 

@@ -47,6 +47,7 @@ from halfstep.precision.checks import (
     twice,
 )
 from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
+from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
@@ -101,6 +102,7 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
+        steps: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says.
@@ -123,6 +125,7 @@ class Precision:
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
+            steps: How many steps the run will take; only a policy with a schedule needs it.
             ranks: The ranks that must agree on each step, and so must call each method together.
                 None: all of ``torch.distributed``'s default group, if it is initialised.
 
@@ -151,6 +154,7 @@ class Precision:
         self._schedulers, self._ema = schedulers, ema
         self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
+        self.clock = make_clock(self.policy, steps)
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
@@ -171,8 +175,8 @@ class Precision:
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        parts = model, self.optimizers, self._ema, self.ranks
-        self._guard = recovery.make_guard(self.choices, self._spikes, *parts)
+        parts = self._spikes, model, self.optimizers, self._ema, self.ranks
+        self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
         if self._spikes is None:  # the host tests for spikes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
@@ -181,7 +185,7 @@ class Precision:
         self._watch = ForwardWatch(self.policy, self.device)
         self.model = model
         self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
-        cast_at_border(placed)
+        cast_at_border(placed, self.clock)
         hooks = [*self._watch.attach(model), *self.masters.handles]
         if self.path is not None:
             hooks += self.path.attach(self.optimizers, weakref.WeakMethod(self.settle))
@@ -241,17 +245,14 @@ class Precision:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
             scale = held.value if self.path is None else self.path.scale(held)
             with self.masters.arrivals.running(scale, loss, asked):
-                scalar = loss.reshape(()) if loss.dim() else loss
-                scaled = scalar.float() * scale if self._scaled else scalar
+                scaled = loss.reshape(()).float() * scale if self._scaled else loss.reshape(())
                 scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if inputs is not None and not self.masters.trains(asked):
             return  # such as a gradient for an adversarial attack: it belongs to no step
         self._last = weakref.ref(loss)
-        value = loss.detach()
-        if value.dim() or value.dtype is not torch.float32:
-            value = value.float().reshape(())
+        value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
         self.masters.note()
 
@@ -330,6 +331,7 @@ class Precision:
         try:
             self.settle()
             gradients = self._gradients()
+            self.clock.step += 1
             if self.path is not None and self.path.takes(gradients):
                 return self._step_on_device(self.path, gradients, max_norm)
             judged = self._judge(gradients)
@@ -392,6 +394,7 @@ class Precision:
         """
         (optimizer,) = require_one(self.optimizers)
         self.settle()
+        self.clock.step += 1
         seen: list[Judged] = []
 
         def evaluate() -> Any:
@@ -401,7 +404,7 @@ class Precision:
                 gradients = self._gradients()
                 seen.append(self._judge(gradients, first=not seen))
             if seen[-1].broken:
-                raise _BrokenClosure
+                raise recovery.BrokenClosure
             factor = clip_factor(seen[-1].norm, max_norm)
             self.masters.hand_over(self.optimizers, gradients, factor)
             self._loss = None
@@ -413,7 +416,7 @@ class Precision:
             try:
                 with self._door.open():
                     optimizer.step(evaluate)
-            except _BrokenClosure:
+            except recovery.BrokenClosure:
                 before.restore_()
                 with self.masters.installed(False):
                     return self._skip(seen[-1])
@@ -493,6 +496,7 @@ class Precision:
         self._applied_total = state["applied_total"]
         self._skipped_total = state["skipped_total"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.clock.step = self._applied_total + self._skipped_total
         if self._spikes is not None:
             self._spikes.restore_(state.get("spikes"))
         if masters:
@@ -594,7 +598,3 @@ class Precision:
             skipped_in_a_row=self._skipped_in_a_row,
             **outcome,
         )
-
-
-class _BrokenClosure(Exception):
-    """An evaluation inside a step was not finite."""

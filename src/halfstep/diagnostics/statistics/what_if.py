@@ -43,7 +43,8 @@ class WhatIf:
     Attributes:
         flushed: Share of the numbers other than 0 that become 0.
         subnormal: Share that becomes subnormal, and so loses bits.
-        overflowed: Share beyond the largest number: infinite in fp16 and e5m2, NaN in e4m3.
+        overflowed: Share beyond the largest number: infinite in fp16 and e5m2, NaN in e4m3, the
+            largest number in e2m1.
         zeros: Share of all numbers that are 0 afterwards, those that were before included.
     """
 
@@ -148,7 +149,7 @@ def beyond(magnitude: float, form: FloatFormat, k: int = 0) -> bool:
         return True  # where ldexp may overflow
     value = math.ldexp(magnitude, k)
     # A tie goes to the even neighbour: e4m3's largest has an even mantissa, the others' an odd one.
-    return value > limit or (value == limit and not form.finite_only)
+    return value > limit or (value == limit and not (form.finite_only and form.has_nan))
 
 
 def window(values: TensorStatistics, form: FloatFormat | str = "fp16") -> Window | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -65,6 +65,20 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     """
     device = as_device(device)
     policy = parse_policy(policy, device)
+    found = _support_of_16_bits(policy, device)
+    lacking = {s.name: s for recipe in policy.recipes() for s in recipe.schemes()}
+    if found.status == "refused" or not lacking:
+        return found
+    names = ", ".join(lacking)
+    if policy.simulate:
+        how = f"operands are rounded to {names} exactly, and multiplied as bf16"
+        return Support("simulated", f"{how}; {found.reason}")
+    reason = f"halfstep has no {names} products for it yet; add simulate (--simulate)"
+    return Support("refused", reason, str(replace(policy, simulate=True)))
+
+
+def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
+    """How a device runs a policy's formats of 16 bits and more."""
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.region import Region
+from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.linear import LowBitLinear
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32
@@ -130,15 +132,16 @@ def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
-def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
+def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> list[RemovableHandle]:
     """Make ``model(...)`` accept floating inputs of any dtype and return fp32.
 
-    A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`.
-    16-bit recurrent layers get inputs in the weights' dtype, which torch checks before any
-    operation. The returned handles remove single hooks; :func:`give_back_` removes everything.
+    A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`, a
+    layer below 16 bits a :class:`~halfstep.precision.low_bit.linear.LowBitLinear`. 16-bit
+    recurrent layers get inputs in the weights' dtype, which torch checks before any operation.
+    The returned handles remove single hooks; :func:`give_back_` removes everything.
     """
     policy, module, handles = placed.policy, placed.model, []
-    add_regions_(placed)
+    add_regions_(placed, clock)
     if policy.param_dtype != torch.float32:
         for part in module.modules():
             if isinstance(part, nn.RNNBase):
@@ -150,30 +153,6 @@ def cast_at_border(placed: PlacedModel) -> list[RemovableHandle]:
     if policy.compute_dtype != torch.float32:
         handles.append(module.register_forward_hook(cast_outputs))
     return handles
-
-
-class Region:
-    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
-
-    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
-    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
-    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.replaced = module.__dict__.get("forward")
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
-        return self.replaced or MethodType(type(self.module).forward, self.module)
-
-    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's own forward."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class FormatRegion(Region):
@@ -282,10 +261,11 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
                     f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
                     f"stores it in {dtype_name(wanted[name])}; {cure}"
                 )
-    for placement in placed.regions:
+    for placement in (*placed.regions, *placed.low):
         if not isinstance(placement.module.__dict__.get("forward"), Region):
+            rule = placement.rule or str(policy.recipe)
             raise PrecisionError(
-                f"rule {placement.rule!r} of policy {policy} is not applied to "
+                f"rule {rule!r} of policy {policy} is not applied to "
                 f"{placement.name or 'the model'}; {cure}"
             )
 
@@ -308,14 +288,16 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
     """
 
 
-def add_regions_(placed: PlacedModel) -> None:
+def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     """Make every module compute as the policy's rules say; existing regions are removed first."""
+    clock = Clock(placed.policy) if clock is None else clock
     remove_regions_(placed.model)
-    for placement in placed.regions:
-        module = placement.module
-        if not isinstance(module.__dict__.get("forward"), Region):
-            module.forward = FormatRegion(placed.policy, placement)
-            module.register_forward_pre_hook(keep_fused_paths_off)
+    for placement in placed.low:
+        placement.module.forward = LowBitLinear(placement, clock)
+        placement.module.register_forward_pre_hook(keep_fused_paths_off)
+    for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
+        placement.module.forward = FormatRegion(placed.policy, placement)
+        placement.module.register_forward_pre_hook(keep_fused_paths_off)
 
 
 def remove_regions_(model: nn.Module) -> None:

@@ -7,13 +7,14 @@ three give the same value, and ``str(policy)`` gives its canonical spelling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.policy.recipe import Recipe, Switch, is_recipe, parse_recipe
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,9 +40,12 @@ def _check_rules(rules: tuple[tuple[str, str], ...], tf32: bool, compute: str) -
             "not by module; use compute=bf16 with rules, or fp32 throughout"
         )
     for pattern, form in rules:
-        if form not in ("fp32", compute):
+        if compute == "bf16" and is_recipe(form):
+            parse_recipe(form)
+        elif form not in ("fp32", compute):
             allowed = ", ".join(dict.fromkeys(("fp32", compute)))
-            raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}")
+            more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
+            raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
         glob = pattern.removeprefix("type:")
         odd = sorted({char for char in glob if char in _NOT_IN_RULES or char.isspace()})
         if not glob or odd or glob.endswith(".toml"):
@@ -85,7 +89,13 @@ class PrecisionPolicy:
     """How the loss is scaled."""
     rules: tuple[tuple[str, str], ...] = ()
     """Modules with another format, as pairs of a glob over module names (or ``type:`` and a glob
-    over class names) and ``"fp32"`` or the compute format. See ``rules.py``."""
+    over class names) and ``"fp32"``, the compute format or a recipe. See ``rules.py``."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The formats below 16 bits of linear layers' products. See ``recipe.py``."""
+    simulate: bool = False
+    """Whether a recipe may be simulated by bf16 products where the device lacks its formats."""
+    schedule: tuple[Switch, ...] = ()
+    """From which share of the run on, which recipe replaces all others."""
 
     def __post_init__(self) -> None:
         """Raise PrecisionError for a combination that no code path can honour."""
@@ -135,6 +145,18 @@ class PrecisionPolicy:
             )
         object.__setattr__(self, "rules", tuple((str(p), str(f)) for p, f in self.rules))
         _check_rules(self.rules, self.tf32, dtype_name(c))
+        object.__setattr__(self, "recipe", self.recipe.over(Recipe()))
+        if self.recipes() and (c != torch.bfloat16 or self.casts == "module"):
+            raise PrecisionError(
+                f"recipe={self.recipes()[0]} with compute={dtype_name(c)}, casts={self.casts}: "
+                "formats below 16 bits stand on bf16 products; use compute=bf16,casts=op, as "
+                "bf16-mixed or bf16-split"
+            )
+        if self.schedule and not self.recipes():
+            raise PrecisionError(
+                "a schedule changes recipes below 16 bits, and this policy has none; add recipe=, "
+                "as recipe=mxfp8"
+            )
 
     def _check_values(self) -> None:
         """Refuse values that are invalid for their field, whatever the other fields are."""
@@ -156,16 +178,23 @@ class PrecisionPolicy:
             if getattr(self, key) not in allowed:
                 raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
 
+    def recipes(self) -> list[Recipe]:
+        """Every recipe below 16 bits that the policy, a rule or its schedule names."""
+        named = [parse_recipe(form) for _, form in self.rules if is_recipe(form)]
+        found = [self.recipe, *named, *(switch.recipe for switch in self.schedule)]
+        return [recipe for recipe in found if recipe.schemes()]
+
     @property
     def name(self) -> str:
-        """The preset's name with its changed reduce, moments and rules; else all fields."""
-        for name, preset in POLICIES.items():
-            plain = replace(self, moments="master", rules=(), reduce_dtype=preset.reduce_dtype)
-            if plain == preset:
+        """The preset's name with what may change of it; else all fields."""
+        named = {**RECIPES, **POLICIES}.items()
+        for name, preset in sorted(named, key=lambda entry: entry[1].recipe != self.recipe):
+            if all(getattr(self, f) == getattr(preset, f) for f in _FIXED):
                 wire = self.reduce_dtype != preset.reduce_dtype
                 reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
                 moments = [] if self.moments == "master" else [f"moments={self.moments}"]
-                return ",".join([name, *reduce, *moments, *_spell_rules(self.rules)])
+                low = _spell_low(self, preset)
+                return ",".join([name, *reduce, *moments, *low, *_spell_rules(self.rules)])
         return _spell(self)
 
     @property
@@ -203,6 +232,8 @@ class PrecisionPolicy:
 
 
 _TYPES = get_type_hints(PrecisionPolicy)
+_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "rules", "recipe", "simulate", "schedule"}
+"""The fields in which a policy with a preset's name does not differ from it."""
 POLICY_FIELDS = {
     "params" if name == "param_dtype" else name.removesuffix("_dtype"): name
     for name, kind in _TYPES.items()
@@ -248,6 +279,11 @@ POLICIES: dict[str, PrecisionPolicy] = {
     "bf16-pure": _low(torch.bfloat16, torch.bfloat16),
     "fp16-pure": _low(torch.float16, torch.float16),
 }
+RECIPES: dict[str, PrecisionPolicy] = {
+    name: PrecisionPolicy(compute_dtype=torch.bfloat16, recipe=parse_recipe(name))
+    for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
+}
+"""The policies below 16 bits: ``bf16-mixed`` with a recipe for linear layers."""
 _ALIASES = {
     "fp32": "32 32-true float32 fp32-true no",
     "bf16-mixed": "bf16 bfloat16 mixed_bfloat16 amp_bf16",
@@ -270,6 +306,8 @@ def _spell(policy: PrecisionPolicy) -> str:
             parts += _spell_scale(value)
         elif field_.name == "rules":
             parts += _spell_rules(value)
+        elif field_.name in ("recipe", "simulate", "schedule"):
+            parts += _spell_low(policy, None) if field_.name == "recipe" else []
         elif field_.name == "tf32":
             parts[1] = "compute=tf32" if value else parts[1]
         elif value != field_.default:
@@ -289,7 +327,18 @@ def _spell_scale(scale: LossScaleConfig) -> list[str]:
     return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 
 
+def _spell_low(policy: PrecisionPolicy, preset: PrecisionPolicy | None) -> list[str]:
+    """The fields about formats below 16 bits, where they are not the preset's."""
+    base = Recipe() if preset is None else preset.recipe
+    found = [] if policy.recipe == base else [f"recipe={policy.recipe}"]
+    found += ["simulate=yes"] if policy.simulate else []
+    return found + (["schedule=" + "|".join(map(str, policy.schedule))] if policy.schedule else [])
+
+
 def _spell_rules(rules: tuple[tuple[str, str], ...]) -> list[str]:
-    if all(form == "fp32" for _, form in rules):
-        return ["keep_fp32=" + "|".join(pattern for pattern, _ in rules)] if rules else []
+    for form in ("fp32", "bf16"):
+        if rules and all(named == form for _, named in rules):
+            return [f"keep_{form}=" + "|".join(pattern for pattern, _ in rules)]
+    if not rules:
+        return []
     return ["rules=" + "|".join(f"{pattern}:{form}" for pattern, form in rules)]

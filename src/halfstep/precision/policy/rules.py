@@ -12,20 +12,27 @@ there whatever their order, and among rules that match the same module the last 
 
 ``FormatRegion`` in ``casting/cast.py`` defines what "fp32" means for a module. A module that uses
 its submodules' weights without calling them (``torch.nn.MultiheadAttention``) cannot be divided.
+
+A recipe, of the policy or a rule, holds for the linear layers that are called as modules: not for
+those inside ``torch.nn.MultiheadAttention``, and not for one whose weight an embedding shares,
+unless a rule names that layer itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, is_recipe, parse_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Placement:
     # whether the module that calls it is kept in fp32: its nearest ancestor with a forward (a
     # ``ModuleList`` has none)
     around_fp32: bool
+    # the recipe of the module's products, if it is a linear layer below 16 bits
+    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,12 @@ class PlacedModel:
         if not self.policy.rules or self.policy.compute_dtype == torch.float32:
             return []
         return [placement for placement in self.modules if needs_region(placement)]
+
+    @property
+    def low(self) -> list[Placement]:
+        """The linear layers that multiply below 16 bits; each once, under its first name."""
+        found = {id(p.module): p for p in reversed(self.modules) if p.recipe}
+        return list(reversed(found.values()))
 
     def kept(self) -> set[str]:
         """Names of the parameters that rules keep in fp32."""
@@ -87,23 +102,94 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
     if policy.rules:
         _require_matches(policy, model, named)
     found: dict[str, Placement] = {}
+    recipes: dict[str, Recipe] = {}
     for name, module in named:
-        above = found[name.rpartition(".")[0]] if name else None
-        pattern, fp32 = "", policy.compute_dtype == torch.float32
+        outer = name.rpartition(".")[0]
+        above = found[outer] if name else None
+        pattern, fp32, recipe = "", policy.compute_dtype == torch.float32, policy.recipe
         if above is not None:
-            pattern, fp32 = above.rule, above.fp32
+            pattern, fp32, recipe = above.rule, above.fp32, recipes[outer]
         matching = [rule for rule in policy.rules if matches(rule[0], name, module)]
         if matching:
-            pattern, fp32 = matching[-1][0], matching[-1][1] == "fp32"
+            pattern, form = matching[-1]
+            fp32 = form == "fp32"
+            recipe = parse_recipe(form).over(recipe) if is_recipe(form) else Recipe()
         around = fp32
         if above is not None:
             runs = not above.name or has_forward(above.module)
             around = above.fp32 if runs else above.around_fp32
-        found[name] = Placement(name, module, fp32, pattern, bool(matching), around)
+        # what is inside of this module uses its weights without calling it
+        recipes[name] = Recipe() if isinstance(module, nn.MultiheadAttention) else recipe
+        low = recipes[name] if is_linear(module) else Recipe()
+        found[name] = Placement(name, module, fp32, pattern, bool(matching), around, low)
     placements = list(found.values())
+    if policy.recipes():
+        placements = _check_recipes(policy, placements)
     if policy.rules:
         _check_shared(policy, placements)
     return PlacedModel(policy, model, tuple(placements))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer by torch's own forward, or transformers' ``Conv1D``."""
+    kind = type(module)
+    return kind.forward is nn.Linear.forward or (
+        kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    )
+
+
+def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list[Placement]:
+    """The placements without recipes for heads that share an embedding's weight.
+
+    Raises:
+        PrecisionError: If no layer has a recipe, a layer has two, or its sizes fit no block.
+    """
+    tables = {
+        id(p.module.weight) for p in placements if isinstance(p.module, nn.Embedding)
+    }  # fmt: skip
+    result = []
+    for p in placements:
+        shares = bool(p.recipe) and id(p.module.weight) in tables and not p.direct
+        result.append(dataclasses.replace(p, recipe=Recipe()) if shares else p)
+    low: dict[int, Placement] = {}
+    for p in result:
+        if p.recipe and low.setdefault(id(p.module), p).recipe != p.recipe:
+            first = low[id(p.module)]
+            raise PrecisionError(
+                f"the module that is both {first.name} and {p.name} has recipe {first.recipe} "
+                f"under the one name and {p.recipe} under the other; give both names one rule"
+            )
+        for product in PRODUCTS:
+            _check_block(p, product)
+    if not low:
+        raise PrecisionError(
+            f"policy {policy} has formats below 16 bits for linear layers, and none of the model's "
+            "is a torch.nn.Linear that is called, keeps its forward, and shares no embedding's "
+            "weight"
+        )
+    return result
+
+
+def _check_block(placement: Placement, product: str) -> None:
+    """Refuse a layer whose features do not fill whole blocks; tokens are padded by zeros."""
+    scheme = SCHEMES.get(getattr(placement.recipe, product))
+    if scheme is None or product == "wgrad":
+        return
+    module: Any = placement.module
+    width = module.weight.shape[_summed(module, product)]
+    if width % scheme.block:
+        what = "inputs" if product == "fprop" else "outputs"
+        raise PrecisionError(
+            f"{placement.name or 'the model'} has {width} {what}, which its {product} sums over, "
+            f"and {scheme.name} needs whole blocks of {scheme.block}; keep it by "
+            f"keep_bf16={placement.name or '*'}"
+        )
+
+
+def _summed(module: nn.Module, product: str) -> int:
+    """Which dim of a linear layer's weight a product sums over."""
+    by_inputs = product == "fprop"
+    return int(by_inputs) if type(module).forward is nn.Linear.forward else int(not by_inputs)
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -21,10 +22,13 @@ from halfstep.precision.policy.policy import (
     DTYPES,
     POLICIES,
     POLICY_FIELDS,
+    RECIPES,
     PrecisionPolicy,
 )
+from halfstep.precision.policy.recipe import parse_recipe, parse_schedule
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
+_NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
 """The name of the policy that the device decides."""
 
@@ -60,10 +64,12 @@ def parse_policy(
     (a rounding mode, as split), ``moments`` (master, fp32, bf16, 8bit), ``scale`` (none, static,
     dynamic), the fields of :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module
     names, joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after ``keep_fp32``'s).
+    Below 16 bits: ``recipe`` (a scheme, or three as ``fprop/dgrad/wgrad``), ``simulate``
+    (yes, no), ``schedule`` (``85%:recipe``, joined by ``|``) and ``keep_bf16``, as ``keep_fp32``.
     Missing keys follow from the given ones: compute is as params; master is fp32, or what the
     rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
     holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs, and
-    rules as a table ``[rules]`` of ``"glob" = "format"``.
+    rules as a table ``[rules]`` of ``"glob" = "format"``; recipes may be tables of products there.
 
     Args:
         spec: A policy, its name, field string or ``.toml`` file.
@@ -128,7 +134,7 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         raise PrecisionError(_no_policy(spec))
     name = spec.strip()
     lower = name.lower()
-    known = auto() if lower == AUTO else POLICIES.get(ALIASES.get(lower, lower))
+    known = auto() if lower == AUTO else _NAMED.get(ALIASES.get(lower, lower))
     if known is not None:
         return known
     if name.endswith(".toml"):
@@ -143,7 +149,7 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
     raise PrecisionError(
         f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
-        f"{', '.join(POLICIES)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
+        f"{', '.join(_NAMED)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
         "file"
     )
 
@@ -152,7 +158,7 @@ def _hint(name: str) -> str:
     """A suggestion for a misspelt name; never one of another format than the name contains."""
     formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
     asked = next((short for word, short in formats.items() if word in name), "")
-    names = {**{policy: policy for policy in POLICIES}, **ALIASES, AUTO: AUTO}
+    names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
     return f", did you mean {close[0]!r}?" if close else "."
@@ -177,25 +183,32 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
-    base, kept, rules = (table.pop(key, None) for key in ("base", "keep_fp32", "rules"))
+    base, rules, low = (table.pop(key, None) for key in ("base", "rules", "recipe"))
+    kept = {key: table.pop(key, None) for key in _KEEP}
+    schedule = table.pop("schedule", None)
     if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
         raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
     try:
         values = {
             key: value if isinstance(value, str) else repr(value) for key, value in table.items()
         }
-        found = [*_keep_fp32(kept), *_rules(rules)]
-        return _from_fields(values, None if base is None else _parse(base, auto), found)
+        found = [rule for key, globs in kept.items() for rule in _keep(key, globs)]
+        more = {
+            **({} if low is None else {"recipe": parse_recipe(low)}),
+            **({} if schedule is None else {"schedule": parse_schedule(schedule)}),
+        }
+        start = None if base is None else _parse(base, auto)
+        return _from_fields(values, start, [*found, *_rules(rules)], more)
     except PrecisionError as error:
         raise PrecisionError(f"policy file {path}: {error}") from error
 
 
-def _keep_fp32(value: object) -> list[tuple[str, str]]:
+def _keep(key: str, value: object) -> list[tuple[str, str]]:
     """The rules for globs given as a list or joined by ``|``."""
     globs = value.split("|") if isinstance(value, str) else [] if value is None else value
     if not isinstance(globs, list) or not all(isinstance(glob, str) for glob in globs):
-        raise PrecisionError(f"keep_fp32 is {value!r}; allowed: a list of globs over module names")
-    return [(glob.strip(), "fp32") for glob in globs]
+        raise PrecisionError(f"{key} is {value!r}; allowed: a list of globs over module names")
+    return [(glob.strip(), _KEEP[key]) for glob in globs]
 
 
 def _rules(value: object) -> list[tuple[str, str]]:
@@ -204,25 +217,30 @@ def _rules(value: object) -> list[tuple[str, str]]:
         parts = [part.rpartition(":") for part in value.split("|")]
         return [(glob.strip(), form.strip()) for glob, _, form in parts]
     table = {} if value is None else value
-    if not isinstance(table, dict) or not all(isinstance(form, str) for form in table.values()):
+    if not isinstance(table, dict) or not all(isinstance(f, str | dict) for f in table.values()):
         raise PrecisionError(
             f'rules are {value!r}; allowed: a table with lines such as "*.norm" = "fp32", the '
             "glob in quotes"
         )
-    return list(table.items())
+    return [(g, f if isinstance(f, str) else str(parse_recipe(f))) for g, f in table.items()]
 
 
 def _from_fields(
-    values: dict[str, str], base: PrecisionPolicy | None, rules: Sequence[tuple[str, str]] = ()
+    values: dict[str, str],
+    base: PrecisionPolicy | None,
+    rules: Sequence[tuple[str, str]] = (),
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> PrecisionPolicy:
     """Build a policy from fields as text and a base policy, with defaults for missing fields."""
-    rules = [*rules, *_keep_fp32(values.pop("keep_fp32", None)), *_rules(values.pop("rules", None))]
-    allowed = [*POLICY_FIELDS, *CHOICES, "scale", *LOSS_SCALE_FIELDS, "keep_fp32", "rules"]
+    kept = [rule for key in _KEEP for rule in _keep(key, values.pop(key, None))]
+    rules = [*rules, *kept, *_rules(values.pop("rules", None))]
+    allowed = [*POLICY_FIELDS, *CHOICES, "scale", *LOSS_SCALE_FIELDS, *_KEEP, "rules", *_LOW]
     for key in values:
         if key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
             raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(allowed)}")
+    low = {**more, **{key: read(values[key]) for key, read in _LOW.items() if key in values}}
     tf32 = values.get("compute") == "tf32"
     ways: dict[str, Any] = {key: values[key] for key in CHOICES if key in values}
     dtypes: dict[str, Any] = {
@@ -269,11 +287,28 @@ def _from_fields(
         **dtypes,
         **ways,
         tf32=tf32,
+        **low,
         rules=(*base.rules, *rules),
         loss_scale=LossScaleConfig()
         if options.get("kind") == "none"
         else replace(base.loss_scale, **options),
     )
+
+
+def _read_yes(text: str) -> bool:
+    if text.lower() not in ("yes", "no", "true", "false"):
+        raise PrecisionError(f"simulate={text}; allowed: yes, no")
+    return text.lower() in ("yes", "true")
+
+
+_KEEP = {"keep_fp32": "fp32", "keep_bf16": "bf16"}
+"""The keys that list modules to keep in a format."""
+_LOW: Mapping[str, Callable[[str], Any]] = {
+    "recipe": parse_recipe,
+    "simulate": _read_yes,
+    "schedule": parse_schedule,
+}
+"""The keys about formats below 16 bits, and what reads their values."""
 
 
 def _read_dtype(key: str, value: str) -> torch.dtype:

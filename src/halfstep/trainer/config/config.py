@@ -104,10 +104,13 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
     config: BaseConfig = build(TASKS[task], values)
     run = config.run
     on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)
+    # parsed now, so that a run does not depend on a policy file after it has started
+    precision = parse_later(config.precision)
+    if run.simulate and isinstance(precision, PrecisionPolicy) and precision.recipes():
+        precision = replace(precision, simulate=True)
     return replace(
         config,
-        # parsed now, so that a run does not depend on a policy file after it has started
-        precision=parse_later(config.precision),
+        precision=precision,
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),

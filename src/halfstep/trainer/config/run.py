@@ -74,6 +74,8 @@ class RunConfig:
     "mps", "cuda" or "cuda:N"."""
     compile: bool = False
     """Run the model through torch.compile."""
+    simulate: bool = False
+    """Simulate formats below 16 bits where the device has no products for them."""
     threads: Count = 0
     """Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as torch
     chooses, which goes by the cores and by OMP_NUM_THREADS."""

@@ -1,9 +1,9 @@
 """Floating-point formats as values: what each can hold, how finely, and how it rounds.
 
 Everything here follows from the widths of the exponent and the mantissa by the definitions of
-IEEE 754-2019 section 3.4 and, for the 8-bit formats, of the OCP 8-bit Floating Point Specification
-(OFP8) revision 1.0, section 5. Nothing is read from ``torch.finfo``, so that the tests can compare
-the two.
+IEEE 754-2019 section 3.4, of the OCP 8-bit Floating Point Specification (OFP8) revision 1.0,
+section 5, and, for e2m1, of the OCP Microscaling Formats (MX) 1.0, section 5.3.3. Nothing is read
+from ``torch.finfo``, so that the tests can compare the two.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ class FloatFormat:
         name: The short name users type, for example ``"bf16"``.
         exponent_bits: Width of the exponent field, in bits.
         mantissa_bits: Width of the stored mantissa field, in bits (the leading 1 is implied).
-        dtype: The torch dtype that stores it, or None where torch stores it as fp32 (tf32).
+        dtype: The torch dtype that stores one number, or None: torch stores tf32 as fp32, and two
+            numbers of e2m1 in a byte.
         finite_only: True for the OCP "fn" formats: no infinity, and only the all-ones pattern is
             NaN, which leaves the top exponent for numbers.
+        has_nan: False for e2m1, whose every pattern is a number: what is beyond the largest becomes
+            the largest.
     """
 
     name: str
@@ -36,6 +39,7 @@ class FloatFormat:
     mantissa_bits: int
     dtype: torch.dtype | None
     finite_only: bool = False
+    has_nan: bool = True
 
     @property
     def bits(self) -> int:
@@ -54,9 +58,9 @@ class FloatFormat:
 
     @property
     def max(self) -> float:
-        """Largest finite value: 65504 for fp16, 448 for e4m3fn."""
+        """Largest finite value: 65504 for fp16, 448 for e4m3fn, 6 for e2m1."""
         if self.finite_only:
-            return (2.0 - 2.0 * self.eps) * 2.0 ** (self.bias + 1)
+            return (2.0 - (1 + self.has_nan) * self.eps) * 2.0 ** (self.bias + 1)
         return (2.0 - self.eps) * 2.0**self.bias
 
     @property
@@ -104,7 +108,7 @@ class FloatFormat:
         """The bit fields of a number of this format, each as a non-negative integer.
 
         Args:
-            value: A number of this format, an infinity where the format has one, or NaN.
+            value: A number of this format, an infinity or NaN where the format has one.
 
         Returns:
             ``(sign, exponent, mantissa)`` as stored: the exponent with its bias, the mantissa
@@ -123,13 +127,13 @@ class FloatFormat:
         """
         sign = int(math.copysign(1.0, value) < 0)
         special = int(2**self.exponent_bits) - 1
-        if math.isnan(value):
+        if math.isnan(value) and self.has_nan:
             quiet = 2 ** (self.mantissa_bits - 1)
             return sign, special, int(2 * quiet - 1 if self.finite_only else quiet)
         if math.isinf(value) and not self.finite_only:
             return sign, special, 0
         magnitude = abs(value)
-        if magnitude > self.max or not (magnitude / self.ulp(magnitude)).is_integer():
+        if not magnitude <= self.max or not (magnitude / self.ulp(magnitude)).is_integer():
             raise ValueError(
                 f"{self.name} does not hold {value!r}; allowed: its own numbers, which round_to "
                 "gives"
@@ -190,12 +194,14 @@ class FloatFormat:
 
         Returns:
             fp64, same shape: numbers of this format. Beyond the largest finite value the result is
-            inf, or NaN where the format has no infinity.
+            inf, NaN where the format has no infinity, or the largest where it has neither. NaN
+            stays NaN.
 
         Raises:
             ValueError: If ``rounding`` is neither of the two.
 
-        **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven); OFP8 1.0, 5.2 (no saturation).
+        **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven); OFP8 1.0, 5.2 (no saturation); OCP MX
+        1.0, 6.3 (e2m1 saturates).
 
         Example:
             >>> FP16.round_to(torch.tensor([65519.0, 65520.0, 2.0**-25])).tolist()
@@ -214,6 +220,8 @@ class FloatFormat:
         else:
             raise ValueError(f"rounding is {rounding!r}; allowed: 'nearest', 'stochastic'")
         rounded = torch.where(x.isfinite(), (steps * gap).copysign(x), x)  # -0 stays -0
+        if not self.has_nan:
+            return rounded.clamp(-self.max, self.max)
         beyond = rounded.abs() > self.max
         if self.finite_only:
             return torch.where(beyond, torch.full_like(x, math.nan), rounded)
@@ -227,4 +235,6 @@ FP16 = FloatFormat("fp16", 5, 10, torch.float16)
 E4M3FN = FloatFormat("e4m3fn", 4, 3, torch.float8_e4m3fn, finite_only=True)
 E5M2 = FloatFormat("e5m2", 5, 2, torch.float8_e5m2)
 
-FORMATS = {form.name: form for form in (FP32, TF32, BF16, FP16, E4M3FN, E5M2)}
+E2M1 = FloatFormat("e2m1", 2, 1, None, finite_only=True, has_nan=False)
+
+FORMATS = {form.name: form for form in (FP32, TF32, BF16, FP16, E4M3FN, E5M2, E2M1)}

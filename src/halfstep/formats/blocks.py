@@ -1,0 +1,502 @@
+"""Formats below 16 bits whose numbers share scales: fp8, MXFP8, MXFP4 and NVFP4, as values.
+
+A block of numbers is divided by a scale that brings its largest magnitude near the largest number
+of a narrow *element* format, and rounded there. The rules for scales::
+
+    floor      2^(floor(log2 amax) - emax), kept as e8m0; numbers beyond the largest saturate
+    rceil      the next power of two from amax / largest up, kept as e8m0; nothing saturates
+    amax       amax / largest in fp32, where amax counts as at least 1e-12
+    two-level  one fp32 scale of the tensor, amax / (448 largest), and in it one e4m3 scale a block,
+               block amax / largest, rounded to nearest
+
+where amax is the block's largest magnitude (of ``two-level``, first the tensor's), ``largest`` the
+largest number of the element format and emax its exponent. All arithmetic is fp32, in the order of
+the sources, so that codes and scales are theirs bit for bit.
+
+A block that holds an infinity or NaN has NaN as its scale: all its numbers become NaN, and what
+watches for non-finite numbers sees it. (OCP MX 1.0 leaves this case to implementations; NVIDIA's
+NVFP4 kernels saturate such numbers to the largest.)
+
+**Source:** OCP Microscaling Formats (MX) 1.0, 5.2, 5.4.1 and 6.3 (``floor``); cuBLAS 12.9, "1D
+block scaling" and TransformerEngine ``ptx.cuh`` (``rceil``: amax times the fp32 reciprocal);
+torchao 0.18 ``float8_utils.py`` and DeepSeek-V3 (arXiv 2412.19437), 3.3 (``amax``);
+TransformerEngine ``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-level``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
+from halfstep.shown import Text
+
+ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
+
+LEAST_AMAX = 1e-12
+"""What ``amax`` counts as at least. **Source:** torchao 0.18, ``float8_utils.EPS``."""
+
+_ABS, _FRACTION, _HALF = 0x7FFFFFFF, 0x7FFFFF, 0x400000
+_LARGEST_FP32 = FP32.max
+_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentFormat:
+    """A format of scales: powers of two without sign, zero or infinity; all ones are NaN.
+
+    Attributes:
+        name: ``"e8m0"``.
+        dtype: The torch dtype that stores it.
+
+    **Source:** OCP MX 1.0, 5.4.1: 8 bits, bias 127, from 2^-127 to 2^127.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits = 8
+
+    def encode(self, values: Tensor, *, up: bool = False) -> Tensor:
+        """The codes of the powers of two at or below ``values``, or at or above them.
+
+        Args:
+            values: fp32, not negative, any shape.
+            up: Take the next power of two above, unless the value is one itself.
+
+        Returns:
+            uint8: the exponent plus 127. What is not finite, or above 2^127 and to go up, is NaN.
+        """
+        bits = values.view(torch.int32)
+        field, fraction = bits >> 23 & 0xFF, bits & _FRACTION
+        if up:  # 2^-127 is subnormal in fp32, and the smallest number here
+            field = field + torch.where(field == 0, fraction > _HALF, fraction != 0)
+        return torch.where(values.isfinite(), field, 255).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The fp32 numbers of uint8 codes."""
+        field = codes.to(torch.int32)
+        numbers = torch.where(field == 0, _HALF, field << 23).view(torch.float32)
+        return torch.where(field == 255, torch.nan, numbers)
+
+
+E8M0 = ExponentFormat("e8m0", torch.float8_e8m0fnu)
+
+_SCALES: dict[str, FloatFormat | ExponentFormat] = {
+    "floor": E8M0,
+    "rceil": E8M0,
+    "amax": FP32,
+    "two-level": E4M3FN,
+}
+
+
+class Scales(NamedTuple):
+    """What follows from the largest magnitudes of blocks, one number for each of them."""
+
+    stored: Tensor  # as they are kept, one for each block
+    encode: Tensor  # fp32: a number times it is on the grid of the element format
+    decode: Tensor  # fp32: a number of the element format times it, and the outer scale, is back
+    outer: Tensor | None  # fp32, of the whole tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A tensor in a block format: codes, scales, and how to get the numbers back.
+
+    Attributes:
+        format: The block format.
+        codes: In the tensor's shape: float8, or for e2m1 uint8 with one code of 4 bits each.
+        scales: One for each block; the tensor's shape divided by the block's, 0-dim for a scale of
+            the whole tensor. float8_e8m0fnu, float8_e4m3fn or fp32.
+        outer: fp32, 0-dim: the scale of the whole tensor beside those of the blocks, or None.
+        dim: The dim along which the blocks lie, which a product contracts.
+    """
+
+    format: BlockFormat
+    codes: Tensor
+    scales: Tensor
+    outer: Tensor | None
+    dim: int
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers: code times scale, which is exact but for the range, times outer scale."""
+        form = self.format
+        numbers = form.split(_numbers(form.element, self.codes), self.dim)
+        scales = self.scales
+        if form.scale is not FP32:
+            codes = scales.view(torch.uint8)
+            scales = E8M0.decode(codes) if form.scale is E8M0 else _numbers(E4M3FN, codes)
+        back = form.join(numbers * form.spread(scales, self.dim), self.dim)
+        return (back if self.outer is None else back * self.outer).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Numbers of a narrow format in blocks that share a scale.
+
+    Another variant is another value: ``dataclasses.replace(MXFP8, element=E5M2)``, or a name of
+    :data:`BLOCK_FORMATS`.
+
+    Attributes:
+        name: The short name users type, for example ``"nvfp4"``.
+        element: The format of the numbers, of at most 8 bits.
+        block: Rows and columns of a block; the columns lie along the contracted dim. None: the
+            whole tensor is one block.
+        rule: How scales are found: ``"floor"``, ``"rceil"``, ``"amax"`` or ``"two-level"``.
+    """
+
+    name: str
+    element: FloatFormat
+    block: tuple[int, int] | None
+    rule: ScaleRule
+
+    def __post_init__(self) -> None:
+        if self.rule not in _SCALES:
+            raise PrecisionError(f"rule={self.rule!r}; allowed: {', '.join(_SCALES)}")
+        if self.element.bits > 8:
+            raise PrecisionError(
+                f"element={self.element.name} has {self.element.bits} bits; allowed: at most 8"
+            )
+
+    @property
+    def scale(self) -> FloatFormat | ExponentFormat:
+        """The format of the blocks' scales."""
+        return _SCALES[self.rule]
+
+    def quantize(
+        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
+    ) -> Quantized:
+        """Round a tensor to this format.
+
+        Args:
+            x: fp32, bf16 or fp16, of any shape and layout.
+            dim: The dim along which blocks lie: the one that a product contracts. The rows of
+                blocks with several lie along the last of the others.
+            bits: None rounds to nearest, ties to even. int32 random bits of the shape of ``x``
+                round stochastically: up with a probability equal to the truncated fraction, to
+                2^-24. ``halfstep.precision.masters.rounding.random_bits`` draws them as a pure
+                function of seed, step, stream and element.
+            amax: The largest magnitude to scale the whole tensor by, 0-dim, where it is known from
+                elsewhere: from steps before, or over ranks. Larger numbers saturate.
+
+        Returns:
+            Codes and scales.
+
+        Raises:
+            PrecisionError: If the dtype is another, or a dim is not a multiple of the block's.
+
+        Example:
+            >>> q = MXFP8.quantize(torch.full((1, 32), 0.1))
+            >>> q.codes[0, 0].item(), q.scales.float().item(), q.dequantize()[0, 0].item()
+            (416.0, 0.000244140625, 0.1015625)
+        """
+        scales, y = self._scaled(x, dim, amax)
+        codes = self.join(_codes(self.element, y, self._split_bits(bits, dim)), dim)
+        if self.element.dtype is not None:
+            codes = codes.view(self.element.dtype)
+        return Quantized(self, codes, self._gather(scales.stored, dim), scales.outer, dim)
+
+    def operand(
+        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`quantize` stores, as an operand of a product; the arguments are the same.
+
+        Returns:
+            fp32 in the shape of ``x``, whose numbers are bf16 numbers, too (of MX blocks below
+            2^-115 some need more bits than bf16 has there); and the fp32 scales that are left to
+            multiply by: one of the whole tensor, one for each block where scales are fp32, or None.
+        """
+        scales, y = self._scaled(x, dim, amax)
+        steps, gap, _ = _steps(self.element, y, self._split_bits(bits, dim))
+        values = (steps * gap).copysign(y)
+        if self.scale is FP32:
+            return self.join(values, dim), self._gather(scales.decode, dim)
+        return self.join(values * scales.decode, dim), scales.outer
+
+    def fake_quantize(
+        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
+    ) -> Tensor:
+        """``quantize(x).dequantize(x.dtype)`` without the codes; the arguments are the same.
+
+        Returns:
+            The dtype and shape of ``x``.
+        """
+        values, left = self.operand(x, dim, bits=bits, amax=amax)
+        if left is not None:
+            values = self.join(self.split(values, dim) * self.spread(left, dim), dim)
+        return values.to(x.dtype)
+
+    def explain(self, values: Sequence[float]) -> str:
+        """What becomes of a few numbers, as a table: they begin one block, and the rest is 0.
+
+        Example:
+            >>> print(NVFP4.explain([6.0, 0.1]))
+            nvfp4: e2m1 numbers, blocks of 1x16, scales e4m3fn (two-level)
+            scale of the tensor 0.00223214, of the block 448 (0x7e)
+            <BLANKLINE>
+                     number    code    in the block         becomes      error  relative
+                          6    0x07               6      6.00000048   4.77e-07  7.95e-08
+                        0.1    0x00               0               0        0.1         1
+        """
+        found = self.rows(values)
+        lines = [self._head(), found["scale"], "", _ROW.format(*_COLUMNS)]
+        for row in found["numbers"]:
+            cells = (f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}")
+            errors = (f"{row['error']:.3g}", f"{row['relative']:.3g}")
+            lines.append(_ROW.format(*cells, f"{row['becomes']:.9g}", *errors))
+        return Text("\n".join(lines))
+
+    def rows(self, values: Sequence[float]) -> dict[str, Any]:
+        """What :meth:`explain` shows, as plain values."""
+        rows, columns = self.block or (1, 1)
+        x = torch.zeros(rows, -(-max(len(values), 1) // columns) * columns)
+        x[0, : len(values)] = torch.tensor(values, dtype=torch.float64).float()
+        q = self.quantize(x)
+        back = q.dequantize().double()[0].tolist()
+        inside = _numbers(self.element, q.codes)[0].tolist()
+        codes = q.codes.view(torch.uint8)[0].tolist()
+        numbers = []
+        for value, code, number, result in zip(values, codes, inside, back, strict=False):
+            error = 0.0 if result == value else abs(result - value)
+            numbers.append(
+                {
+                    "number": value,
+                    "code": f"0x{code:02x}",
+                    "in_block": number,
+                    "becomes": result,
+                    "error": error,
+                    "relative": error / abs(value) if value else error,
+                }
+            )
+        return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
+
+    def _head(self) -> str:
+        shape = "the whole tensor one block"
+        if self.block is not None:
+            shape = f"blocks of {self.block[0]}x{self.block[1]}"
+        scales = f"scales {self.scale.name} ({self.rule})"
+        return f"{self.name}: {self.element.name} numbers, {shape}, {scales}"
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
+        x = x.movedim(dim, -1)
+        if self.block is None:
+            return x
+        rows, columns = self.block
+        x = torch.unflatten(x, -1, (x.shape[-1] // columns, columns))
+        return x if rows == 1 else torch.unflatten(x, -3, (x.shape[-3] // rows, rows))
+
+    def join(self, blocks: Tensor, dim: int) -> Tensor:
+        """The inverse of :meth:`split`."""
+        if self.block is not None:
+            blocks = blocks.flatten(-2)
+            if self.block[0] > 1:
+                blocks = blocks.flatten(-3, -2)
+        return blocks.movedim(-1, dim)
+
+    def spread(self, scales: Tensor, dim: int) -> Tensor:
+        """Scales in the tensor's dims, one a block, as a factor of what :meth:`split` returns."""
+        if self.block is None or scales.ndim == 0:
+            return scales
+        scales = scales.movedim(dim, -1).unsqueeze(-1)
+        return scales if self.block[0] == 1 else scales.unsqueeze(-3)
+
+    def _gather(self, scales: Tensor, dim: int) -> Tensor:
+        """The inverse of :meth:`spread`."""
+        if self.block is None:
+            return scales
+        scales = scales.squeeze(-1)
+        return (scales if self.block[0] == 1 else scales.squeeze(-2)).movedim(-1, dim)
+
+    def _split_bits(self, bits: Tensor | None, dim: int) -> Tensor | None:
+        return None if bits is None else self.split(bits, dim)
+
+    def _scaled(self, x: Tensor, dim: int, amax: Tensor | None) -> tuple[Scales, Tensor]:
+        """The scales, and the tensor in blocks and fp32, divided by them and saturated."""
+        self.check(x.shape, x.dtype, dim)
+        blocks = self.split(x, dim).float()
+        if self.block is None:
+            largest = blocks.abs().amax() if x.numel() else blocks.new_zeros(())
+        else:
+            largest = blocks.abs().amax((-1,) if self.block[0] == 1 else (-3, -1), keepdim=True)
+        scales = scales_of(self, largest, amax)
+        top = self.element.max
+        return scales, (blocks * scales.encode).clamp_(-top, top)
+
+    def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int, name: str = "") -> None:
+        """Refuse what cannot be cut into whole blocks, or is no fp32, bf16 or fp16.
+
+        Args:
+            shape: The tensor's.
+            dtype: The tensor's.
+            dim: The contracted dim.
+            name: Of the layer or tensor, for the message.
+
+        Raises:
+            PrecisionError: What is wrong, what is allowed, and what to do.
+        """
+        whose = name or "the tensor"
+        if dtype not in _TAKEN:
+            raise PrecisionError(
+                f"{self.name} is made of fp32, bf16 or fp16, and {whose} is {dtype}; convert it"
+            )
+        if self.block is None:
+            return
+        tall = self.block[0] > 1
+        if len(shape) < 1 + tall or not -len(shape) <= dim < len(shape):
+            raise PrecisionError(
+                f"{self.name} has blocks of {self.block[0]}x{self.block[1]}, and {whose} with "
+                f"shape {tuple(shape)} has no dim {dim} for them; allowed: {1 + tall} dims or more"
+            )
+        dims = list(range(len(shape)))
+        contracted = dims.pop(dim)
+        wanted = [(contracted, self.block[1])] + ([(dims[-1], self.block[0])] if tall else [])
+        for at, size in wanted:
+            if shape[at] % size:
+                raise PrecisionError(
+                    f"{self.name} has blocks of {size} along dim {at}, and {whose} has "
+                    f"{shape[at]} there (shape {tuple(shape)}); pad it to "
+                    f"{-(-shape[at] // size) * size}, or keep this layer in bf16"
+                )
+
+
+def _steps(form: FloatFormat, y: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A number's magnitude in gaps of the format, rounded; the gap; the exponent, from 0."""
+    shift = form.mantissa_bits
+    least = 127 + form.min_exponent
+    field = ((y.view(torch.int32) & _ABS) >> 23).clamp_(min=least)
+    steps = y.abs() * ((254 + shift - field) << 23).view(torch.float32)  # exact: a power of two
+    if bits is None:
+        steps = steps.round_()
+    else:
+        below = steps.floor()
+        noise = (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
+        steps = below + (noise < steps - below)
+    return steps, ((field - shift) << 23).view(torch.float32), field - least
+
+
+def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
+    """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
+    steps, _, exponent = _steps(form, y, bits)
+    # Subnormal and normal numbers alike: a carry from the mantissa raises the exponent field.
+    magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (exponent << form.mantissa_bits)
+    sign = (y.view(torch.int32) >> 31 & 1) << (form.bits - 1)
+    ones = (1 << (form.bits - 1)) - 1
+    return torch.where(y.isnan(), ones, magnitude | sign).to(torch.uint8)
+
+
+def _numbers(form: FloatFormat, codes: Tensor) -> Tensor:
+    """The fp32 numbers of a format's codes, float8 or uint8."""
+    if form.dtype is not None:
+        return codes.view(form.dtype).float()
+    half = [form.min_subnormal * k for k in range(2 << form.mantissa_bits)]
+    half += [
+        (1 + mantissa * form.eps) * 2.0 ** (exponent - form.bias)
+        for exponent in range(2, 1 << form.exponent_bits)
+        for mantissa in range(1 << form.mantissa_bits)
+    ]
+    table = torch.tensor([*half, *(-number for number in half)], device=codes.device)
+    return table[codes.int()]
+
+
+def scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> Scales:
+    """The scales of blocks by their largest magnitudes; see the top of this file."""
+    top = form.element.max
+    finite = largest.isfinite()
+    if form.scale is E8M0:
+        if form.rule == "floor":
+            lowered = (
+                (largest.view(torch.int32) >> 23) - int(torch.tensor(top).frexp().exponent) + 1
+            )
+            codes = torch.where(finite, lowered.clamp(0), 255).to(torch.uint8)
+        else:
+            codes = E8M0.encode(largest * (1.0 / top), up=True)
+        inverse = torch.where(codes == 255, 255, 254 - codes.int())
+        decode = E8M0.decode(codes)
+        return Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
+    if form.rule == "amax":
+        by = largest if given is None else given.to(largest)
+        encode = _over(top, by.double().clamp(min=LEAST_AMAX)).float()
+        encode = torch.where(finite, encode, torch.nan)
+        return Scales(1.0 / encode, encode, 1.0 / encode, None)
+    whole, outer = E4M3FN.max, outer_scale(form, largest, given)
+    wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
+    codes = _codes(E4M3FN, torch.where(finite, wanted, torch.nan), None)
+    decode, rest = _numbers(E4M3FN, codes), 1.0 / outer
+    encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
+    return Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
+
+
+def outer_scale(form: BlockFormat, largest: Tensor, given: Tensor | None = None) -> Tensor:
+    """What multiplies a whole tensor under the rule ``two-level`` before its blocks are scaled."""
+    if given is not None:
+        by = given.to(largest)
+    else:
+        finite = torch.where(largest.isfinite(), largest, 0.0)
+        by = finite.amax() if largest.numel() else largest.new_zeros(())
+    outer = _over(E4M3FN.max * form.element.max, by).clamp(max=_LARGEST_FP32)
+    return torch.where((by == 0) | (outer == 0), 1.0, outer)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """A number divided by a tensor, rounded once; torch's ``/`` would take the reciprocal first."""
+    return torch.full_like(x, number) / x
+
+
+_COLUMNS = ("number", "code", "in the block", "becomes", "error", "relative")
+_ROW = "{:>15}  {:>6}  {:>14}  {:>14}  {:>9}  {:>8}"
+
+
+def _scale_line(q: Quantized) -> str:
+    scale = q.scales.reshape(-1)[0]
+    number = f"{scale.float().item():g}"
+    if q.format.scale is FP32:
+        return f"scale {number}"
+    code = f"0x{scale.view(torch.uint8).item():02x}"
+    if q.outer is None:
+        return f"scale of the block {number} = 2^{scale.float().log2().item():g} ({code})"
+    return f"scale of the tensor {q.outer.item():g}, of the block {number} ({code})"
+
+
+MXFP8 = BlockFormat("mxfp8", E4M3FN, (1, 32), "rceil")
+MXFP4 = BlockFormat("mxfp4", E2M1, (1, 32), "rceil")
+NVFP4 = BlockFormat("nvfp4", E2M1, (1, 16), "two-level")
+FP8_TENSOR = BlockFormat("fp8", E4M3FN, None, "amax")
+FP8_BLOCK = BlockFormat("fp8-block", E4M3FN, (1, 128), "amax")
+
+BLOCK_FORMATS: dict[str, BlockFormat] = {
+    form.name: form
+    for form in (
+        FP8_TENSOR,
+        BlockFormat("fp8-e5m2", E5M2, None, "amax"),
+        FP8_BLOCK,
+        BlockFormat("fp8-block-2d", E4M3FN, (128, 128), "amax"),
+        MXFP8,
+        BlockFormat("mxfp8-e5m2", E5M2, (1, 32), "rceil"),
+        BlockFormat("mxfp8-floor", E4M3FN, (1, 32), "floor"),
+        MXFP4,
+        BlockFormat("mxfp4-floor", E2M1, (1, 32), "floor"),
+        NVFP4,
+        BlockFormat("nvfp4-2d", E2M1, (16, 16), "two-level"),
+    )
+}
+"""The block formats by name; those with ``2d`` are for weights, whose blocks are square."""
+
+
+def block_format(form: BlockFormat | str) -> BlockFormat:
+    """A block format by its name.
+
+    Raises:
+        PrecisionError: If there is none of that name; the message lists all.
+    """
+    if isinstance(form, BlockFormat):
+        return form
+    if form not in BLOCK_FORMATS:
+        raise PrecisionError(
+            f"there is no block format {form!r}; allowed: {', '.join(BLOCK_FORMATS)}"
+        )
+    return BLOCK_FORMATS[form]

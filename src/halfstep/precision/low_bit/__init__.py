@@ -1,0 +1,1 @@
+"""Matrix products of linear layers below 16 bits."""

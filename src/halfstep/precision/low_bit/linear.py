@@ -1,0 +1,177 @@
+"""Linear layers that multiply below 16 bits, as a policy's recipe says.
+
+Each operand is rounded to blocks along the dim that its product sums over. The rounded numbers are
+bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32 accumulation;
+scales that bf16 does not hold (of a whole tensor) multiply its result. Scales of blocks that are
+fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
+
+Shapes: N tokens, K input features, O output features.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.casting.region import Region
+from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.operand import Draw, Operand, operand
+from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, Scheme
+from halfstep.precision.policy.rules import Placement
+
+_LOW = torch.bfloat16
+HADAMARD = 16
+"""Tokens that a Hadamard matrix mixes. **Source:** arXiv 2509.25149, appendix C.4."""
+_SIGNS = 0b1101_0010_0110_1110
+"""Which rows of the Hadamard matrix change their sign: bits drawn once, as the source does."""
+
+
+class LowBitLinear(Region):
+    """The forward of a linear layer whose products a recipe rounds below 16 bits.
+
+    Args:
+        placement: The layer and its recipe.
+        clock: Which step it is.
+    """
+
+    def __init__(self, placement: Placement, clock: Clock) -> None:
+        super().__init__(placement.module)
+        self.recipe, self.clock = placement.recipe, clock
+        self.stream = zlib.crc32(placement.name.encode())
+        self.by_rows = type(placement.module).forward is nn.Linear.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, in plain bf16 or fp32 where no product is below that now."""
+        module: Any = self.module
+        weight, bias = module.weight, module.bias
+        recipe = self.clock.recipe(self.recipe)
+        low = weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
+        if not (low and recipe):
+            return self.inside(args, kwargs)
+        if isinstance(weight, DTensor):
+            raise PrecisionError(
+                f"a linear layer below 16 bits has a weight that is distributed over ranks "
+                f"({tuple(weight.shape)}); keep it by keep_bf16=, or use data parallelism"
+            )
+        (x,) = (*args, *kwargs.values())
+        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
+        weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
+        bias = None if bias is None else bias.to(_LOW)
+        y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _multiply(
+    x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear, recipe: Recipe
+) -> Tensor:
+    y_NO: Tensor = _Products.apply(x_NK, weight_OK, bias_O, layer, recipe)  # type: ignore[no-untyped-call]
+    return y_NO
+
+
+class _Products(torch.autograd.Function):
+    """The three products of a linear layer; see :mod:`halfstep.precision.policy.recipe`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NK: Tensor,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        layer: LowBitLinear,
+        recipe: Recipe,
+    ) -> Tensor:
+        ctx.save_for_backward(x_NK, weight_OK)
+        ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
+        scheme = SCHEMES.get(recipe.fprop)
+        if scheme is None:
+            return F.linear(x_NK, weight_OK, bias_O)
+        x = operand(scheme.inputs, x_NK, 1)
+        weight = operand(scheme.weights, weight_OK, 1)
+        return _product(x, (weight[0].t(), weight[1]), bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_NK, weight_OK = ctx.saved_tensors
+        grad_NO = grad.to(_LOW)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            scheme = SCHEMES.get(ctx.recipe.dgrad)
+            if scheme is None:
+                dx = grad_NO @ weight_OK
+            else:
+                draw = _draw(scheme, ctx.layer, "dgrad")
+                g = operand(scheme.gradients, grad_NO, 1, draw)
+                dx = _product(g, operand(scheme.weights, weight_OK, 0))
+        if ctx.needs_input_grad[1]:
+            scheme = SCHEMES.get(ctx.recipe.wgrad)
+            if scheme is None:
+                dw = grad_NO.t() @ x_NK
+            else:
+                g_NO, x = _whole_blocks(scheme, grad_NO), _whole_blocks(scheme, x_NK)
+                if scheme.hadamard:
+                    g_NO, x = _mixed(g_NO), _mixed(x)
+                draw = _draw(scheme, ctx.layer, "wgrad")
+                values, scale = operand(scheme.gradients, g_NO, 0, draw)
+                dw = _product((values.t(), scale), operand(scheme.inputs, x, 0))
+        if ctx.biased and ctx.needs_input_grad[2]:
+            db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
+        return dx, dw, db, None, None
+
+
+def _product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+    """``a @ b`` in bf16, by a product that accumulates in fp32."""
+    (left, left_scale), (right, right_scale) = a, b
+    scales = [scale for scale in (left_scale, right_scale) if scale is not None]
+    if left.dtype == right.dtype == _LOW:
+        if not scales:
+            return left @ right if bias is None else torch.addmm(bias, left, right)
+        wide = (left @ right).float()
+    else:
+        with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
+            wide = left.float() @ right.float()
+    for scale in scales:
+        wide *= scale
+    return (wide if bias is None else wide + bias).to(_LOW)
+
+
+def _draw(scheme: Scheme, layer: LowBitLinear, product: str) -> Draw | None:
+    """Which random bits round a gradient, where the scheme rounds stochastically."""
+    if not scheme.stochastic:
+        return None
+    return layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
+
+
+def _whole_blocks(scheme: Scheme, x_NF: Tensor) -> Tensor:
+    """``x`` with tokens of zeros up to a whole number of blocks; they add nothing to a product."""
+    missing = -len(x_NF) % scheme.block
+    return F.pad(x_NF, (0, 0, 0, missing)) if missing else x_NF
+
+
+def _mixed(x_NF: Tensor) -> Tensor:
+    """``x`` with each 16 tokens multiplied by the random Hadamard matrix, rounded to bf16."""
+    blocks = x_NF.reshape(-1, HADAMARD, x_NF.shape[1])
+    return (hadamard().to(x_NF.device) @ blocks).reshape(x_NF.shape)
+
+
+@cache
+def hadamard() -> Tensor:
+    """The orthogonal matrix (16, 16) of +-1/4 whose columns change sign by fixed random bits.
+
+    **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4.
+    """
+    matrix = torch.ones(1, 1)
+    while len(matrix) < HADAMARD:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = torch.tensor([1.0 - 2 * (_SIGNS >> i & 1) for i in range(HADAMARD)])
+    return (matrix * signs / math.sqrt(HADAMARD)).to(_LOW)

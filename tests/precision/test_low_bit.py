@@ -1,0 +1,268 @@
+"""Linear layers below 16 bits: each product against fp64 products of operands that NumPy rounds."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import PrecisionError
+from halfstep.formats import BLOCK_FORMATS
+from halfstep.kernels import blocks
+from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.linear import hadamard
+from halfstep.precision.low_bit.operand import operand
+from halfstep.precision.masters.rounding import random_bits
+from halfstep.precision.policy.spelling import parse_policy
+from reference.blocks import quantize
+
+TOKENS, INPUTS, OUTPUTS = 48, 256, 128
+BLOCKS = {
+    "fp8": ("amax", None, None),
+    "fp8-block": ("amax", (1, 128), (128, 128)),
+    "mxfp8": ("rceil", (1, 32), (1, 32)),
+    "mxfp8-e5m2": ("rceil", (1, 32), (1, 32)),
+    "nvfp4-nearest": ("two-level", (1, 16), (16, 16)),
+}
+ELEMENTS = {
+    "fp8": ("e4m3fn", "e5m2"),
+    "mxfp8-e5m2": ("e4m3fn", "e5m2"),
+    "nvfp4-nearest": ("e2m1", "e2m1"),
+}  # of inputs and weights, and of gradients
+
+
+def by_definition(x, scheme, what):
+    """What an fp32 matrix becomes, in fp64, in blocks along its rows."""
+    rule, plain, square = BLOCKS[scheme]
+    forward, backward = ELEMENTS.get(scheme, ("e4m3fn", "e4m3fn"))
+    element = backward if what == "gradients" else forward
+    missing = -x.shape[1] % plain[1] if plain else 0
+    padded = np.pad(x, ((0, 0), (0, missing)))
+    numbers = quantize(padded, element, rule, square if what == "weights" else plain)[2]
+    if rule == "two-level":  # the scale of the whole tensor: 448 times the largest e2m1, by amax
+        numbers = numbers / np.float32(2688 / np.abs(x).max())
+    return numbers[:, : x.shape[1]]
+
+
+def close(found, expected, terms):
+    """Within the rounding to bf16, twice where a scale multiplies afterwards, and of fp32 sums."""
+    magnitude = np.abs(expected)
+    return np.abs(found - expected) <= 2.2 * 2.0**-8 * magnitude + terms * 2.0**-22
+
+
+def layer(seed=0, **shape):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS))
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.bfloat16())
+        model[0].bias.copy_(model[0].bias.bfloat16())
+    return model
+
+
+def prepared(policy, model, **given):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return halfstep.Precision(policy, model, optimizer, **given)
+
+
+def products(policy, model, x, g):
+    """The output, and the gradients of input and weight, for an output's gradient ``g``."""
+    precision = prepared(policy, model)
+    with precision.autocast():
+        y = model[0](x)
+        y.backward(g.to(y.dtype))
+    return y.detach().double().numpy(), x.grad.double().numpy(), model[0].weight.grad.numpy()
+
+
+def tensors(tokens=TOKENS):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, INPUTS, generator=generator).bfloat16().float().requires_grad_()
+    g = torch.randn(tokens, OUTPUTS, generator=generator).mul(1e-3).bfloat16().float()
+    return x, g
+
+
+def numbers(tensor):
+    return tensor.detach().float().numpy()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "mxfp8-e5m2", "nvfp4-nearest"])
+@pytest.mark.parametrize("tokens", [TOKENS, 41])
+def test_each_product_is_that_of_operands_rounded_by_definition(scheme, tokens):
+    # NVFP4 mixes operands first: that is tested alone
+    scheme_of_wgrad = "bf16" if scheme == "nvfp4-nearest" else scheme
+    recipe = f"{scheme}/{scheme}/{scheme_of_wgrad}"
+    model, (x, g) = layer(), tensors(tokens)
+    y, dx, dw = products(f"bf16-mixed,recipe={recipe},simulate=yes", model, x, g)
+    X, W, G = numbers(x), numbers(model[0].weight), numbers(g)
+    bias = numbers(model[0].bias)
+    expected = by_definition(X, scheme, "inputs") @ by_definition(W, scheme, "weights").T + bias
+    assert close(y, expected, np.abs(X).max() * INPUTS).all()
+    # a weight's rows are summed over, so blocks lie along its columns
+    by_rows = by_definition(np.ascontiguousarray(W.T), scheme, "weights").T
+    expected = by_definition(G, scheme, "gradients") @ by_rows
+    assert close(dx, expected, np.abs(G).max()).all()
+    if scheme_of_wgrad != "bf16":
+        left = by_definition(np.ascontiguousarray(G.T), scheme, "gradients")
+        right = by_definition(np.ascontiguousarray(X.T), scheme, "inputs")
+        assert close(dw, left @ right.T, np.abs(G).max() * tokens).all()
+
+
+def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
+    for product in range(3):
+        kept = ["mxfp8"] * 3
+        kept[product] = "bf16"
+        x, g = tensors()
+        found = products(f"bf16-mixed,recipe={'/'.join(kept)},simulate=yes", layer(), x, g)
+        x, g = tensors()
+        plain = products("bf16-mixed", layer(), x, g)
+        same = [np.array_equal(a, b) for a, b in zip(found, plain, strict=True)]
+        assert same == [i == product for i in range(3)]
+
+
+def test_the_hadamard_matrix_is_orthogonal_and_cancels_in_the_product():
+    matrix = hadamard().double()
+    assert torch.equal(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
+    assert (matrix.abs() == 0.25).all()
+    # numbers of few bits stay exact when they are mixed, so the product without rounding is equal
+    x = torch.randint(-3, 4, (32, 8)).bfloat16().double()
+    mixed = (matrix @ x.view(2, 16, 8)).view(32, 8)
+    assert torch.equal(mixed.T @ mixed, x.T @ x)
+
+
+def test_outliers_cost_less_where_tokens_are_mixed():
+    """One number in 50 is 30 times as large, and takes the codes of the 15 others in its block."""
+    errors = {}
+    for scheme in ("nvfp4-nearest", "nvfp4-unmixed"):
+        total = 0.0
+        for seed in range(8):
+            model, (x, g) = layer(seed), tensors()
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                x[torch.rand(x.shape, generator=generator) < 0.02] *= 30.0
+            exact = numbers(g).astype(np.float64).T @ numbers(x)
+            dw = products(f"bf16-mixed,recipe=bf16/bf16/{scheme},simulate=yes", model, x, g)[2]
+            total += np.square(dw - exact).sum() / np.square(exact).sum()
+        errors[scheme] = total
+    assert errors["nvfp4-nearest"] < 0.9 * errors["nvfp4-unmixed"], errors
+
+
+def test_stochastic_gradients_are_right_on_average():
+    """1,000 draws: the mean's error is 1/30 of one draw's, and that of nearest stays as it is."""
+    x, g = tensors()
+    exact = numbers(g).astype(np.float64) @ numbers(layer()[0].weight)
+
+    def mean(scheme, draws):
+        model = layer()
+        precision = prepared(f"bf16-mixed,recipe=bf16/{scheme}/bf16,simulate=yes", model)
+        total = np.zeros_like(exact)
+        for step in range(draws):
+            precision.clock.step = step
+            x.grad = None
+            with precision.autocast():
+                y = model[0](x)
+            y.backward(g.to(y.dtype))
+            total += x.grad.double().numpy()
+        return np.sqrt(np.square(total / draws - exact).mean() / np.square(exact).mean())
+
+    # weights are rounded to nearest in both: take that part of the error out of the comparison
+    one, many = mean("nvfp4", 1), mean("nvfp4", 1000)
+    weights_alone = mean("nvfp4-nearest", 1)
+    assert many < 0.75 * one
+    assert many < weights_alone
+
+
+def train(policy, count=6, micro=1, length=0, state=None, **given):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    optimizer = halfstep.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = halfstep.Precision(policy, model, optimizer, **given)
+    start = 0
+    if state is not None:
+        start = state[0]
+        model.load_state_dict(state[1])
+        optimizer.load_state_dict(state[2])
+        precision.load_state_dict(state[3])
+    losses = []
+    for step in range(start, length or count):
+        torch.manual_seed(100 + step)
+        for _ in range(micro):
+            x = torch.randn(32, 64)
+            with precision.autocast():
+                loss = (model(x) - x).square().mean() / micro
+            precision.backward(loss)
+        losses.append(precision.step().loss)
+    parts = model.state_dict(), optimizer.state_dict(), precision.state_dict()
+    return losses, (length or count, *parts)
+
+
+@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_resumed_run_repeats_bit_by_bit(base, micro):
+    policy = f"{base},simulate=yes"
+    whole, _ = train(policy, 6, micro)
+    first, state = train(policy, 6, micro, length=3)
+    rest, _ = train(policy, 6, micro, state=state)
+    assert first + rest == whole
+
+
+def test_micro_batches_ranks_and_steps_draw_other_bits():
+    clock = prepared("nvfp4,simulate=yes", layer()).clock
+    drawn = [clock.draw(7), clock.draw(7), clock.draw(8)]
+    clock.step += 1
+    drawn.append(clock.draw(7))
+    drawn.append(Clock(parse_policy("nvfp4"), rank=1).draw(7))
+    assert len(set(drawn)) == 5
+    for i, a in enumerate(drawn):
+        for b in drawn[:i]:
+            first, second = (random_bits(x[0], x[1], (64,), stream=x[2]) for x in (a, b))
+            assert (first == second).float().mean() < 0.1
+    clock.step = 0
+    assert clock.draw(7) == drawn[0]
+
+
+def test_a_schedule_changes_products_in_the_middle_of_a_run():
+    low, high = train("mxfp8,simulate=yes")[0], train("bf16-mixed")[0]
+    with pytest.raises(PrecisionError, match=r"steps=1500"):
+        train("mxfp8,simulate=yes,schedule=50%:bf16")
+    mixed = train("mxfp8,simulate=yes,schedule=50%:bf16", steps=6)[0]
+    assert mixed[:3] == low[:3]
+    assert mixed[3] != low[3]
+    assert high[0] != low[0]
+
+
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_rounds_as_the_formats_do_bit_by_bit(name, dtype, monkeypatch):
+    if isinstance(blocks.library(), str):
+        pytest.skip(blocks.library())
+    for seed, (shape, given) in enumerate(
+        (shape, draw) for shape in ((128, 256), (256, 128), (384, 1152)) for draw in (None, 1)
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(shape, generator=generator)
+        x = (x * torch.exp(4 * torch.randn(shape, generator=generator))).to(dtype)
+        x[32:64] = 0
+        x[64:] *= 1e-3
+        x[100:104] *= 1e-36  # subnormal, some of it
+        if seed % 3 == 1:
+            x[0, 0], x[1, 40], x[2, 3] = float("inf"), float("nan"), -0.0
+        for dim in (0, 1):
+            draw = given and (5, 6, 7)
+            with monkeypatch.context() as patch:
+                patch.setattr(blocks, "fits", lambda x: False)
+                expected = operand(name, x, dim, draw)
+            found = operand(name, x, dim, draw)
+            for a, b in zip(found, expected, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert a.dtype == b.dtype
+                    assert a.shape == b.shape
+                    assert torch.equal(a.isnan(), b.isnan())
+                    same = (a == b) & (torch.signbit(a) == torch.signbit(b)) | a.isnan()
+                    assert same.all(), (shape, dim, given)
+
+
+def test_a_transposed_matrix_is_rounded_where_it_lies():
+    x = torch.randn(64, 128).bfloat16()
+    for dim in (0, 1):
+        values, _ = operand("mxfp8", x.t(), dim)
+        assert torch.equal(values, operand("mxfp8", x.t().contiguous(), dim)[0])

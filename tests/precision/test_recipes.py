@@ -1,0 +1,195 @@
+"""Recipes below 16 bits as fields of a policy: spelling, rules by module and product, schedules."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import PrecisionError
+from halfstep.precision.policy.recipe import SCHEMES, Recipe
+from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
+
+SPELLINGS = [
+    "fp8",
+    "fp8-block,simulate=yes",
+    "mxfp8,moments=8bit",
+    "nvfp4,keep_bf16=blocks.0*|lm_head",
+    "bf16-split,recipe=bf16/nvfp4/nvfp4,simulate=yes,schedule=85%:bf16/-/-",
+    "bf16-mixed,rules=a.*:mxfp8/nvfp4/nvfp4|b:fp32",
+    "nvfp4,schedule=12.5%:mxfp8|80%:bf16",
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        return x + self.norm(self.down(self.up(x).relu()))
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.table = nn.Embedding(96, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(64, 96, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def recipes(policy, model=None):
+    model = Model() if model is None else model
+    return {p.name: str(p.recipe) for p in place(parse_policy(policy), model).low}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_policy_is_spelled_as_it_was_written(spelling):
+    assert str(parse_policy(spelling)) == spelling
+
+
+def test_a_policy_with_every_field_given_keeps_its_recipe():
+    policy = parse_policy("params=bf16,update=kahan,recipe=mxfp8,simulate=yes,moments=8bit")
+    assert parse_policy(str(policy)) == policy
+    odd = parse_policy("params=fp32,compute=bf16,reduce=bf16,scale=static,init_scale=4,recipe=fp8")
+    assert parse_policy(str(odd)) == odd
+    assert odd.recipe == Recipe("fp8", "fp8", "fp8")
+
+
+def test_a_file_gives_recipes_by_product_and_a_schedule(tmp_path):
+    file = tmp_path / "policy.toml"
+    file.write_text(
+        'base = "nvfp4"\nsimulate = true\nkeep_bf16 = ["blocks.0*"]\n[rules]\n'
+        '"*.down" = {fprop = "mxfp8", wgrad = "bf16"}\n[schedule]\n"85%" = {fprop = "bf16"}\n'
+    )
+    policy = parse_policy(str(file))
+    assert str(policy) == (
+        "nvfp4,simulate=yes,schedule=85%:bf16/-/-,rules=blocks.0*:bf16|*.down:mxfp8/-/bf16"
+    )
+    found = recipes(policy)
+    # a rule leaves a product as it would be without the rule: in block 0 that is bf16
+    assert found["blocks.0.down"] == "mxfp8/bf16/bf16"
+    assert found["blocks.1.down"] == "mxfp8/nvfp4/bf16"
+    assert "blocks.0.up" not in found
+    assert found["blocks.1.up"] == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nvpf4", "did you mean 'nvfp4'"),
+        ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
+        ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
+        ("fp16-mixed,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+        ("fp32,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+        ("bf16-module,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+        ("fp16-mixed,rules=a:mxfp8", "allowed: fp32, fp16$"),
+        ("bf16-mixed,rules=a:fp16", "allowed: fp32, bf16, or a recipe such as mxfp8"),
+        ("mxfp8,simulate=perhaps", "allowed: yes, no"),
+        ("mxfp8,schedule=150%:bf16", "above 0% and below 100%"),
+        ("mxfp8,schedule=85:bf16", "above 0% and below 100%"),
+        ("mxfp8,schedule=85%:bf16|80%:bf16", "in rising order"),
+        ("mxfp8,schedule=85%:bf17", "did you mean 'bf16'"),
+        ("bf16-mixed,schedule=50%:bf16", "this policy has none"),
+        ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_would(text, words):
+    with pytest.raises(PrecisionError, match=words):
+        parse_policy(text)
+
+
+def test_an_unknown_product_in_a_file_is_refused(tmp_path):
+    file = tmp_path / "policy.toml"
+    file.write_text('base = "mxfp8"\n[rules]\n"a" = {fpop = "bf16"}\n')
+    with pytest.raises(PrecisionError, match=r"policy\.toml: unknown product 'fpop', did you mean"):
+        parse_policy(str(file))
+
+
+def test_every_linear_layer_has_the_recipe_but_one_that_shares_an_embedding():
+    every = {f"blocks.{i}.{layer}": "mxfp8" for i in range(3) for layer in ("up", "down")}
+    assert recipes("mxfp8") == {**every, "head": "mxfp8"}
+    assert recipes("mxfp8", Model(tied=True)) == every
+    assert recipes("bf16-mixed,rules=head:mxfp8", Model(tied=True)) == {"head": "mxfp8"}
+
+
+def test_the_last_rule_that_matches_a_module_decides():
+    assert recipes("nvfp4,rules=blocks.1:bf16|blocks.1.up:mxfp8|head:fp32|blocks.2:fp32") == {
+        "blocks.0.up": "nvfp4",
+        "blocks.0.down": "nvfp4",
+        "blocks.1.up": "mxfp8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "words"),
+    [
+        ("mxfp8", nn.Sequential(nn.Linear(100, 64)), "0 has 100 inputs.*fprop.*keep_bf16=0"),
+        ("mxfp8", nn.Sequential(nn.Linear(64, 10)), "0 has 10 outputs.*dgrad.*keep_bf16=0"),
+        ("nvfp4", nn.Linear(24, 16), r"the model has 24 inputs.*blocks of 16.*keep_bf16=\*"),
+        ("fp8", nn.Sequential(nn.Conv2d(4, 4, 3)), "none of the model's is a torch.nn.Linear"),
+        ("mxfp8,keep_bf16=0", nn.Sequential(nn.Linear(64, 64)), "none of the model's"),
+        ("nvfp4,keep_bf16=heda", Model(), "there are head"),
+    ],
+)
+def test_a_model_that_cannot_have_the_recipe_is_refused_by_name(policy, model, words):
+    with pytest.raises(PrecisionError, match=words):
+        place(parse_policy(policy), model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(PrecisionError):
+        halfstep.Precision(
+            f"{policy},simulate=yes", model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_shared_layer_with_two_recipes_is_refused():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64)})
+    model["b"] = model["a"]
+    with pytest.raises(PrecisionError, match=r"both a and b has recipe mxfp8 .* give both"):
+        place(parse_policy("bf16-mixed,rules=a:mxfp8|b:nvfp4"), model)
+
+
+def test_attention_that_does_not_call_its_layers_stays_in_bf16():
+    assert recipes("mxfp8", nn.TransformerEncoderLayer(64, 4, 128)) == {
+        "linear1": "mxfp8",
+        "linear2": "mxfp8",
+    }
+
+
+def test_without_simulate_it_is_refused_where_it_is_not_native():
+    for policy in ("fp8", "mxfp8", "nvfp4", "bf16-mixed,rules=a:fp8-block"):
+        found = halfstep.support(policy, "cpu")
+        assert found.status == "refused"
+        assert found.nearest.endswith("simulate=yes") or "simulate=yes" in found.nearest
+        assert halfstep.support(found.nearest, "cpu").status == "simulated"
+    model = nn.Linear(64, 64)
+    with pytest.raises(PrecisionError, match="nearest that can is mxfp8,simulate=yes"):
+        halfstep.Precision("mxfp8", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_every_scheme_is_of_formats_that_exist_and_says_where_it_comes_from():
+    for scheme in SCHEMES.values():
+        for operand in (scheme.inputs, scheme.weights, scheme.gradients):
+            form = halfstep.formats.BLOCK_FORMATS[operand]
+            assert (1 if form.block is None else form.block[1]) == scheme.block
+        assert scheme.source
+
+
+def test_explain_says_which_products_run_in_which_blocks():
+    text = str(halfstep.explain("nvfp4,simulate=yes,schedule=85%:bf16/-/-"))
+    assert "fprop    nvfp4    inputs e2m1 in 1x16 blocks x weights e2m1 in 16x16 blocks" in text
+    assert "gradients rounded stochastically, Hadamard over 16 tokens" in text
+    assert "from     85%      of the run on: bf16/-/-" in text
+    rows = str(halfstep.explain_model("mxfp8,keep_bf16=head", Model())).splitlines()
+    compute = {row.split()[0]: row.split()[3] for row in rows[1:-1]}
+    assert compute["blocks.0.up"] == "mxfp8"
+    assert compute["head"] == compute["table"] == "bf16"
