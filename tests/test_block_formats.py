@@ -273,6 +273,8 @@ def test_what_does_not_fit_is_refused_with_sizes_and_what_to_do():
         BLOCK_FORMATS["nvfp4-2d"].quantize(torch.zeros(16))
     with pytest.raises(PrecisionError, match="and head has 30 there"):
         MXFP8.check((4, 30), torch.float32, -1, "head")
+    with pytest.raises(PrecisionError, match="mxfp8 has scales for its blocks alone, and amax="):
+        MXFP8.quantize(torch.zeros(4, 32), amax=torch.ones(()))
     with pytest.raises(PrecisionError, match="no dim 2"):
         MXFP8.quantize(torch.zeros(4, 32), 2)
     with pytest.raises(PrecisionError, match="rule='ceil'; allowed: floor, rceil, amax, two-level"):
