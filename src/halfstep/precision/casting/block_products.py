@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import E8M0, BlockFormat, block_format
 from halfstep.kernels import blocks
 from halfstep.precision.masters.rounding import random_bits, random_key
+from halfstep.precision.policy.recipes import Operands, Product, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +176,94 @@ def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cuda":
         return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
     return a @ b  # torch has no bf16 product with an fp32 result on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a linear layer's products need beside their operands.
+
+    Attributes:
+        recipe: The formats of the three products.
+        name: The module's name, for errors and for random bits.
+        seed: The run's, for random bits.
+        step: The number of the optimizer step.
+    """
+
+    recipe: Recipe
+    name: str
+    seed: int = 0
+    step: int = 0
+
+    def product(self, which: Product, a: Tensor, b: Tensor) -> Tensor:
+        """One of the layer's products, ``a @ b``, in the dtype of ``a``."""
+        operands: Operands | None = getattr(self.recipe, which)
+        if operands is None:
+            return a @ b
+        operands.left.check(a.shape, a.dtype, -1, f"{self.name} ({which})")
+        operands.right.check(b.shape, b.dtype, -2, f"{self.name} ({which})")
+        noise = Noise(self.seed, self.step, self.name, which) if operands.stochastic else None
+        dtype = a.dtype
+        if operands.hadamard:
+            a, b = rotated(a), rotated(b.t()).t()
+        form = operands.left, operands.right
+        return block_product(a, b, *form, a_noise=noise, out_dtype=dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return layer.product("fprop", x.reshape(-1, x.shape[-1]), weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.layer.product("dgrad", g, weight).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = ctx.layer.product("wgrad", g.t(), x.reshape(-1, x.shape[-1]))
+        return dx, dw, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    """``torch.nn.functional.linear`` with the three products of a recipe.
+
+    Args:
+        x: (..., K), fp32, bf16 or fp16.
+        weight: (N, K), of the same dtype.
+        bias: (N,), or None.
+        layer: The recipe, and what random bits are made of.
+
+    Returns:
+        (..., N).
+
+    Raises:
+        PrecisionError: Here or in the backward, if a size is not a multiple of its blocks; it names
+            the layer and the product.
+    """
+    out: Tensor = _Linear.apply(x, weight, layer)  # type: ignore[no-untyped-call]
+    out = out.reshape(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""**Source:** TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``."""
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Every 16 numbers along the last dim times signs and a Hadamard matrix, in bf16.
+
+    The matrix is orthogonal, so that the product of two rotated matrices is the product of the two;
+    an outlier becomes 16 numbers of a quarter of it.
+
+    **Source:** arXiv 2509.25149, appendix C.2; TransformerEngine rounds the result to bf16.
+    """
+    hadamard = torch.ones(1, 1)
+    for _ in range(4):  # Sylvester's construction
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1),
+                              torch.cat([hadamard, -hadamard], 1)])  # fmt: skip
+    matrix = (torch.tensor(_SIGNS)[:, None] * hadamard / 4).to(x.device)
+    return (x.float().reshape(-1, 16) @ matrix).reshape(x.shape).bfloat16()
