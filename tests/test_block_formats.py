@@ -327,6 +327,9 @@ def test_a_known_largest_magnitude_takes_the_place_of_the_tensor_s(form):
     delayed = form.quantize(x, amax=amax / 4)
     assert delayed.dequantize().abs().amax() <= amax / 4 * (1 + 2**-20)  # it saturates: fp32 scales
     assert torch.equal(form.fake_quantize(x, amax=amax / 4), delayed.dequantize())
+    for bad in (math.inf, math.nan):  # another rank has overflowed
+        assert form.quantize(x, amax=torch.tensor(bad)).dequantize().isnan().all()
+        assert form.fake_quantize(x, amax=torch.tensor(bad)).isnan().all()
     x[0, 0] = math.inf
     assert form.quantize(x, amax=amax).dequantize()[0, 0].isnan()
 

@@ -68,7 +68,45 @@ def test_what_is_not_finite(form, bad):
     for dim in (-1, -2):
         agree(form, x, dim, torch.bfloat16)
         if form.has_tensor_scale:
-            agree(form, x, dim, torch.bfloat16, amax=torch.tensor(0.25))
+            for amax in (0.25, bad):
+                agree(form, x, dim, torch.bfloat16, amax=torch.tensor(amax))
+
+
+@every
+def test_a_nan_of_any_payload_stays_one(form):
+    x = torch.from_numpy(blocks.piece("narrow", 256))
+    x.view(torch.int32)[::17, ::5] = 0x7FFFFFFF  # rounding up would carry into the sign
+    x.view(torch.int32)[::19, ::7] = -1
+    for dtype in (torch.float32, torch.bfloat16):
+        agree(form, x, -1, dtype)
+        agree(form, x, -2, dtype)
+
+
+def key_of(noise: int) -> int:
+    """The key with which element 0 draws this word: lowbias32 backwards."""
+    x = noise ^ noise >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) % 2**32
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize(
+    ("noise", "number", "result"),
+    [
+        (0, 2.0, 2.0),  # a number of the format stays, whatever is drawn
+        (0, 2.5, 3.0),
+        ((0x800000 << 8) - 1, 2.5, 3.0),
+        (0x800000 << 8, 2.5, 2.0),  # half of all draws go up: those below a half
+        (0xFFFFFFFF, 2.999, 2.0),
+    ],
+)
+def test_the_draws_at_the_ends(noise, number, result):
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 1] = number, 6.0  # the scale is 1
+    found = operand(BLOCK_FORMATS["mxfp4"], x, -1, torch.float32, key=key_of(noise))
+    assert found is not None
+    assert found[0][0, 0] == result
 
 
 @every

@@ -185,7 +185,8 @@ class BlockFormat:
                 2^-24. ``halfstep.precision.masters.rounding.random_bits`` draws them as a pure
                 function of seed, step, stream and element.
             amax: The largest magnitude to scale the whole tensor by, 0-dim, where it is known from
-                elsewhere: from steps before, or over ranks. Larger numbers saturate.
+                elsewhere: from steps before, or over ranks. Larger numbers saturate. One that is
+                not finite makes every number NaN.
 
         Returns:
             Codes and scales.
@@ -347,7 +348,7 @@ class BlockFormat:
             scale = _over(self.element.max, amax.double().clamp(min=LEAST_AMAX)).float()
         else:
             scale = _over(E4M3FN.max * self.element.max, amax).clamp(max=_LARGEST_FP32)
-            scale = torch.where((amax == 0) | (scale == 0), 1.0, scale)
+            scale = torch.where(amax == 0, 1.0, scale)
         return scale, 1.0 / scale
 
     def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int, name: str = "") -> None:
