@@ -273,6 +273,8 @@ def test_what_does_not_fit_is_refused_with_sizes_and_what_to_do():
         BLOCK_FORMATS["nvfp4-2d"].quantize(torch.zeros(16))
     with pytest.raises(PrecisionError, match="and head has 30 there"):
         MXFP8.check((4, 30), torch.float32, -1, "head")
+    with pytest.raises(PrecisionError, match="mxfp8 has scales for its blocks alone, and amax="):
+        MXFP8.quantize(torch.zeros(4, 32), amax=torch.ones(()))
     with pytest.raises(PrecisionError, match="no dim 2"):
         MXFP8.quantize(torch.zeros(4, 32), 2)
     with pytest.raises(PrecisionError, match="rule='ceil'; allowed: floor, rceil, amax, two-level"):
@@ -325,6 +327,9 @@ def test_a_known_largest_magnitude_takes_the_place_of_the_tensor_s(form):
     delayed = form.quantize(x, amax=amax / 4)
     assert delayed.dequantize().abs().amax() <= amax / 4 * (1 + 2**-20)  # it saturates: fp32 scales
     assert torch.equal(form.fake_quantize(x, amax=amax / 4), delayed.dequantize())
+    for bad in (math.inf, math.nan):  # another rank has overflowed
+        assert form.quantize(x, amax=torch.tensor(bad)).dequantize().isnan().all()
+        assert form.fake_quantize(x, amax=torch.tensor(bad)).isnan().all()
     x[0, 0] = math.inf
     assert form.quantize(x, amax=amax).dequantize()[0, 0].isnan()
 

@@ -11,7 +11,9 @@ import torch
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.low_bit.product import bits_of, block_product
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -19,6 +21,7 @@ from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 from halfstep.trainer.optimizer import make_optimizer
 from halfstep.trainer.step import train_step
+from reference import blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,3 +155,29 @@ def test_two_gpus_train_as_one_does(layout, policy, corpus, tmp_path):
         found.append([json.loads(line)["loss"] for line in lines])
     # sums in another order, and in 16 bits rounding of partial sums, grown over 20 updates
     assert found[1] == pytest.approx(found[0], rel=1e-3 if policy == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_block_formats_have_the_same_bits_on_the_device(name):
+    form = BLOCK_FORMATS[name]
+    draw = (0, 1, 17)
+    for piece in blocks.PIECES:
+        x = torch.from_numpy(blocks.piece(piece, 256))
+        for bits in (None, bits_of(draw, x)):
+            there = form.quantize(x.to(CUDA), bits=None if bits is None else bits.to(CUDA))
+            here = form.quantize(x, bits=bits)
+            assert torch.equal(there.codes.cpu().view(torch.uint8), here.codes.view(torch.uint8))
+            assert torch.equal(there.scales.cpu().float(), here.scales.float())
+            assert torch.equal(bits_of(draw, x.to(CUDA)).cpu(), bits_of(draw, x))
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_block_products_on_the_device_are_within_fp32_addition(name):
+    a = torch.from_numpy(blocks.bell(1, 256, 512)).to(CUDA)
+    b = torch.from_numpy(blocks.bell(2, 512, 128)).to(CUDA)
+    form = BLOCK_FORMATS[name]
+    x, y = form.quantize(a).dequantize().double(), form.quantize(b, -2).dequantize().double()
+    got = block_product(a, b, form).double()
+    # 512 products and a few scales in fp32; four times that, as a tensor core may cut off low bits
+    # of a group of products.
+    assert ((got - x @ y).abs() <= 520 * 2.0**-24 * (x.abs() @ y.abs()) * 4).all()

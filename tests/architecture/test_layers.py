@@ -18,7 +18,7 @@ ALLOWED = {
     "formats": {"errors", "shown"},
     "shown": set(),
     "torch_version": {"errors"},
-    "kernels": {"errors"},
+    "kernels": {"errors", "formats"},
     "precision": {"errors", "formats", "kernels", "shown"},
     "precision.policy": {
         *("errors", "formats", "precision.border", "precision.scaling"),

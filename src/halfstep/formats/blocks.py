@@ -25,6 +25,7 @@ TransformerEngine ``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-lev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -94,9 +95,7 @@ _SCALES: dict[str, FloatFormat | ExponentFormat] = {
 }
 
 
-class Scales(NamedTuple):
-    """What follows from the largest magnitudes of blocks, one number for each of them."""
-
+class _Scales(NamedTuple):
     stored: Tensor  # as they are kept, one for each block
     encode: Tensor  # fp32: a number times it is on the grid of the element format
     decode: Tensor  # fp32: a number of the element format times it, and the outer scale, is back
@@ -167,6 +166,11 @@ class BlockFormat:
         """The format of the blocks' scales."""
         return _SCALES[self.rule]
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether one scale is that of the whole tensor."""
+        return self.block is None or self.rule == "two-level"
+
     def quantize(
         self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
     ) -> Quantized:
@@ -181,13 +185,15 @@ class BlockFormat:
                 2^-24. ``halfstep.precision.masters.rounding.random_bits`` draws them as a pure
                 function of seed, step, stream and element.
             amax: The largest magnitude to scale the whole tensor by, 0-dim, where it is known from
-                elsewhere: from steps before, or over ranks. Larger numbers saturate.
+                elsewhere: from steps before, or over ranks. Larger numbers saturate. One that is
+                not finite makes every number NaN.
 
         Returns:
             Codes and scales.
 
         Raises:
-            PrecisionError: If the dtype is another, or a dim is not a multiple of the block's.
+            PrecisionError: If the dtype is another, a dim is not a multiple of the block's, or
+                ``amax`` is given for a format without a scale of the tensor.
 
         Example:
             >>> q = MXFP8.quantize(torch.full((1, 32), 0.1))
@@ -315,17 +321,35 @@ class BlockFormat:
     def _split_bits(self, bits: Tensor | None, dim: int) -> Tensor | None:
         return None if bits is None else self.split(bits, dim)
 
-    def _scaled(self, x: Tensor, dim: int, amax: Tensor | None) -> tuple[Scales, Tensor]:
+    def _scaled(self, x: Tensor, dim: int, amax: Tensor | None) -> tuple[_Scales, Tensor]:
         """The scales, and the tensor in blocks and fp32, divided by them and saturated."""
         self.check(x.shape, x.dtype, dim)
+        if amax is not None and not self.has_tensor_scale:
+            raise PrecisionError(
+                f"{self.name} has scales for its blocks alone, and amax= is the largest magnitude "
+                "of the tensor; leave it out"
+            )
         blocks = self.split(x, dim).float()
         if self.block is None:
             largest = blocks.abs().amax() if x.numel() else blocks.new_zeros(())
         else:
             largest = blocks.abs().amax((-1,) if self.block[0] == 1 else (-3, -1), keepdim=True)
-        scales = scales_of(self, largest, amax)
+        scales = _scales_of(self, largest, amax)
         top = self.element.max
         return scales, (blocks * scales.encode).clamp_(-top, top)
+
+    def of_tensor(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """The fp32 scale of numbers up to ``amax``, and its reciprocal, which undoes it.
+
+        For the rules ``amax``, where it fills the element format, and ``two-level``, where it
+        leaves a factor of 448 for the scales of the blocks.
+        """
+        if self.rule == "amax":
+            scale = _over(self.element.max, amax.double().clamp(min=LEAST_AMAX)).float()
+        else:
+            scale = _over(E4M3FN.max * self.element.max, amax).clamp(max=_LARGEST_FP32)
+            scale = torch.where(amax == 0, 1.0, scale)
+        return scale, 1.0 / scale
 
     def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int, name: str = "") -> None:
         """Refuse what cannot be cut into whole blocks, or is no fp32, bf16 or fp16.
@@ -403,43 +427,35 @@ def _numbers(form: FloatFormat, codes: Tensor) -> Tensor:
     return table[codes.int()]
 
 
-def scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> Scales:
+def _scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> _Scales:
     """The scales of blocks by their largest magnitudes; see the top of this file."""
     top = form.element.max
     finite = largest.isfinite()
     if form.scale is E8M0:
         if form.rule == "floor":
-            lowered = (
-                (largest.view(torch.int32) >> 23) - int(torch.tensor(top).frexp().exponent) + 1
-            )
+            lowered = (largest.view(torch.int32) >> 23) - math.frexp(top)[1] + 1
             codes = torch.where(finite, lowered.clamp(0), 255).to(torch.uint8)
         else:
             codes = E8M0.encode(largest * (1.0 / top), up=True)
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
         decode = E8M0.decode(codes)
-        return Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
+        return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
     if form.rule == "amax":
-        by = largest if given is None else given.to(largest)
-        encode = _over(top, by.double().clamp(min=LEAST_AMAX)).float()
+        encode, decode = form.of_tensor(largest if given is None else given.to(largest))
         encode = torch.where(finite, encode, torch.nan)
-        return Scales(1.0 / encode, encode, 1.0 / encode, None)
-    whole, outer = E4M3FN.max, outer_scale(form, largest, given)
-    wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
-    codes = _codes(E4M3FN, torch.where(finite, wanted, torch.nan), None)
-    decode, rest = _numbers(E4M3FN, codes), 1.0 / outer
-    encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
-    return Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
-
-
-def outer_scale(form: BlockFormat, largest: Tensor, given: Tensor | None = None) -> Tensor:
-    """What multiplies a whole tensor under the rule ``two-level`` before its blocks are scaled."""
+        decode = torch.where(finite, decode, torch.nan)
+        return _Scales(decode, encode, decode, None)
     if given is not None:
         by = given.to(largest)
     else:
-        finite = torch.where(largest.isfinite(), largest, 0.0)
-        by = finite.amax() if largest.numel() else largest.new_zeros(())
-    outer = _over(E4M3FN.max * form.element.max, by).clamp(max=_LARGEST_FP32)
-    return torch.where((by == 0) | (outer == 0), 1.0, outer)
+        by = torch.where(finite, largest, 0.0).amax() if largest.numel() else largest.new_zeros(())
+    outer, rest = form.of_tensor(by)
+    whole = E4M3FN.max
+    wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
+    codes = _codes(E4M3FN, torch.where(finite, wanted, torch.nan), None)
+    decode = _numbers(E4M3FN, codes)
+    encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
+    return _Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
 
 
 def _over(number: float, x: Tensor) -> Tensor:

@@ -1,252 +1,226 @@
-// Rounding to block formats on a CPU, in two passes: the largest magnitude of each block, and, once
-// the scales are known, every number divided by its block's scale, rounded to the grid of a narrow
-// format and multiplied back. A matrix is (rows, columns); a block is so many of each.
-#include "vectors.h"
+// Rounds a matrix to a format whose numbers share scales, and multiplies by the scales again, in one
+// pass over its memory: what formats/blocks.py defines in torch's operations, bit for bit. A block is
+// a rectangle of `high` rows and `wide` columns; a band is a row of blocks. Nothing here may be
+// contracted to a fused multiply-add, or the bits differ.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
 
 namespace {
 
-// bf16 numbers are stored exactly where `narrow` holds them: subnormal ones, too, which the
-// processor's own instruction would flush.
-inline void keep(uint16_t* to, Floats x) {
-    store(to, __builtin_convertvector(rounded(x) >> 16, Halves));
+constexpr uint32_t ABS = 0x7fffffffu, INF = 0x7f800000u;
+constexpr float LARGEST = 3.40282346638528859812e38f;
+
+enum Kind { FP32, BF16 };
+enum Rule { FLOOR, RCEIL, AMAX, TWO_LEVEL, GIVEN };
+
+inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+inline uint32_t mix(uint32_t x) {  // as in precision/masters/rounding.py
+    x ^= x >> 16; x *= 0x7FEB352Du; x ^= x >> 15; x *= 0x846CA68Bu; return x ^ (x >> 16);
 }
-inline void keep(float* to, Floats x) { store(to, x); }
 
-inline Floats magnitude(Floats x) { return (Floats)((Words)x & 0x7fffffffu); }
-
-// The larger one; of numbers that are not finite, one that is not.
-inline Floats larger(Floats a, Floats b) {
-    return (Floats)((Words)a > (Words)b ? (Words)a : (Words)b);
-}
-
-struct Grid {
-    int mantissa;       // bits
-    float top;          // the largest number
-    uint32_t least;     // the exponent field of the smallest normal number, in place
-    uint32_t key;       // of the random bits
-    bool stochastic;
+struct Element {
+    int32_t mantissa, least;  // stored mantissa bits; the exponent field of the smallest normal number
+    float top;                // the largest number
 };
 
-// 32 random bits for each lane, of a key and element numbers. Source: lowbias32, as random_bits of
-// halfstep.precision.masters.rounding.
-inline Words bits_of(uint32_t key, Words x) {
-    x ^= key;
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-// A number of the narrow grid for each lane. Adding 2^23 gaps leaves whole gaps, to nearest even.
-inline Floats on_grid(Floats y, const Grid& grid, uint32_t at) {
-    const Words sign = (Words)y & 0x80000000u;
-    Floats size = magnitude(y);
-    size = size > grid.top ? all(grid.top) : size;  // NaN stays
-    Words field = (Words)size & 0x7f800000u;
-    field = field < grid.least ? Words{} + grid.least : field;
-    if (!grid.stochastic) {
-        const Floats many = (Floats)(field + ((uint32_t)(23 - grid.mantissa) << 23));
-        size = (size + many) - many;
+// A number's neighbour in the element format: to the nearest, or by 24 random bits.
+template <bool kRandom>
+inline float rounded(float y, Element e, uint32_t noise) {
+    y = y > e.top ? e.top : y;
+    y = y < -e.top ? -e.top : y;
+    const uint32_t bits = bits_of(y), magnitude = bits & ABS;
+    int32_t field = (int32_t)(magnitude >> 23);
+    field = field < e.least ? e.least : field;
+    const float steps = float_of(magnitude) * float_of((uint32_t)(254 + e.mantissa - field) << 23);
+    float whole;
+    if (kRandom) {
+        whole = std::floor(steps);
+        whole += (float)(noise >> 8) * 0x1p-24f < steps - whole ? 1.0f : 0.0f;
     } else {
-        const uint32_t shift = (uint32_t)grid.mantissa << 23;
-        const Floats gap = (Floats)(field - shift);
-        // a power of two, and so is what divides by it
-        const Floats steps = size * (Floats)((254u << 23) + shift - field);
-        const Floats below = __builtin_convertvector(__builtin_convertvector(steps, Ints), Floats);
-        const Words drawn = bits_of(grid.key, (Words)COUNT + at) >> 8;
-        const Floats noise = __builtin_convertvector((Ints)drawn, Floats) * 0x1p-24f;
-        const Ints up = noise < steps - below;
-        const Floats found = (below + (Floats)(up & (Ints)all(1.0f))) * gap;
-        size = choose(size == size, found, size);
+        whole = std::rint(steps);
     }
-    return (Floats)((Words)size | sign);
+    const float result = whole * float_of((uint32_t)(field - e.mantissa) << 23);
+    return float_of(bits_of(result) | (bits & ~ABS));
 }
 
-inline uint32_t bits(float x) {
-    uint32_t found;
-    std::memcpy(&found, &x, 4);
-    return found;
-}
+struct Scale {
+    float encode, decode, left;  // to the grid; back from it, into the result; what is left over
+};
 
-typedef uint32_t Eight __attribute__((vector_size(32)));
-typedef uint32_t Four __attribute__((vector_size(16)));
+inline float power(int32_t code) { return float_of(code ? (uint32_t)code << 23 : 0x400000u); }
 
-// The larger half of a vector, word by word.
-template <class Half, class Whole>
-inline Half folded(Whole x) {
-    Half both[2];
-    std::memcpy(both, &x, sizeof x);
-    return both[0] > both[1] ? both[0] : both[1];
-}
+struct Job {
+    Element element;
+    int32_t rule;
+    float outer, rest;      // TWO_LEVEL: the scale of the tensor, and its reciprocal
+    float encode, decode;   // GIVEN: for every block
+    uint32_t key;
+};
 
-// The largest of 16 magnitudes, or one that is not finite.
-inline float largest_lane(Floats most) {
-    const Four four = folded<Four>(folded<Eight>((Words)most));
-    const uint32_t a = four[0] > four[1] ? four[0] : four[1];
-    const uint32_t b = four[2] > four[3] ? four[2] : four[3];
-    const uint32_t word = a > b ? a : b;
-    float found;
-    std::memcpy(&found, &word, 4);
-    return found;
-}
-
-// The largest magnitudes of the blocks in `high` rows, whose block's width is `wide`.
-template <class T>
-void largest_of(const T* x, int64_t high, int64_t columns, int64_t wide, float* out) {
-    if (wide == 1) {
-        for (int64_t c = 0; c + LANES <= columns; c += LANES) {
-            Floats most{};
-            for (int64_t r = 0; r < high; r++)
-                most = larger(most, magnitude(read(x + r * columns + c)));
-            store(out + c, most);
+inline Scale scale_of(uint32_t magnitude, const Job& job) {
+    const float nan = NAN, amax = float_of(magnitude), top = job.element.top;
+    if (magnitude >= INF) return {nan, nan, nan};
+    if (job.rule == FLOOR || job.rule == RCEIL) {
+        int32_t code = (int32_t)(magnitude >> 23) - ((int32_t)(bits_of(top) >> 23) - 127);
+        if (job.rule == RCEIL) {
+            const uint32_t wanted = bits_of(amax * (float)(1.0 / (double)top));
+            const uint32_t fraction = wanted & 0x7fffffu;
+            code = (int32_t)(wanted >> 23);
+            code += code == 0 ? fraction > 0x400000u : fraction != 0;
         }
-        for (int64_t c = columns / LANES * LANES; c < columns; c++) {
-            Floats most{};
-            for (int64_t r = 0; r < high; r++)
-                most = larger(most, magnitude(read_some(x + r * columns + c, 1, 0)));
-            out[c] = most[0];
-        }
-        return;
+        code = code < 0 ? 0 : code;
+        return {power(254 - code), power(code), 1.0f};
     }
-    for (int64_t b = 0; b * wide < columns; b++) {
-        Floats most{};
-        const int64_t end = (b + 1) * wide < columns ? (b + 1) * wide : columns;
-        for (int64_t r = 0; r < high; r++) {
-            const T* row = x + r * columns;
-            int64_t c = b * wide;
-            for (; c + LANES <= end; c += LANES) most = larger(most, magnitude(read(row + c)));
-            if (c < end) most = larger(most, magnitude(read_some(row + c, (int)(end - c), 0)));
-        }
-        out[b] = largest_lane(most);
+    if (job.rule == AMAX) {
+        const double counted = (double)amax < 1e-12 ? 1e-12 : (double)amax;
+        const float encode = (float)((double)top / counted);
+        return {encode, 1.0f, 1.0f / encode};
     }
+    if (job.rule == TWO_LEVEL) {
+        const Element e4m3 = {3, 121, 448.0f};
+        const float wanted = amax * (job.outer * (float)(1.0 / (double)top));
+        const float decode = rounded<false>(wanted, e4m3, 0);
+        const float encode = 1.0f / (decode * job.rest);
+        return {encode > LARGEST ? LARGEST : encode, decode, 1.0f};
+    }
+    return {job.encode, job.decode, 1.0f};
 }
 
-template <class T>
-void find_largest(const T* x, int64_t rows, int64_t columns, int64_t high, int64_t wide, float* out,
-                  int threads) {
-    const int64_t blocks = (columns + wide - 1) / wide;
-#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
-    for (int64_t r = 0; r < rows; r += high)
-        largest_of(x + r * columns, r + high < rows ? high : rows - r, columns, wide,
-                   out + r / high * blocks);
+inline uint16_t bf16(float x) {  // ties to even
+    const uint32_t b = bits_of(x), up = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    return (uint16_t)((b & ABS) > INF ? 0x7fc0u : up);
 }
 
-template <class T, class Y>
-void round_blocks(const T* x, int64_t rows, int64_t columns, int64_t high, int64_t wide,
-                  const float* encode, const float* decode, Grid grid, Y* y, int threads) {
-    const int64_t blocks = (columns + wide - 1) / wide;
-#pragma omp parallel for num_threads(threads) if (rows * columns > 16384)
-    for (int64_t r = 0; r < rows; r++) {
-        const T* from = x + r * columns;
-        Y* to = y + r * columns;
-        const float *enc = encode + r / high * blocks, *dec = decode + r / high * blocks;
-        auto put = [&](int64_t c, int count, Floats by, Floats back) {
-            const Floats found = count == LANES ? read(from + c) : read_some(from + c, count, 0);
-            const Floats value = on_grid(found * by, grid, (uint32_t)(r * columns + c)) * back;
-            if (count == LANES) {
-                keep(to + c, value);
-            } else {
-                Y some[LANES];
-                keep(some, value);
-                std::memcpy(to + c, some, sizeof(Y) * count);
-            }
-        };
-        if (wide == 1) {
-            int64_t c = 0;
-            for (; c + LANES <= columns; c += LANES)
-                put(c, LANES, load<Floats>(enc + c), load<Floats>(dec + c));
-            if (c < columns) {
-                const int count = (int)(columns - c);
-                put(c, count, read_some(enc + c, count, 1), read_some(dec + c, count, 1));
+inline void put(float* to, float x) { *to = x; }
+inline void put(uint16_t* to, float x) { *to = bf16(x); }
+inline float get(const float* from) { return *from; }
+inline float get(const uint16_t* from) { return float_of((uint32_t)*from << 16); }
+
+// The largest magnitudes of a band's blocks, as bits: NaN is above infinity, and that above all.
+template <int kWide, class T>
+void largest_of(const T* x, int64_t high, int64_t columns, int64_t wide, uint32_t* most) {
+    if (kWide) wide = kWide;
+    std::memset(most, 0, 4 * (columns / wide));
+    for (int64_t row = 0; row < high; row++, x += columns) {
+        if (kWide == 1) {
+            for (int64_t c = 0; c < columns; c++) {
+                const uint32_t m = bits_of(get(x + c)) & ABS;
+                most[c] = m > most[c] ? m : most[c];
             }
             continue;
         }
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t end = (b + 1) * wide < columns ? (b + 1) * wide : columns;
-            const Floats by = all(enc[b]), back = all(dec[b]);
-            int64_t c = b * wide;
-            for (; c + LANES <= end; c += LANES) put(c, LANES, by, back);
-            if (c < end) put(c, (int)(end - c), by, back);
+        for (int64_t g = 0; g < columns / wide; g++) {
+            uint32_t top = most[g];
+            for (int64_t c = 0; c < wide; c++) {
+                const uint32_t m = bits_of(get(x + g * wide + c)) & ABS;
+                top = m > top ? m : top;
+            }
+            most[g] = top;
         }
     }
 }
 
-// A power of two of each code of e8m0, whose 255 is NaN and whose 0 is subnormal in fp32.
-inline Floats power(Ints code) {
-    const Ints normal = code << 23;
-    const Ints found = code == 0 ? Ints{} + 0x400000 : normal;
-    return (Floats)(code == 255 ? Ints{} + 0x7fc00000 : found);
+template <int kWide, bool kRandom, class T, class Out>
+void round_band(const T* x, Out* out, int64_t high, int64_t columns, int64_t wide, const Job& job,
+                const float* encode, const float* decode, uint32_t first) {
+    if (kWide) wide = kWide;
+    const Element element = job.element;
+    for (int64_t row = 0; row < high; row++, x += columns, out += columns, first += columns) {
+        if (kWide == 1) {
+            for (int64_t c = 0; c < columns; c++) {
+                const uint32_t noise = kRandom ? mix((first + (uint32_t)c) ^ job.key) : 0;
+                put(out + c, rounded<kRandom>(get(x + c) * encode[c], element, noise) * decode[c]);
+            }
+            continue;
+        }
+        for (int64_t g = 0; g < columns / wide; g++) {
+            const float by = encode[g], back = decode[g];
+            for (int64_t c = g * wide; c < (g + 1) * wide; c++) {
+                const uint32_t noise = kRandom ? mix((first + (uint32_t)c) ^ job.key) : 0;
+                put(out + c, rounded<kRandom>(get(x + c) * by, element, noise) * back);
+            }
+        }
+    }
 }
 
-// What brings blocks of these largest magnitudes into the range of their format, and back.
-// Source: the rules of halfstep.formats.blocks, which give the same numbers bit for bit.
-inline void scales_of(Floats most, int rule, float top, float outer, Floats* encode,
-                      Floats* decode) {
-    const Ints size = (Ints)most, finite = (size & 0x7f800000) < 0x7f800000;
-    if (rule == 2) {  // two-level
-        const Grid e4m3{3, 448.0f, (uint32_t)(127 - 6) << 23, 0, false};
-        Floats wanted = most * (outer * (1.0f / top));
-        wanted = wanted > 448.0f ? all(448.0f) : wanted;
-        const Floats code = choose(finite, on_grid(wanted, e4m3, 0), all(NAN));
-        const Floats by = 1.0f / (code * (1.0f / outer));
-        *decode = code;
-        *encode = by > 3.4028234663852886e38f ? all(3.4028234663852886e38f) : by;
-        return;
+template <int kWide, class T, class Out>
+void run(const T* x, Out* out, float* left, int64_t rows, int64_t columns, int64_t high, int64_t wide,
+         const Job& job, bool random, int32_t threads) {
+    const int64_t bands = rows / high, groups = columns / wide;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<uint32_t> most(groups);
+        std::vector<float> encode(groups), decode(groups);
+#pragma omp for
+        for (int64_t band = 0; band < bands; band++) {
+            const int64_t at = band * high * columns;
+            if (job.rule != GIVEN) largest_of<kWide>(x + at, high, columns, wide, most.data());
+            for (int64_t g = 0; g < groups; g++) {
+                const Scale scale = scale_of(most[g], job);
+                encode[g] = scale.encode, decode[g] = scale.decode;
+                if (left) left[band * groups + g] = scale.left;
+            }
+            auto* band_of = random ? round_band<kWide, true, T, Out> : round_band<kWide, false, T, Out>;
+            band_of(x + at, out + at, high, columns, wide, job, encode.data(), decode.data(),
+                    (uint32_t)at);
+        }
     }
-    Ints code;
-    if (rule == 1) {  // rceil
-        const Ints wanted = (Ints)(most * (1.0f / top)), field = wanted >> 23 & 255;
-        const Ints fraction = wanted & 0x7fffff;
-        const Ints more = field == 0 ? fraction > 0x400000 : fraction != 0;
-        code = field - more;  // a comparison that holds is -1
-    } else {  // floor
-        code = (size >> 23) - (int)(bits(top) >> 23) + 127;
-        code = code < 0 ? Ints{} : code;
-    }
-    code = finite ? code : Ints{} + 255;
-    *decode = power(code);
-    *encode = power(code == 255 ? code : 254 - code);
+}
+
+template <class T, class Out>
+void by_width(const T* x, Out* out, float* left, int64_t rows, int64_t columns, int64_t high,
+              int64_t wide, const Job& job, bool random, int32_t threads) {
+    auto* chosen = wide == 1 ? run<1, T, Out> : wide == 16 ? run<16, T, Out>
+                 : wide == 32 ? run<32, T, Out> : wide == 128 ? run<128, T, Out> : run<0, T, Out>;
+    chosen(x, out, left, rows, columns, high, wide, job, random, threads);
 }
 
 }  // namespace
 
 extern "C" {
 
-void halfstep_scales(const float* most, int64_t count, int32_t rule, float top, float outer,
-                     float* encode, float* decode) {
-    for (int64_t i = 0; i < count; i += LANES) {
-        const int some = count - i < LANES ? (int)(count - i) : LANES;
-        Floats by, back;
-        scales_of(read_some(most + i, some, 0), rule, top, outer, &by, &back);
-        std::memcpy(encode + i, &by, sizeof(float) * some);
-        std::memcpy(decode + i, &back, sizeof(float) * some);
+// The largest magnitude of the blocks whose numbers are all finite; `all_finite` says if all are.
+float halfstep_largest(const void* x, int32_t kind, int64_t rows, int64_t columns, int64_t high,
+                       int64_t wide, int32_t* all_finite, int32_t threads) {
+    uint32_t most = 0;
+    int32_t finite = 1;
+#pragma omp parallel num_threads(threads) reduction(max : most) reduction(min : finite) if (threads > 1)
+    {
+        std::vector<uint32_t> found(columns / wide);
+#pragma omp for
+        for (int64_t band = 0; band < rows / high; band++) {
+            const int64_t at = band * high * columns;
+            auto over = [&](auto* from) {
+                auto* chosen = wide == 1 ? largest_of<1, std::remove_pointer_t<decltype(from)>>
+                                         : largest_of<0, std::remove_pointer_t<decltype(from)>>;
+                chosen(from, high, columns, wide, found.data());
+            };
+            if (kind == FP32) over((float*)x + at); else over((uint16_t*)x + at);
+            for (uint32_t m : found) {
+                if (m >= INF) finite = 0;
+                else if (m > most) most = m;
+            }
+        }
     }
+    *all_finite = finite;
+    return float_of(most);
 }
 
-void halfstep_largest(const void* x, int32_t low, int64_t rows, int64_t columns, int64_t high,
-                      int64_t wide, float* out, int32_t threads) {
-    if (low)
-        find_largest((const uint16_t*)x, rows, columns, high, wide, out, threads);
-    else
-        find_largest((const float*)x, rows, columns, high, wide, out, threads);
-}
-
-void halfstep_round_blocks(const void* x, int32_t low, int64_t rows, int64_t columns, int64_t high,
-                           int64_t wide, const float* encode, const float* decode,
-                           int32_t mantissa, float top, int32_t least, int32_t stochastic,
-                           uint32_t key, void* y, int32_t low_out, int32_t threads) {
-    const Grid grid{mantissa, top, (uint32_t)(127 + least) << 23, key, stochastic != 0};
-    auto run = [&](auto* from, auto* to) {
-        round_blocks(from, rows, columns, high, wide, encode, decode, grid, to, threads);
+void halfstep_round_blocks(const void* x, int32_t kind, void* out, int32_t out_kind, float* left,
+                           int64_t rows, int64_t columns, int64_t high, int64_t wide, int32_t mantissa,
+                           int32_t least, float top, int32_t rule, float outer, float rest,
+                           float encode, float decode, int32_t random, uint32_t key, int32_t threads) {
+    const Job job = {{mantissa, least, top}, rule, outer, rest, encode, decode, key};
+    auto to = [&](auto* from) {
+        if (out_kind == FP32)
+            by_width(from, (float*)out, left, rows, columns, high, wide, job, random, threads);
+        else
+            by_width(from, (uint16_t*)out, left, rows, columns, high, wide, job, random, threads);
     };
-    if (low && low_out)
-        run((const uint16_t*)x, (uint16_t*)y);
-    else if (low)
-        run((const uint16_t*)x, (float*)y);
-    else if (low_out)
-        run((const float*)x, (uint16_t*)y);
-    else
-        run((const float*)x, (float*)y);
+    if (kind == FP32) to((const float*)x); else to((const uint16_t*)x);
 }
 }

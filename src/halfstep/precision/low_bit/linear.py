@@ -1,9 +1,10 @@
 """Linear layers that multiply below 16 bits, as a policy's recipe says.
 
 Each operand is rounded to blocks along the dim that its product sums over. The rounded numbers are
-bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32 accumulation;
-scales that bf16 does not hold (of a whole tensor) multiply its result. Scales of blocks that are
-fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
+bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32 accumulation.
+A scale of a whole tensor multiplies its result, which is rounded to bf16 before and after: one
+rounding more than a tensor core's (``product.py`` has it with one, at the speed of fp32). Scales of
+blocks that are fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -22,17 +23,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.operand import Draw, Operand, operand
+from halfstep.precision.low_bit.product import Draw, operand
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement
 
 _LOW = torch.bfloat16
 HADAMARD = 16
 """Tokens that a Hadamard matrix mixes. **Source:** arXiv 2509.25149, appendix C.4."""
-_SIGNS = 0b1101_0010_0110_1110
-"""Which rows of the Hadamard matrix change their sign: bits drawn once, as the source does."""
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""**Source:** TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``."""
 
 
 class LowBitLinear(Region):
@@ -95,8 +97,8 @@ class _Products(torch.autograd.Function):
         scheme = SCHEMES.get(recipe.fprop)
         if scheme is None:
             return F.linear(x_NK, weight_OK, bias_O)
-        x = operand(scheme.inputs, x_NK, 1)
-        weight = operand(scheme.weights, weight_OK, 1)
+        x = _rounded(scheme.inputs, x_NK, 1)
+        weight = _rounded(scheme.weights, weight_OK, 1)
         return _product(x, (weight[0].t(), weight[1]), bias_O)
 
     @staticmethod
@@ -111,8 +113,8 @@ class _Products(torch.autograd.Function):
                 dx = grad_NO @ weight_OK
             else:
                 draw = _draw(scheme, ctx.layer, "dgrad")
-                g = operand(scheme.gradients, grad_NO, 1, draw)
-                dx = _product(g, operand(scheme.weights, weight_OK, 0))
+                g = _rounded(scheme.gradients, grad_NO, 1, draw)
+                dx = _product(g, _rounded(scheme.weights, weight_OK, 0))
         if ctx.needs_input_grad[1]:
             scheme = SCHEMES.get(ctx.recipe.wgrad)
             if scheme is None:
@@ -122,11 +124,25 @@ class _Products(torch.autograd.Function):
                 if scheme.hadamard:
                     g_NO, x = _mixed(g_NO), _mixed(x)
                 draw = _draw(scheme, ctx.layer, "wgrad")
-                values, scale = operand(scheme.gradients, g_NO, 0, draw)
-                dw = _product((values.t(), scale), operand(scheme.inputs, x, 0))
+                values, scale = _rounded(scheme.gradients, g_NO, 0, draw)
+                dw = _product((values.t(), scale), _rounded(scheme.inputs, x, 0))
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
         return dx, dw, db, None, None
+
+
+Operand = tuple[Tensor, Tensor | None]
+"""Numbers in bf16 and the scale of all of them, if there is one; or in fp32, scaled by blocks."""
+
+
+def _rounded(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Operand:
+    """A matrix in a block format, whose blocks lie along a dim."""
+    form = BLOCK_FORMATS[name]
+    values, left = operand(form, x, dim - 2, _LOW, draw)
+    if left is None or not left.dim():
+        return values, left
+    blocks = form.split(values.float(), dim) * form.spread(left, dim)
+    return form.join(blocks, dim), None
 
 
 def _product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
@@ -173,5 +189,4 @@ def hadamard() -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < HADAMARD:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    signs = torch.tensor([1.0 - 2 * (_SIGNS >> i & 1) for i in range(HADAMARD)])
-    return (matrix * signs / math.sqrt(HADAMARD)).to(_LOW)
+    return (matrix * torch.tensor(_SIGNS) / math.sqrt(HADAMARD)).to(_LOW)

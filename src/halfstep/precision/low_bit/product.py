@@ -4,9 +4,12 @@ A tensor core multiplies codes exactly, adds up in fp32, and multiplies by the s
 their block scales are bf16 numbers (``formats/blocks.py``), so that a bf16 product does the same::
 
     mx         the bf16 product of the dequantised operands, rounded once to the output's dtype
-    fp8        the bf16 product of the codes, added up in fp32, times the scales of both tensors
-    nvfp4      the bf16 product of codes times block scales, times the outer scales of both
+    fp8        the product of the codes, added up in fp32, times the scales of both tensors
+    nvfp4      the product of codes times block scales, times the outer scales of both tensors
     fp8-block  one such product for each 128 of K, times the blocks' scales, added up in fp32
+
+Where scales are left, the sums must come in fp32. CUDA multiplies bf16 matrices so; a CPU runs its
+fp32 product, whose operands hold the same numbers.
 
 **Error.** Products of two bf16 numbers are exact in fp32. With u = 2^-24, n products added up in
 fp32 in any order are off by at most n u / (1 - n u) times the sum of their magnitudes (Higham,
@@ -17,40 +20,16 @@ or 32 numbers and cut them off: their sums have an error of their own (docs/low-
 
 from __future__ import annotations
 
-import threading
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BlockFormat, block_format
-from halfstep.precision.masters.rounding import random_bits
+from halfstep.formats import E8M0, BlockFormat, block_format
+from halfstep.kernels import blocks
+from halfstep.precision.masters.rounding import random_bits, random_key
 
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def operand_bits(
-    seed: int, step: int, module: str, product: str, x: Tensor, *, operand: str = ""
-) -> Tensor:
-    """The random bits of one operand's stochastic rounding, equal in a replay and after a resume.
-
-    Args:
-        seed: The run's.
-        step: The number of the optimizer step.
-        module: The module's name in the model.
-        product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
-        x: The operand, for its shape and device; its memory layout makes no difference.
-        operand: Tells the operands of one product apart, where both are rounded.
-
-    Returns:
-        int32, in the shape of ``x``.
-    """
-    stream = zlib.crc32("\0".join((module, product, operand)).encode())
-    return random_bits(seed, step, x.shape, stream=stream, device=x.device)
+Draw = tuple[int, int, int]
+"""Seed, step and stream: what the random bits of an operand are a pure function of."""
 
 
 @torch.no_grad()
@@ -60,8 +39,8 @@ def block_product(
     form: BlockFormat | str,
     b_form: BlockFormat | str | None = None,
     *,
-    a_bits: Tensor | None = None,
-    b_bits: Tensor | None = None,
+    a_draw: Draw | None = None,
+    b_draw: Draw | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The product ``a @ b`` of two matrices that are first rounded to block formats.
@@ -71,9 +50,8 @@ def block_product(
         b: (K, N), likewise.
         form: The format of ``a``, and of ``b`` unless that has one of its own.
         b_form: The format of ``b``.
-        a_bits: Random bits of the shape of ``a``, from :func:`operand_bits`, to round it
-            stochastically; None rounds to nearest.
-        b_bits: The same for ``b``.
+        a_draw: The random bits that round ``a`` stochastically; None rounds to nearest.
+        b_draw: The same for ``b``.
         out_dtype: The result's; default: that of ``a``.
 
     Returns:
@@ -91,12 +69,12 @@ def block_product(
     other = form if b_form is None else block_format(b_form)
     out_dtype = out_dtype or a.dtype
     rows = a.reshape(-1, a.shape[-1])
-    row_bits = None if a_bits is None else a_bits.reshape(rows.shape)
-    left, left_scales = form.operand(rows, -1, bits=row_bits)
-    right, right_scales = other.operand(b, -2, bits=b_bits)
-    if left_scales is None and right_scales is None and out_dtype == torch.bfloat16:
-        out = left.bfloat16() @ right.bfloat16()
-        return out.reshape(*a.shape[:-1], -1)
+    mx = form.scale is E8M0 and other.scale is E8M0
+    dtype = torch.bfloat16 if mx and out_dtype == torch.bfloat16 else torch.float32
+    left, left_scales = operand(form, rows, -1, dtype, a_draw)
+    right, right_scales = operand(other, b, -2, dtype, b_draw)
+    if dtype == torch.bfloat16:
+        return (left @ right).reshape(*a.shape[:-1], -1)
     length = _length(form, left_scales) or _length(other, right_scales)
     if length != (_length(other, right_scales) or length):
         raise PrecisionError(
@@ -115,6 +93,35 @@ def block_product(
     return out.to(out_dtype).reshape(*a.shape[:-1], -1)
 
 
+def operand(
+    form: BlockFormat, x: Tensor, dim: int, dtype: torch.dtype, draw: Draw | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """:meth:`BlockFormat.operand` of a matrix, by the compiled kernel where it can run.
+
+    Args:
+        form: The format.
+        x: (rows, columns).
+        dim: -1 or -2, along which blocks lie.
+        dtype: bf16 or fp32, of the values.
+        draw: The random bits that round it stochastically; None rounds to nearest.
+
+    Returns:
+        The values, and the scales that are left to multiply by.
+    """
+    form.check(x.shape, x.dtype, dim)
+    found = blocks.operand(form, x, dim, dtype, key=None if draw is None else random_key(*draw))
+    if found is None:
+        values, left = form.operand(x, dim, bits=None if draw is None else bits_of(draw, x))
+        found = values.to(dtype), left
+    return found
+
+
+def bits_of(draw: Draw, x: Tensor) -> Tensor:
+    """int32 random bits in the shape of ``x``; its memory layout makes no difference."""
+    seed, step, stream = draw
+    return random_bits(seed, step, x.shape, stream=stream, device=x.device)
+
+
 def _length(form: BlockFormat, scales: Tensor | None) -> int:
     """How many numbers along K share a scale that a sum must be cut for; 0 for none."""
     return 0 if form.block is None or scales is None or scales.ndim == 0 else form.block[1]
@@ -129,31 +136,15 @@ def _of_block(scales: Tensor | None, at: int, dim: int, size: int) -> Tensor | N
 
 
 def _scaled(out: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """The product, multiplied in place by the scales that are left."""
     for scale in (left, right):
-        out = out if scale is None else out * scale
+        if scale is not None:
+            out.mul_(scale)
     return out
 
 
 def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """The fp32 product of two fp32 matrices whose numbers bf16 holds, by bf16 instructions."""
+    """The fp32 product of two fp32 matrices whose numbers bf16 holds."""
     if a.device.type == "cuda":
         return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
-    with _bf16_instructions():
-        return a @ b
-
-
-@contextmanager
-def _bf16_instructions() -> Iterator[None]:
-    """A CPU multiplies fp32 matrices as bf16 numbers, where it can; other threads wait.
-
-    torch has this as a setting of the whole process, so it is on for one product at a time.
-    """
-    backend: Any = torch.backends.mkldnn
-    settings = backend.matmul
-    with _ONE_AT_A_TIME:
-        before = settings.fp32_precision
-        settings.fp32_precision = "bf16"
-        try:
-            yield
-        finally:
-            settings.fp32_precision = before
+    return a @ b  # torch has no bf16 product with an fp32 result on a CPU
