@@ -149,16 +149,22 @@ def _deviation(values: Sequence[float], least: float, *, logs: bool) -> _Deviati
     seen, new = every[:-1], float(every[-1])
     n = len(seen)
     third = n // 3
-    first, last = np.median(seen[:third]), np.median(seen[-third:])
-    slope = float(last - first) / (n - third)
+    first, last = _median(seen[:third]), _median(seen[-third:])
+    slope = (last - first) / (n - third)
     times = np.arange(n)
-    start = float(np.median(seen - slope * times))
+    start = _median(seen - slope * times)
     residuals = np.sort(seen - (start + slope * times))
-    expected = max(start + slope * n, float(np.median(seen[-_RECENT:])))
-    mad = float(np.median(np.abs(residuals)))
+    expected = max(start + slope * n, _median(seen[-_RECENT:]))
+    mad = _median(np.abs(residuals))
     rank = min(3, max(1, n // 40))  # the largest itself, while the window fills
     tail = float(residuals[-rank]) / _THIRD_OF_WINDOW
     if not logs:
-        least *= float(np.median(np.abs(seen))) or 1.0
+        least *= _median(np.abs(seen)) or 1.0
     above = (new - expected) / max(_TO_SIGMA * mad, tail, least)
     return _Deviation(above, math.exp(min(expected, 700.0)) if logs else expected)
+
+
+def _median(values: np.ndarray[Any, Any]) -> float:
+    """``numpy.median`` of a short row, which takes it ten times as long."""
+    ordered, half = np.sort(values), len(values) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
