@@ -13,6 +13,7 @@ longer than the rest of halfstep.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,3 +90,21 @@ def place_like(local: Tensor, parameter: Tensor) -> Tensor:
         stride=dtensor.stride(),
     )
     return whole
+
+
+def whole_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """The whole of a tensor that is split over ranks as a DTensor is; all of them must ask."""
+    placed: Any = place_like(local, parameter)
+    whole: Tensor = placed.full_tensor()
+    return whole
+
+
+def part_like(full: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor, split as the parameter is; all if that is no DTensor."""
+    if not is_sharded(parameter):
+        return full
+    dtensor: Any = parameter
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor  # it made the parameter
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    part: Tensor = distribute(full, mesh, placements, src_data_rank=None).to_local()
+    return part.clone()  # a slice would keep the memory of the whole tensor alive
