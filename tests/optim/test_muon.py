@@ -1,14 +1,15 @@
 """Muon against its definition in fp64, against torch.optim.Muon, and in every storage mode."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import PrecisionError
-from halfstep.optim import AdamW, Muon, muon_groups
+from halfstep import Precision, PrecisionError
+from halfstep.optim import Adafactor, AdamW, Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
@@ -386,3 +387,73 @@ def test_bytes_per_element_of_a_matrix():
         optimizer.step()
         held = [value for key, value in optimizer.state[p].items() if key != "step"]
         assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == wanted * p.numel()
+
+
+# --- under Precision ----------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def trained(policy: str, kind: str, steps: int, **options) -> tuple[Precision, list[float]]:
+    model = mlp()
+    made = Muon(muon_groups(model)) if kind == "muon" else Adafactor(model.parameters())
+    precision = Precision(policy, model, made, **options)
+    return precision, [train_step(precision, number).loss for number in range(steps)]
+
+
+def train_step(precision: Precision, number: int, poison: float = 1.0):
+    x = normal((32, 8), number)
+    with precision.autocast():
+        loss = (precision.model(x) - x[:, :4]).square().mean() * poison
+    return precision.step(loss)
+
+
+def bits(precision: Precision) -> dict[str, torch.Tensor]:
+    (optimizer,) = precision.optimizers
+    return everything(optimizer) | {f"m.{n}": v.clone() for n, v in precision.masters.items()}
+
+
+CASES = [
+    *(("muon", policy) for policy in ("fp32", "bf16-split,moments=8bit", "bf16-master")),
+    ("muon", "bf16-sr,moments=8bit"),
+    *(("adafactor", policy) for policy in ("fp32", "bf16-split24", "bf16-kahan,moments=fp32")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*Said once", "ignore:back to a copy")
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_a_step_that_is_skipped_changes_no_bit(kind, policy):
+    precision, losses = trained(policy, kind, 3, on_nonfinite="skip:2")
+    before = bits(precision)
+    assert not train_step(precision, 3, math.nan).applied
+    assert_same(bits(precision), before)
+    assert train_step(precision, 4).applied
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:back to a copy")
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_rollback_brings_every_bit_back(kind, policy):
+    precision, _ = trained(policy, kind, 3, on_nonfinite="rollback:3")
+    before = bits(precision)
+    for number in (3, 4):
+        assert train_step(precision, number).applied
+    result = train_step(precision, 5, math.nan)
+    assert (result.rolled_back, result.steps_undone) == (True, 2)
+    assert_same(bits(precision), before)
+    fresh, _ = trained(policy, kind, 3)
+    for one in (precision, fresh):
+        assert train_step(one, 7).applied
+    assert_same(bits(precision), bits(fresh))
+
+
+def test_a_policy_that_adafactor_cannot_honour_is_refused_by_name():
+    model = mlp()
+    with pytest.raises(PrecisionError, match="moments='8bit': Adafactor keeps sums"):
+        Precision("bf16-split,moments=8bit", model, Adafactor(model.parameters()))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with pytest.raises(PrecisionError, match=r"one of halfstep\.optim; Muon does not.*bf16-master"):
+        Precision("bf16-split", model, torch.optim.Muon([model[0].weight]))

@@ -16,7 +16,6 @@ from halfstep.optim.options import check_rate, plain_options, require_option
 from halfstep.optim.rules import ADAFACTOR
 from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import StepTask, dense, new_step
-from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import Update
 
 ROWS, COLUMNS, VARIANCE = "row_var", "col_var", "variance"  # as torch.optim.Adafactor
@@ -42,6 +41,7 @@ class Adafactor(DirectedOptimizer):
     """
 
     algorithm = ADAFACTOR
+    gathers = False
 
     def __init__(
         self,
@@ -95,22 +95,9 @@ class Adafactor(DirectedOptimizer):
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim`` does."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_moments(group["moments"])
-            for parameter in group["params"]:
-                if is_sharded(parameter):
-                    raise PrecisionError(
-                        f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks, and "
-                        "Adafactor's sums go over whole rows and columns: use AdamW, Lion or Muon "
-                        "of halfstep.optim for it, or data-parallel ranks that hold it whole"
-                    )
-        except PrecisionError:
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_moments(group["moments"])
+        super()._check_group(group)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse as every optimizer here, and moments that are not fp32."""
@@ -188,5 +175,5 @@ def _check_moments(moments: Moments | None) -> None:
     if moments not in (None, "fp32"):
         raise PrecisionError(
             f"moments={moments!r}: Adafactor keeps sums over rows and columns, in fp32, of which "
-            "there are too few to save bytes; allowed: fp32, or leave moments out"
+            "there are too few to save bytes; allowed: fp32 (moments=fp32 in the policy)"
         )

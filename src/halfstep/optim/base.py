@@ -107,7 +107,6 @@ class LowPrecisionOptimizer(Optimizer):
             )
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
-        self._wholes: dict[Tensor, Tensor] = {}
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,7 +122,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels, self._kept, self._wholes = {}, {}, {}
+        self._kernels, self._kept = {}, {}
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -131,10 +130,6 @@ class LowPrecisionOptimizer(Optimizer):
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
         return self.algorithm
-
-    def take_part(self, target: Tensor, parameter: Tensor) -> None:
-        """Learn that ``target`` is this rank's part of a sharded parameter."""
-        self._wholes[target] = parameter
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.

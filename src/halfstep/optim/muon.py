@@ -18,7 +18,12 @@ from halfstep.optim.options import check_rate, checked_betas, require_option
 from halfstep.optim.rules import ADAMW, MUON, SGD, Algorithm, averaging
 from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import StepTask, dense
-from halfstep.precision.masters.local_part import is_sharded, part_like, whole_like
+from halfstep.precision.masters.local_part import (
+    is_sharded,
+    part_like,
+    whole_like,
+    whole_of,
+)
 from halfstep.precision.masters.rounding import Update
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -87,6 +92,7 @@ class Muon(DirectedOptimizer):
     """
 
     algorithm = MUON
+    gathers = True
 
     def __init__(
         self,
@@ -154,11 +160,10 @@ class Muon(DirectedOptimizer):
         if not param_group.get("use_muon", True):
             param_group.setdefault("eps", _ADAMW_EPS)
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except PrecisionError:
-            self.param_groups.pop()
-            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_options(group)
+        super()._check_group(group)
 
     def algorithm_of(self, group: Any) -> Algorithm:
         """Muon, or AdamW in groups with ``use_muon=False``."""
@@ -179,7 +184,7 @@ class Muon(DirectedOptimizer):
         self._kernel(parameter.device, SGD.name).run(
             [replace(task, weight=weight, remainder=None, native=None)], average
         )
-        owner = self._wholes.get(parameter, parameter)
+        owner = whole_of(parameter)
         shared = is_sharded(owner)
         whole = whole_like(momentum, owner) if shared else momentum
         direction = newton_schulz(whole, group["ns_steps"], group["ns_coefficients"], group["eps"])
@@ -194,7 +199,7 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_options(group: dict[str, Any]) -> None:
     """Refuse options of Muon that mean nothing, and parameters that are no matrices."""
     kind, steps = group["adjust_lr_fn"], group["ns_steps"]
     allowed = get_args(Adjustment)

@@ -35,7 +35,8 @@ def make_optimizer(
     Args:
         model: Its parameters may still be fp32.
         config: Name and hyperparameters. An optimizer gets those that its class takes: SGD and
-            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha.
+            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha. Muon updates
+            hidden matrices and AdamW the rest, as :func:`halfstep.optim.muon_groups` picks them.
         policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
             says, torch's optimizer elsewhere (the fused one where torch has it).
         seed: Seed of stochastic rounding, where the policy uses it.
@@ -47,6 +48,8 @@ def make_optimizer(
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
     """
+    if config.name == "muon":
+        return _make_muon(model, config, seed)
     trainable = [p for p in model.parameters() if p.requires_grad]
     every = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -70,6 +73,19 @@ def make_optimizer(
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
+
+
+def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> Optimizer:
+    """Halfstep's Muon in every policy, as torch's takes matrices only."""
+    return optim.Muon(
+        optim.muon_groups(model, eps=config.eps),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn=config.adjust_lr,
+        betas=(config.beta1, config.beta2),
+        seed=seed,
+    )
 
 
 # The learning rate is a pure function of the number of steps taken and applied.

@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_WHOLE = "halfstep_whole"
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor: sharded, or replicated over a mesh."""
@@ -31,6 +33,22 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return local
+
+
+def as_target(local: Tensor, parameter: Tensor) -> nn.Parameter:
+    """A plain parameter for an optimizer, over ``local``, that knows the one it stands for.
+
+    The optimizers that need whole tensors ask for it by :func:`whole_of`.
+    """
+    target = nn.Parameter(local, parameter.requires_grad)
+    setattr(target, _WHOLE, parameter)
+    return target
+
+
+def whole_of(target: Tensor) -> Tensor:
+    """The parameter that a target of :func:`as_target` stands for; another tensor itself."""
+    whole: Tensor = getattr(target, _WHOLE, target)
+    return whole
 
 
 def parts_of(tensor: Tensor) -> int:
