@@ -230,6 +230,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 16)
+        self.positions = nn.Embedding(32, 16)  # of the shape of a hidden matrix
         self.pos_embed = nn.Parameter(torch.zeros(8, 16))
         self.conv = nn.Conv1d(16, 16, 3)
         self.block = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16))
@@ -241,11 +242,11 @@ class Small(nn.Module):
 
 
 def test_the_helper_says_which_parameters_are_muon_s():
-    groups = muon_groups(Small(), adamw=["block.2.*"], lr=3e-4)
+    groups = muon_groups(Small(), adamw=["block.2.*"], lr=3e-4, weight_decay=0.2)
     found = {g["name"]: [name for name, _ in g["params"]] for g in groups}
     assert found == {
         "matrices": ["block.0.weight"],
-        "embeddings": ["pos_embed", "embed.weight"],
+        "embeddings": ["pos_embed", "embed.weight", "positions.weight"],
         "heads": ["out.weight", "classifier.weight"],
         "asked for": ["block.2.weight", "block.2.bias"],
         "no matrices": [
@@ -257,8 +258,8 @@ def test_the_helper_says_which_parameters_are_muon_s():
     optimizer = Muon(groups, lr=0.02)
     assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 3e-4, 3e-4]
     assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8, 1e-8, 1e-8, 1e-8]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.1, 0.1, 0.0]
-    with pytest.raises(PrecisionError, match=r"adamw='x\.\*'.*matches none of 14 trainable"):
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.2, 0.2, 0.2, 0.0]
+    with pytest.raises(PrecisionError, match=r"adamw='x\.\*'.*matches none of 15 trainable"):
         muon_groups(Small(), adamw=["x.*"])
 
 
@@ -372,6 +373,8 @@ def test_the_state_of_torch_s_muon_goes_on_here(moments):
     theirs.step()
     if moments == "fp32":
         assert (p - q).abs().max() <= 2.0**-22 * q.abs().max()
+        theirs.load_state_dict(through_a_file(ours.state_dict()))  # and back
+        assert torch.equal(theirs.state[q]["momentum_buffer"], ours.state[p]["momentum_buffer"])
     assert ((p - before) * (q.detach() - before)).sum() > 0.9 * (q.detach() - before).square().sum()
 
 

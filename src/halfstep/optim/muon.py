@@ -232,7 +232,7 @@ def muon_groups(
 
     Each group says what it is (``name``) and which parameters it has (``param_names``):
     ``matrices`` for Muon; ``embeddings`` (of an ``nn.Embedding``, tied to one, or called so),
-    ``heads`` (as many outputs as an embedding has rows, or called head, lm_head, classifier or
+    ``heads`` (of the shape of the largest embedding, or called head, lm_head, classifier or
     score), ``asked for`` and ``no matrices`` (norms, biases, convolutions), which do not decay, for
     AdamW. Frozen parameters are in none.
 
@@ -255,7 +255,8 @@ def muon_groups(
             )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     embeddings = {id(table.weight) for table in tables}
-    words = {table.num_embeddings for table in tables}
+    # of the words, not of positions, which may be as many as a hidden layer is wide
+    head = max((table.weight.shape for table in tables), default=None)
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
         *path, last = name.split(".")
@@ -265,7 +266,7 @@ def muon_groups(
             reason = "embeddings" if parameter.dim() > 1 else "no matrices"
         elif parameter.dim() != 2:
             reason = "no matrices"
-        elif parameter.shape[0] in words or (path and path[-1] in _HEADS):
+        elif parameter.shape == head or (path and path[-1] in _HEADS):
             reason = "heads"
         else:
             reason = "matrices"
@@ -274,8 +275,7 @@ def muon_groups(
     for reason in ("matrices", "embeddings", "heads", "asked for", "no matrices"):
         if reason in found:
             group = {"params": found[reason], "name": reason, "use_muon": reason == "matrices"}
-            if reason != "matrices":
-                group |= {"weight_decay": 0.0} if reason == "no matrices" else {}
-                group |= options
-            groups.append(group)
+            own = {} if reason == "matrices" else options
+            kept = {"weight_decay": 0.0} if reason == "no matrices" else {}
+            groups.append(group | own | kept)
     return groups
