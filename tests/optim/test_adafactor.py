@@ -32,8 +32,8 @@ def test_each_step_is_the_definition_s_in_fp64(shape, options):
         names = ("row_var", "col_var") if len(shape) > 1 else ("variance",)
         held = {name: state[name].double().numpy() if t > 1 else np.zeros(()) for name in names}
         p.grad = numbers(shape, t)
-        if t == 2:
-            p.grad *= 1e-12  # below eps
+        if t < 3:
+            p.grad *= 1e-6  # sums and roots below eps, and some above
         optimizer.step()
         wanted = oracles.adafactor(before, p.grad.double().numpy(), held, t, **exact)
         got = {"weight": p.detach(), **{name: state[name] for name in names}}
