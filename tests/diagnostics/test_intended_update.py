@@ -10,6 +10,7 @@ from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.replay import intended_updates, plain
 from halfstep.diagnostics.lost_updates.sampling import Chooser, after_step, before_step
 from halfstep.formats import BF16, FP16, FP32
+from halfstep.optim import Adafactor, Muon
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.precision.masters.rounding import half_gap
 
@@ -65,6 +66,28 @@ def test_own_optimizers_are_replayed_from_every_format(kind, moments):
         # Real weights are fp32 of up to about 4, so their change is known to 2^-22.
         torch.testing.assert_close(intended, real, rtol=0, atol=2**-21)
         assert float(intended.abs().min()) > 0
+
+
+@pytest.mark.parametrize("layout", [lambda w: w, lambda w: w.T.contiguous().T])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Muon, {"adjust_lr_fn": "match_rms_adamw", "moments": "8bit"}),
+        (Muon, {"moments": "fp32"}),
+        (Adafactor, {"weight_decay": 0.1}),
+        (Adafactor, {"maximize": True, "lr": 1.0}),
+    ],
+)
+def test_directions_of_whole_matrices_are_replayed_as_they_were(kind, options, layout):
+    torch.manual_seed(0)
+    weight = nn.Parameter(layout(torch.randn(60, 50).bfloat16()))
+    optimizer = kind([weight], **{"lr": 1e-2, "update": "split", **options})
+    for _ in range(4):
+        weight.grad = torch.randn_like(weight)
+        intended, real = replay(optimizer, own=True, samples=200)
+        torch.testing.assert_close(intended, real, rtol=0, atol=2**-21)
+        assert float(intended.abs().max()) > 1e-3
+        assert optimizer.on_direction is None
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Lion])
@@ -178,6 +201,49 @@ def test_gradients_of_a_closure_are_those_it_computes(by_name):
     optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     (report,) = meter.report()
     assert (report.zero, report.lost) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", [Muon, Adafactor])
+@pytest.mark.parametrize("way", ["nearest", "split"])
+def test_lost_updates_of_whole_matrices_are_counted(kind, way):
+    """The oracle counts the elements that did not change: every update here is meant to move."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    weight.grad = torch.randn_like(weight)
+    before = weight.detach().clone()
+    decay = {"weight_decay": 0.0}
+    optimizer = kind([weight], lr=3e-3, update=way, **decay)
+    report = one_step(optimizer, samples=10**5)
+    same = float((weight == before).float().mean())
+    if way == "split":
+        assert (report.lost, report.unmoved) == (0.0, 0.0)
+    else:
+        assert 0.2 < report.lost < 1.0
+        assert report.lost == same
+    assert report.weight_unchanged == same
+    # half of them would be lost below this rate, which is proportional to the updates
+    assert 0 < report.frozen_below < (1.0 if way == "nearest" else 1e-4)
+
+
+def test_adafactor_s_own_rate_is_not_taken_for_the_learning_rate():
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    optimizer = Adafactor([weight], lr=0.9, update="split")
+    for linear in (True, False):  # from the second step on, 1 / sqrt(step) is smaller
+        weight.grad = torch.randn_like(weight)
+        report = one_step(optimizer)
+        assert math.isnan(report.frozen_below) is not linear
+
+
+def test_a_direction_that_another_meter_took_is_not_claimed():
+    weight = nn.Parameter(torch.randn(64, 64))
+    weight.grad = torch.randn_like(weight)
+    optimizer = Muon([weight])
+    meters = [LostUpdateMeter(optimizer, every=1) for _ in range(2)]
+    optimizer.step()
+    first, second = (meter.report()[0] for meter in meters)
+    assert math.isnan(first.lost)
+    assert "the direction of Muon was given to another meter" in first.verdict
+    assert second.lost < 0.01  # of fp32
 
 
 def test_sparse_gradients_are_left_out_and_named():

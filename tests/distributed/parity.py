@@ -29,7 +29,9 @@ def sequences(step):
     return inputs, targets
 
 
-def prepare(layout, policy, *, shape=(), sequence_parallel=False, frozen=(), **options):
+def prepare(
+    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw", **options
+):
     """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
     value = parse_policy(policy)
     strategy = choose_strategy(
@@ -39,7 +41,7 @@ def prepare(layout, policy, *, shape=(), sequence_parallel=False, frozen=(), **o
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(frozen)))
     strategy.place_(model, plan_of(model))
-    config = OptimizerConfig(learning_rate=1e-2, eps=EPS)
+    config = OptimizerConfig(name=kind, learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
     precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
     strategy.attach_(precision)

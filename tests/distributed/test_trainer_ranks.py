@@ -133,6 +133,25 @@ def test_a_resume_on_two_ranks_is_bit_for_bit_buffers_and_average_too(pool2, tmp
             assert torch.equal(one[name], two[name]), name
 
 
+@pytest.mark.parametrize("layout", ["shard=2", "data=2"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_resume_on_two_ranks_keeps_remainders_and_moments(pool2, tmp_path, layout, name):
+    settings = {
+        **{"parallel": layout, "plan": True, "optimizer": name},
+        "precision": "bf16-split,moments=8bit",
+    }
+    pool2.run(train, path=tmp_path / "whole", **settings)
+    pool2.run(train, path=tmp_path / "cut", stop=4, **settings)
+    pool2.run(train, path=tmp_path / "cut", resume=True, seed=5, **settings)
+    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
+    moment = "momentum_buffer" if name == "muon" else "exp_avg_sq"
+    assert {"first.weight/" + moment, "second.weight/step"} <= a.optimizer.keys()
+    for one, two in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert torch.equal(one[name], two[name]), name
+
+
 def refused(rank, path):
     with pytest.raises(ConfigError) as caught:
         train(rank, path, parallel="shard=2")

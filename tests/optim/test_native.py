@@ -18,17 +18,18 @@ from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.rules import ADAMW, LION, SGD, Algorithm
+from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD, Algorithm
 from halfstep.optim.storage.moments import zeros
 from halfstep.optim.storage.state import StepTask
 from halfstep.optim.storage.weights import read_master
 from halfstep.precision.masters.rounding import ROUNDING
 
-RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION}
+RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION, "directed": DIRECTED}
 OPTIONS = {
     "adamw": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
     "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False},
     "lion": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "directed": {"lr": 1e-2, "weight_decay": 0.1},
 }
 BF16_WAYS = [(torch.bfloat16, way) for way in ROUNDING]
 WAYS = [(torch.float32, "nearest"), *BF16_WAYS]
@@ -192,6 +193,9 @@ def test_gradients_that_are_not_finite(kernel, rule, moments):
         weight = tasks[0].weight
         if rule == "lion":  # sign(NaN) is 0 in torch: the weight only decays
             assert weight.isfinite().all()
+        elif rule == "directed":  # an infinite direction makes an infinite weight, which stays
+            for start, stride in SPECIAL.values():
+                assert not weight[start::stride].isfinite().any()
         else:
             for start, stride in SPECIAL.values():
                 assert weight[start::stride].isnan().all()

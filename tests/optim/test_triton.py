@@ -26,7 +26,16 @@ from halfstep.optim.kernels.dispatch import kernel_for
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
 NAMES = (
-    *("bits-adamw", "bits-sgd", "bits-lion", "host-adamw", "host-sgd", "host-lion", "extremes"),
+    *(
+        "bits-adamw",
+        "bits-sgd",
+        "bits-lion",
+        "bits-directed",
+        "host-adamw",
+        "host-sgd",
+        "host-lion",
+        "extremes",
+    ),
     *("constants", "huge", "later", "stops", "changes", "graphs", "captures"),
 )
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.optim import Muon
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
 from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
@@ -29,6 +30,7 @@ GROUPS = {
     "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False},
     "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "directed": {"lr": 1e-3, "weight_decay": 0.1},
 }
 
 
@@ -89,6 +91,8 @@ def same(a, b):
         (SGD_RULE, torch.float16, "fp32", "nearest"),
         (LION, torch.float32, "bf16", "split24"),
         (LION, torch.bfloat16, "8bit", "kahan"),
+        (DIRECTED, torch.bfloat16, "fp32", "split"),
+        (DIRECTED, torch.float32, "fp32", "stochastic"),
     ],
 )
 def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
@@ -110,6 +114,22 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
         for a, b in zip(ours, theirs, strict=True):
             for x, y in zip(tensors(a), tensors(b), strict=True):
                 assert same(x, y), (step, x.numel(), x.dtype, (x != y).sum())
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96)])
+def test_muon_s_steps_are_torch_s_where_momentum_is_exact(shape):
+    """As tests/optim/test_muon.py, where the bound is explained."""
+    p, q = (torch.nn.Parameter(torch.ones(shape, device=DEVICE)) for _ in range(2))
+    options = {"lr": 0.02, "momentum": 0.5, "adjust_lr_fn": "match_rms_adamw"}
+    ours, theirs = Muon([p], **options), torch.optim.Muon([q], **options)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for _ in range(10):
+        p.grad = torch.randint(-8, 9, shape, device=DEVICE, generator=generator).float()
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    assert (p - q).abs().max().item() <= 60 * 2.0**-24 * q.abs().max().item()
+    assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
 
 
 def test_the_optimizer_uses_one_launch_and_does_not_wait():

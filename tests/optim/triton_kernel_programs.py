@@ -10,7 +10,7 @@ import torch
 
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan, run_torch
-from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
+from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import zeros
 from halfstep.optim.storage.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
@@ -19,8 +19,10 @@ OPTIONS = {
     "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},
     "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False},
     "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
+    "directed": {"lr": 1e-3, "weight_decay": 0.1},
 }
-RULES = (ADAMW, SGD_RULE, LION)
+RULES = (ADAMW, SGD_RULE, LION)  # of optimizers whose whole step can be taken on the device
+KERNELS = (*RULES, DIRECTED)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENTS = ("fp32", "bf16", "8bit")
 UPDATES = ("fp32", *ROUNDING)
@@ -65,8 +67,8 @@ def spread(n, generator):
 
 def bits_of_every_pair(rule_name):
     """Any two of gradient, moments and update meet under each rule, and any three under one."""
-    rule = next(rule for rule in RULES if rule.name == rule_name)
-    shift = RULES.index(rule)
+    rule = next(rule for rule in KERNELS if rule.name == rule_name)
+    shift = KERNELS.index(rule)
     for number, (moments, update) in enumerate(itertools.product(MOMENTS, UPDATES)):
         gradient = DTYPES[(number + number // 6 + shift) % 3]
         generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ import triton_kernel_programs as kernel
 import triton_step_programs as step
 
 PROGRAMS = {
-    **{f"bits-{rule.name}": (kernel.bits_of_every_pair, rule.name) for rule in kernel.RULES},
+    **{f"bits-{rule.name}": (kernel.bits_of_every_pair, rule.name) for rule in kernel.KERNELS},
     **{f"host-{rule.name}": (step.against_the_host, rule.name) for rule in kernel.RULES},
     "extremes": (kernel.extremes,),
     "constants": (step.device_constants,),

@@ -115,6 +115,9 @@ def test_the_rows_name_every_part_with_its_format(name):
     for part, size in zip(COMPONENTS, BYTES[name], strict=True):
         assert (f"{size} {part}" in rows["bytes"][1]) == (size > 0)
     assert ("cast copies" in rows["bytes"][1]) == name.endswith("-mixed")
+    cost = bytes_per_parameter(POLICIES[name])
+    one = f"; {sum(BYTES[name]) - cost['moments'] / 2:.4g} with one moment (Muon, Lion)"
+    assert one in rows["bytes"][1]
     assert ("small updates are lost" in rows["params"][1]) == name.endswith("-pure")
     assert ("rounded from the masters" in rows["params"][1]) == name.endswith("-master")
     assert ("upper 16 bits of the master" in rows["params"][1]) == ("split" in name)

@@ -64,6 +64,34 @@ def test_resume_is_bit_for_bit(corpus, tmp_path, policy):
         assert a.state["precision"]["skipped_total"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("muon", "bf16-split,moments=8bit"), ("muon", "fp16-mixed"), ("adafactor", "bf16-split24")],
+)
+@pytest.mark.filterwarnings("ignore:the second moments of")
+def test_resume_is_bit_for_bit_with_rules_of_whole_matrices(corpus, tmp_path, name, policy):
+    dynamic = POLICIES[policy.split(",")[0]].loss_scale.kind == "dynamic"
+    config = small_config(
+        corpus, policy, precision=overflowing(policy) if dynamic else policy,
+        run__lost_update_every=1, optimizer__name=name,
+    )  # fmt: skip
+    run(config, tmp_path / "whole")
+    run(config, tmp_path / "cut", until=6)  # the last checkpoint is of step 4
+    session, _ = run(config, tmp_path / "cut")
+    assert session.step == 8
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    measured = [line["lost_updates"] for line in metrics(tmp_path / "cut") if line["applied"]]
+    assert all(0 <= lost < 1 for groups in measured for lost in groups.values())
+    assert name != "muon" or {"matrices", "embeddings"} <= measured[0].keys()
+    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
+    assert_same_tensors(a.weights, b.weights)
+    assert_same_tensors(a.optimizer, b.optimizer)
+    keys = {path.rpartition("/")[2] for path in a.optimizer}
+    wanted = {"momentum_buffer"} if name == "muon" else {"row_var", "col_var", "variance"}
+    assert wanted <= keys
+    assert not dynamic or a.state["precision"]["skipped_total"] > 0
+
+
 def test_micro_batches_equal_one_batch(corpus, tmp_path):
     for accum in (1, 4):
         run(small_config(corpus, "fp32", run__grad_accum=accum), tmp_path / str(accum))

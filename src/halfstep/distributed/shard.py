@@ -21,10 +21,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
+from halfstep.precision.masters.local_part import part_like
 
 
 class FullySharded(Strategy):

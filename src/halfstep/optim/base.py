@@ -52,6 +52,8 @@ _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
 
 
 _NO_GRADIENT = torch.empty(0)
+Members = list[tuple[nn.Parameter, StepTask]]
+"""The parameters of one kernel call, each with its task."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class LowPrecisionOptimizer(Optimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
@@ -124,6 +126,10 @@ class LowPrecisionOptimizer(Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+
+    def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
+        """The update rule of a group's parameters."""
+        return self.algorithm
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
@@ -200,17 +206,22 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for plan, members in self._plans(gradients, factor):
-            kernel = self._kernel(members[0][0].device)
-            kernel.run([task for _, task in members], plan)
+        for group, plan, members in self._plans(gradients, factor):
+            self._run(group, plan, members)
             for parameter, task in members:
                 if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
                     write_back(parameter, task.weight)
-            if plan.moments == "8bit" and len(self.algorithm.moments) > 1 and is_due(plan.step):
+            several = len(plan.algorithm.moments) > 1
+            if plan.moments == "8bit" and several and is_due(plan.step):
                 self._fall_back(plan, members)
             for _, task in members:
                 task.gradient = _NO_GRADIENT
         return loss
+
+    def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
+        """Update the tensors of one plan, all of one group."""
+        kernel = self._kernel(members[0][0].device, plan.algorithm.name)
+        kernel.run([task for _, task in members], plan)
 
     def device_step(self, config: LossScaleConfig) -> DeviceStep | None:
         """Steps whose decisions stay on the device; None where there is no kernel for them.
@@ -224,23 +235,24 @@ class LowPrecisionOptimizer(Optimizer):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
         device = gradients[0].device if gradients else torch.device("cpu")
-        return self._kernel(device).norm(gradients)
+        return self._kernel(device, self.algorithm.name).norm(gradients)
 
-    def _kernel(self, device: torch.device) -> Kernel:
-        """The kernel for a device, chosen once."""
-        if device.type not in self._kernels:
-            self._kernels[device.type] = kernel_for(device.type, self.algorithm.name)
-        return self._kernels[device.type]
+    def _kernel(self, device: torch.device, rule: str) -> Kernel:
+        """The kernel for a device and the name of an update rule, chosen once."""
+        key = device.type, rule
+        if key not in self._kernels:
+            self._kernels[key] = kernel_for(*key)
+        return self._kernels[key]
 
     def _plans(
         self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
-    ) -> list[tuple[Plan, list[tuple[nn.Parameter, StepTask]]]]:
+    ) -> list[tuple[dict[str, Any], Plan, Members]]:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
         self.check_step(gradients)
-        found: dict[tuple[Any, ...], tuple[Plan, list[tuple[nn.Parameter, StepTask]]]] = {}
+        found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
         counted: list[Tensor] = []
         for stream, (number, group, parameter) in enumerate(self._members()):
             gradient = gradients.get(parameter)
@@ -252,17 +264,18 @@ class LowPrecisionOptimizer(Optimizer):
             counted.append(self.state[parameter]["step"])
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
+                algorithm = self.algorithm_of(group)
                 plan = Plan(
-                    self.algorithm,
-                    self.algorithm.constants(plain_options(group), step),
+                    algorithm,
+                    algorithm.constants(plain_options(group), step),
                     update,
                     moments,
                     -multiplier if group.get("maximize") else multiplier,
                     group["seed"],
                     step,
                 )
-                found[key] = (plan, [])
-            found[key][1].append((parameter, kept.task))
+                found[key] = (group, plan, [])
+            found[key][2].append((parameter, kept.task))
         increment_version(counted)  # what watches the counters sees that they moved
         return list(found.values())
 
@@ -277,7 +290,7 @@ class LowPrecisionOptimizer(Optimizer):
                 return kept
             del self._kept[stream]
         state = self._state(group, parameter)
-        task = self._task(parameter, gradient, state, stream)
+        task = self._task(self.algorithm_of(group), parameter, gradient, state, stream)
         update, moments = update_of(group, parameter), kept_moments(group, state)
         facts = _facts(group, parameter, gradient, state)
         number = state["step"].numpy()
@@ -296,7 +309,7 @@ class LowPrecisionOptimizer(Optimizer):
             for parameter in group["params"]:
                 yield number, group, parameter
 
-    def _fall_back(self, plan: Plan, members: Sequence[tuple[nn.Parameter, StepTask]]) -> None:
+    def _fall_back(self, plan: Plan, members: Members) -> None:
         """Switch to bf16 moments where 8 bits do not hold their spread, and warn about it."""
         tasks = [task for _, task in members]
         counts = elements_below(tasks)
@@ -312,7 +325,7 @@ class LowPrecisionOptimizer(Optimizer):
             values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
             stride, before = dense(parameter).stride(), self.state[parameter]
             state = self.state[parameter] = {"step": before["step"]}
-            for name, value in zip(self.algorithm.moments, values, strict=True):
+            for name, value in zip(plan.algorithm.moments, values, strict=True):
                 state[name] = value.as_strided(parameter.shape, stride)
             if REMAINDER in before:
                 state[REMAINDER] = before[REMAINDER]
@@ -355,7 +368,7 @@ class LowPrecisionOptimizer(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = new_step(0)
-        for name in self.algorithm.moments:
+        for name in self.algorithm_of(group).moments:
             if stored_moment(state, name)[0] is None:
                 state |= zero_moment(name, parameter, moments_of(group))
         dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
@@ -364,10 +377,15 @@ class LowPrecisionOptimizer(Optimizer):
         return state
 
     def _task(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
+        self,
+        rule: Algorithm,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        stream: int,
     ) -> StepTask:
         none = torch.empty(0, dtype=torch.uint8)
-        stored = [stored_moment(state, name) for name in self.algorithm.moments]
+        stored = [stored_moment(state, name) for name in rule.moments]
         remainder = state.get(REMAINDER)
         data = dense(parameter)
         return StepTask(
@@ -486,7 +504,7 @@ class LowPrecisionOptimizer(Optimizer):
         """
         group, stream = self._find(parameter)
         return convert(
-            self.algorithm.moments,
+            self.algorithm_of(group).moments,
             dense(parameter),
             entry,
             update=update_of(group, parameter),

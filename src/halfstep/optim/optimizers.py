@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.options import check_rate, checked_betas, require_option
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 from halfstep.optim.storage.moments import Moments
 from halfstep.precision.masters.rounding import Update
@@ -71,10 +72,12 @@ class AdamW(LowPrecisionOptimizer):
                 an unsupported option or parameter dtype.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _check_rate(lr, foreach, capturable)
-        betas = _betas(betas, foreach, capturable)
-        _require(eps > 0, "epsilon value", eps, "eps > 0; with 0, elements at rest become NaN")
-        _require(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
+        check_rate(lr, foreach, capturable)
+        betas = checked_betas(betas, foreach, capturable)
+        require_option(
+            eps > 0, "epsilon value", eps, "eps > 0; with 0, elements at rest become NaN"
+        )
+        require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         options = {
             "lr": lr,
             "betas": betas,
@@ -122,9 +125,9 @@ class SGD(LowPrecisionOptimizer):
                 reasons of :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _check_rate(lr)
-        _require(momentum >= 0, "momentum value", momentum, ">= 0")
-        _require(bool(weight_decay >= 0), "weight_decay value", weight_decay, ">= 0")
+        check_rate(lr)
+        require_option(momentum >= 0, "momentum value", momentum, ">= 0")
+        require_option(bool(weight_decay >= 0), "weight_decay value", weight_decay, ">= 0")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise PrecisionError(
                 "Nesterov momentum requires a momentum and zero dampening: nesterov=True is "
@@ -171,9 +174,9 @@ class Lion(LowPrecisionOptimizer):
             PrecisionError: For a number outside its range, or the reasons of :class:`AdamW`.
             RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        _check_rate(lr, foreach, capturable)
-        betas = _betas(betas, foreach, capturable)
-        _require(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
+        check_rate(lr, foreach, capturable)
+        betas = checked_betas(betas, foreach, capturable)
+        require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         options = {
             "lr": lr,
             "betas": betas,
@@ -185,51 +188,3 @@ class Lion(LowPrecisionOptimizer):
             "fused": fused,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
-
-
-def _check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: bool = False) -> None:
-    """Refuse the learning rates that ``torch.optim`` refuses, with its messages."""
-    if isinstance(lr, Tensor):
-        if foreach and not capturable:
-            raise PrecisionError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True; leave "
-                "foreach out"
-            )
-        if lr.numel() != 1:
-            raise PrecisionError(
-                f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}"
-            )
-    _require(bool(lr >= 0), "learning rate", lr, "lr >= 0")
-
-
-def _betas(
-    betas: tuple[float | Tensor, float | Tensor], foreach: bool | None, capturable: bool
-) -> tuple[float, float]:
-    """The betas as numbers, as ``torch.optim`` stores them, after the checks that it makes."""
-    for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise PrecisionError(f"Tensor betas[{index}] must be 1-element")
-        _require(
-            bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
-        )
-    tensors = [isinstance(beta, Tensor) for beta in betas]
-    if any(tensors) and not all(tensors):
-        raise PrecisionError("betas must be either both floats or both Tensors")
-    if any(tensors) and foreach and not capturable:
-        raise PrecisionError(
-            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave "
-            "foreach out"
-        )
-    for beta in betas:
-        if isinstance(beta, Tensor) and beta.device.type != "cpu":
-            raise PrecisionError(
-                f"betas are tensors on {beta.device}, which the host would have to wait for; give "
-                "numbers or CPU tensors"
-            )
-    return float(betas[0]), float(betas[1])
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
-    if not holds:
-        raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")

@@ -147,3 +147,54 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
             f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
         )
+
+
+# Checks that an optimizer makes of its own arguments.
+
+
+def check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: bool = False) -> None:
+    """Refuse the learning rates that ``torch.optim`` refuses, with its messages."""
+    if isinstance(lr, Tensor):
+        if foreach and not capturable:
+            raise PrecisionError(
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave "
+                "foreach out"
+            )
+        if lr.numel() != 1:
+            raise PrecisionError(
+                f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}"
+            )
+    require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
+
+
+def checked_betas(
+    betas: tuple[float | Tensor, float | Tensor], foreach: bool | None, capturable: bool
+) -> tuple[float, float]:
+    """The betas as numbers, as ``torch.optim`` stores them, after the checks that it makes."""
+    for index, beta in enumerate(betas):
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise PrecisionError(f"Tensor betas[{index}] must be 1-element")
+        require_option(
+            bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
+        )
+    tensors = [isinstance(beta, Tensor) for beta in betas]
+    if any(tensors) and not all(tensors):
+        raise PrecisionError("betas must be either both floats or both Tensors")
+    if any(tensors) and foreach and not capturable:
+        raise PrecisionError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave "
+            "foreach out"
+        )
+    for beta in betas:
+        if isinstance(beta, Tensor) and beta.device.type != "cpu":
+            raise PrecisionError(
+                f"betas are tensors on {beta.device}, which the host would have to wait for; give "
+                "numbers or CPU tensors"
+            )
+    return float(betas[0]), float(betas[1])
+
+
+def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
+    if not holds:
+        raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")

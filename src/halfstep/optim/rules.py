@@ -29,7 +29,8 @@ class Algorithm:
     # repeats it, because there only the device knows the step number
     at_step: Callable[[Constants, int], Constants]
     # maps (weight, gradient, first, second, constants) to the new weight, first and second moment,
-    # all fp32 of one shape; a second moment that the rule does not use is returned unchanged
+    # all fp32 of one shape; a moment that the rule does not use is returned unchanged. Rules of
+    # whole matrices get the direction that their optimizer has computed in the gradient's place
     move: Callable[[Tensor, Tensor, Tensor, Tensor, Constants], Moved]
 
     def constants(self, group: dict[str, Any], step: int) -> Constants:
@@ -86,9 +87,38 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     return moved, m * beta2 + g * rest2, v
 
 
+# Rules of whole matrices: what is done with a direction once it is known (optim/directed.py).
+
+
+def _directed_settled(group: dict[str, Any]) -> Constants:
+    return 1 - group["lr"] * group["weight_decay"], group["lr"]
+
+
+def _adafactor_settled(group: dict[str, Any]) -> Constants:
+    return 1 - group["lr"] * group["weight_decay"], 1.0  # its step size is part of the direction
+
+
+def _directed(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
+    decay, size = c
+    return w * decay - g * size, m, v
+
+
+def averaging(momentum: float, *, nesterov: bool) -> Constants:
+    """SGD's constants for which a zero weight becomes the momentum that a matrix moves by.
+
+    b = momentum b + (1 - momentum) g; the result is b, or (1 - momentum) g + momentum b.
+    """
+    direct, through = (1 - momentum, momentum) if nesterov else (0.0, 1.0)
+    return momentum, 1 - momentum, 0.0, -1.0, direct, through
+
+
 # Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2;
 # Sutskever et al., "On the importance of initialization and momentum", ICML 2013, in the form of
 # torch.optim.SGD; Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_settled, _adamw_at, _adamw)
 SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_settled, _sgd_at, _sgd)
 LION = Algorithm("lion", ("exp_avg",), _lion_settled, lambda c, step: c, _lion)
+# The kernels' rule, and the two optimizers that use it; their sources stand beside their classes.
+DIRECTED = Algorithm("directed", (), _directed_settled, lambda c, step: c, _directed)
+MUON = Algorithm("muon", ("momentum_buffer",), _directed_settled, lambda c, step: c, _directed)
+ADAFACTOR = Algorithm("adafactor", (), _adafactor_settled, lambda c, step: c, _directed)

@@ -162,6 +162,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     }[scale.kind]
     cost = bytes_per_parameter(policy)
     total = " + ".join(f"{value:.4g} {key}" for key, value in cost.items() if value)
+    total += f"; {sum(cost.values()) - cost['moments'] / 2:.4g} with one moment (Muon, Lion)"
     if policy.casts_per_op:
         total += f", and {c.itemsize} for the cast copies while a forward and backward run"
     added = "micro-batches add up in this format"

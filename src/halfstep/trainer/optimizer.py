@@ -36,7 +36,8 @@ def make_optimizer(
     Args:
         model: Its parameters may still be fp32.
         config: Name and hyperparameters. An optimizer gets those that its class takes: SGD and
-            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha.
+            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha. Muon updates
+            hidden matrices and AdamW the rest, as :func:`halfstep.optim.muon_groups` picks them.
         policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
             says, torch's optimizer elsewhere (the fused one where torch has it).
         seed: Seed of stochastic rounding, where the policy uses it.
@@ -48,6 +49,8 @@ def make_optimizer(
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
     """
+    if config.name == "muon":
+        return _make_muon(model, config, seed)
     trainable = [p for p in model.parameters() if p.requires_grad]
     every = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -76,8 +79,11 @@ def make_optimizer(
 def averages(config: OptimizerConfig) -> float:
     """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 0.03 for Adafactor.
 
-    Counted on a small parameter, so that it holds for any optimizer.
+    Counted on a small parameter, so that it holds for any optimizer; for Muon those of a matrix, as
+    nothing that fits may be refused.
     """
+    if config.name == "muon":
+        return 1.0
     probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
     (weight,) = probe.parameters()
     optimizer = make_optimizer(probe, config, POLICIES["fp32"])
@@ -85,6 +91,19 @@ def averages(config: OptimizerConfig) -> float:
     optimizer.step()
     kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
     return sum(t.numel() for t in kept) / weight.numel()
+
+
+def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> Optimizer:
+    """Halfstep's Muon in every policy, as torch's takes matrices only."""
+    return optim.Muon(
+        optim.muon_groups(model, eps=config.eps),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn=config.adjust_lr,
+        betas=(config.beta1, config.beta2),
+        seed=seed,
+    )
 
 
 # The learning rate is a pure function of the number of steps taken and applied.

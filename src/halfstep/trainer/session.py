@@ -195,17 +195,18 @@ class Session:
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             states = convert_optimizer_tensors(used, names, moments)
-            try:
-                self.precision.load_state_dict(
-                    {**saved.precision, "masters": {}}, weights=checkpoint.weights
-                )
-            except HalfstepError:
-                raise
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{where}: the precision state in it is damaged ({error!r:.80}). Remove it to "
-                    "go on from the one before"
-                ) from error
+        try:
+            self.precision.load_state_dict(
+                {**saved.precision, "masters": {}}, weights=checkpoint.weights
+            )
+        except HalfstepError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where}: the precision state in it is damaged ({error!r:.80}). Remove it to "
+                "go on from the one before"
+            ) from error
+        with self.precision.masters.installed():  # anew: loading has put the parameters back
             set_optimizer_state(used, states)
         if self.ema is not None:
             self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})

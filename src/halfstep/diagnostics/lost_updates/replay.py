@@ -23,6 +23,7 @@ from halfstep.diagnostics.lost_updates.sampling import (
     sampled_state,
 )
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.directed import DirectedOptimizer
 from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import decode_elements
@@ -61,6 +62,9 @@ def intended_updates(
         multiplier = -multiplier
     gradients = [sample.gradient.double() * multiplier for sample in samples]
     if is_own(optimizer):
+        unseen = isinstance(optimizer, DirectedOptimizer) and optimizer.is_directed(options)
+        if unseen and any(sample.direction is None for sample in samples):
+            return f"the direction of {type(optimizer).__name__} was given to another meter"
         return _by_rule(optimizer, options, samples, gradients)
     kind = type(optimizer)
     if kind.__name__ in _WHOLE or any(sample.whole for sample in samples):
@@ -88,10 +92,12 @@ def _by_rule(
     gradients: Sequence[Tensor],
 ) -> list[Tensor]:
     changes = []
+    rule = optimizer.algorithm_of(options)
     for sample, gradient in zip(samples, gradients, strict=True):
         value = sample.value().double()
-        first, second, constants = _before(optimizer.algorithm, options, sample)
-        moved = optimizer.algorithm.move(value, gradient, first, second, constants)[0]
+        first, second, constants = _before(rule, options, sample)
+        given = gradient if sample.direction is None else sample.direction.double()
+        moved = rule.move(value, given, first, second, constants)[0]
         changes.append(moved - value)
     return changes
 
@@ -112,7 +118,7 @@ def slowdowns(
     for sample in samples:
         factor = torch.ones(sample.weight.shape, dtype=torch.float64)
         if is_own(optimizer) and sample.exact is not None:
-            rule, rest = optimizer.algorithm, torch.zeros_like(factor)
+            rule, rest = optimizer.algorithm_of(options), torch.zeros_like(factor)
             first, second, constants = _before(rule, options, sample)
             gradient = sample.gradient.double() * multiplier
             now, exact = (
@@ -130,7 +136,8 @@ def _before(
     """First and second moment in fp64, and the constants of the step that follows."""
     state, shape = sample.state, sample.weight.shape
     found = [_moment(m, state, signed=i == 0) for i, m in enumerate(rule.moments)]
-    first, *rest = (torch.zeros(shape, dtype=torch.float64) if m is None else m for m in found)
+    zero = torch.zeros(shape, dtype=torch.float64)
+    first, *rest = (zero if m is None else m for m in found or [None])
     constants = rule.constants(options, int(state.get("step", 0)) + 1)
     return first, rest[0] if rest else first, constants
 
@@ -276,5 +283,5 @@ class ExactMoments:
 
 def _is_coarse(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether a group's second moments are kept in less than fp32."""
-    several = is_own(optimizer) and len(optimizer.algorithm.moments) > 1
+    several = is_own(optimizer) and len(optimizer.algorithm_of(group).moments) > 1
     return several and group["moments"] not in (None, "fp32")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.directed import DirectedOptimizer
 from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
@@ -41,6 +42,8 @@ class Sample:
     remainder: Tensor | None = None  # the remainder before the step
     remainder_after: Tensor | None = None
     exact: Tensor | None = None  # the second moment before the step, had it been kept in fp32
+    # the direction that a rule of whole tensors gets instead of the gradient, times its factor
+    direction: Tensor | None = None
 
     def on_cpu(self) -> Sample:
         """A copy on the CPU; synchronises."""
@@ -174,12 +177,32 @@ def before_step(
                 sample.remainder = sample.state.pop(REMAINDER, None)
             step.groups[i].samples.append(sample)
             step.groups[i].places.append((parameter, index))
+    if isinstance(optimizer, DirectedOptimizer):
+        optimizer.on_direction = _directions(step)
     return step
+
+
+def _directions(step: StepSample) -> Callable[[Tensor, Tensor, float], None]:
+    """Takes the directions of a step's sampled elements, while it runs."""
+    wanted = {
+        parameter: (sample, index)
+        for group in step.groups
+        for sample, (parameter, index) in zip(group.samples, group.places, strict=True)
+    }
+
+    def take(parameter: Tensor, direction: Tensor, factor: float) -> None:
+        if parameter in wanted:
+            sample, index = wanted[parameter]
+            sample.direction = torch.take(direction, index).float() * factor
+
+    return take
 
 
 def after_step(optimizer: Optimizer, step: StepSample) -> None:
     """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
     own = is_own(optimizer)
+    if isinstance(optimizer, DirectedOptimizer):
+        optimizer.on_direction = None
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):
             sample.after = torch.take(local(parameter.detach()), index)

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.parts import part_like
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.tensor.styles import STYLES, ParallelForward
 from halfstep.errors import ConfigError
+from halfstep.precision.masters.local_part import part_like
 from halfstep.precision.policy.policy import PrecisionPolicy
 
 # Tensor parallelism: every rank of one mesh axis holds, and computes with, a part of each layer.

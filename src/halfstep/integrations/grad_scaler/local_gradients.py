@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.integrations.grad_scaler.parameter_names import owned, with_gradients
-from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part
+from halfstep.precision.masters.local_part import as_target, is_sharded, local_gradient, local_part
 from halfstep.precision.masters.stepping import KeepsMasters
 
 
@@ -97,7 +97,7 @@ def _on_parts(optimizer: Optimizer) -> Iterator[None]:
     parts: dict[Tensor, Tensor] = {}
     for parameter in owned(optimizer):
         if is_sharded(parameter):
-            parts[parameter] = nn.Parameter(local_part(parameter), parameter.requires_grad)
+            parts[parameter] = as_target(local_part(parameter), parameter)
             parts[parameter].grad = local_gradient(parameter)
     _exchange(optimizer, parts)
     try:

@@ -26,7 +26,7 @@ constexpr uint8_t kBroken = 255;  // the top of a block with a NaN
 enum Dtype { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 enum Update { kNearest, kSplit, kSplit24, kKahan, kStochastic };  // as in rounding.py's ROUNDING
 enum Moments { kMomentsFp32 = 0, kMomentsBf16 = 1, kMoments8 = 2 };
-enum Rule { kAdamW = 0, kSgd = 1, kLion = 2 };
+enum Rule { kAdamW = 0, kSgd = 1, kLion = 2, kDirected = 3 };
 
 inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
@@ -288,6 +288,9 @@ void move(const HalfstepPlan& p, int n, float* __restrict w, float* __restrict g
       m[i] = m[i] * momentum + g[i] * fresh;
       w[i] = w[i] - (g[i] * direct + m[i] * through) * lr;
     }
+  } else if (p.rule == kDirected) {
+    const float decay = c[0], size = c[1];
+    for (int i = 0; i < n; ++i) w[i] = w[i] * decay - g[i] * size;
   } else {
     const float beta1 = c[0], rest1 = c[1], beta2 = c[2], rest2 = c[3], decay = c[4], lr = c[5];
     for (int i = 0; i < n; ++i) {
@@ -303,22 +306,22 @@ void stage(const HalfstepTask& t, const HalfstepPlan& p, int64_t at, int n) {
   alignas(64) float own_w[kStage], g[kStage], own_m[kStage], own_v[kStage];
   alignas(64) uint32_t random[kStage];
   const bool wide_w = p.weight_dtype == kFp32, wide = p.moments == kMomentsFp32;
-  const bool second = p.moment_count > 1;
+  const bool first = p.moment_count > 0, second = p.moment_count > 1;
   float* w = wide_w ? static_cast<float*>(t.weight) + at : own_w;
-  float* m = wide ? static_cast<float*>(t.moment[0]) + at : own_m;
+  float* m = wide && first ? static_cast<float*>(t.moment[0]) + at : own_m;
   float* v = wide && second ? static_cast<float*>(t.moment[1]) + at : own_v;
   read_gradient(t.gradient, p.gradient_dtype, at, n, p.multiplier, g);
   if (!wide_w) read_master(t, p, at, n, w);
-  if (!wide) {
+  if (!wide && first) {
     read_moment(t, p, 0, at, n, m);
     if (second) read_moment(t, p, 1, at, n, v);
   }
   move(p, n, w, g, m, v);
   if (!wide_w) write_master(t, p, at, n, w);
-  if (!wide) {
-    const uint32_t first = static_cast<uint32_t>(at);
+  if (!wide && first) {
+    const uint32_t from = static_cast<uint32_t>(at);
     const uint32_t key = random_key(p, t.stream + 1);
-    for (int i = 0; i < n; ++i) random[i] = mix((first + i) ^ key);
+    for (int i = 0; i < n; ++i) random[i] = mix((from + i) ^ key);
     write_moment(t, p, 0, at, n, m, random);
     if (second) write_moment(t, p, 1, at, n, v, random);
   }

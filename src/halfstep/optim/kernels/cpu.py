@@ -20,7 +20,7 @@ from halfstep.precision.masters.rounding import ROUNDING, Update
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UPDATES = {name: number for number, name in enumerate(ROUNDING)}
 _MOMENTS = {"fp32": 0, "bf16": 1, "8bit": 2}
-RULES = {"adamw": 0, "sgd": 1, "lion": 2}
+RULES = {"adamw": 0, "sgd": 1, "lion": 2, "directed": 3}
 """The rules that the C++ and Triton kernels implement; others run as torch operations."""
 
 

@@ -155,8 +155,8 @@ def rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
     for task in tasks:
         count = task.weight.numel()
         remainder = 0 if task.remainder is None else task.remainder.data_ptr()
-        moments = [codes.data_ptr() for codes in task.moments]
-        tops = [top.data_ptr() for top in task.tops]
+        moments = [codes.data_ptr() for codes in task.moments] or [0]
+        tops = [top.data_ptr() for top in task.tops] or [0]
         addresses = [task.weight.data_ptr(), remainder, task.gradient.data_ptr()]
         addresses += [moments[0], moments[-1]]
         aligned = aligned and not any(address % 16 for address in addresses)

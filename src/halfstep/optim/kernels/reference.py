@@ -56,8 +56,9 @@ def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
         for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True))
     ]
     gradient = task.flat_gradient[part].float() * plan.multiplier
+    first, second = (held[0], held[-1]) if held else (gradient, gradient)
     value, *new = plan.algorithm.move(
-        master(weight, remainder, plan.update), gradient, held[0], held[-1], plan.constants
+        master(weight, remainder, plan.update), gradient, first, second, plan.constants
     )
 
     def bits(stream: int) -> Tensor:

@@ -122,13 +122,14 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
     moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
     block = tl.arange(0, rows)
     blocks = (count + LANES - 1) // LANES
-    m_at = pointer(row, FIRST, moment_type, aligned) + start
-    codes = load(m_at, at, count, masked)
-    tops = block
-    if moments == "8bit":
-        m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
-        tops = load(m_tops, block, blocks, masked)
-    m = decode_moment(codes, tops, moments, True)
+    if rule != "directed":
+        m_at = pointer(row, FIRST, moment_type, aligned) + start
+        codes = load(m_at, at, count, masked)
+        tops = block
+        if moments == "8bit":
+            m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
+            tops = load(m_tops, block, blocks, masked)
+        m = decode_moment(codes, tops, moments, True)
     if rule == "adamw":
         v_at = pointer(row, SECOND, moment_type, aligned) + start
         codes = load(v_at, at, count, masked)
@@ -145,6 +146,8 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
         g = g + w * c2
         m = m * c0 + g * c1
         w = w - (g * c4 + m * c5) * c3
+    elif rule == "directed":  # c: decay, size
+        w = w * c0 - g * c1
     else:  # lion; c: beta1, 1 - beta1, beta2, 1 - beta2, decay, lr
         u = m * c0 + g * c1
         w = w * c4 - ((u > 0).to(tl.float32) - (u < 0).to(tl.float32)) * c5
@@ -171,6 +174,8 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
     else:
         _store(weight_at, at, count, nearest(w).to(tl.uint16), masked)
 
+    if rule == "directed":
+        return
     if moments == "fp32":
         _store(m_at, at, count, m, masked)
         if rule == "adamw":

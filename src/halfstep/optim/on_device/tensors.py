@@ -35,7 +35,12 @@ class Stepped(Protocol):
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]: ...
 
     def _task(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], stream: int
+        self,
+        rule: Algorithm,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        stream: int,
     ) -> StepTask: ...
 
 
@@ -186,8 +191,9 @@ class Bundle:
         self, members: Sequence[tuple[nn.Parameter, int]], gradients: Gradients
     ) -> list[StepTask]:
         optimizer = self._optimizer
+        rule, state = optimizer.algorithm, optimizer.state
         return [
-            optimizer._task(parameter, gradients[parameter], optimizer.state[parameter], stream)
+            optimizer._task(rule, parameter, gradients[parameter], state[parameter], stream)
             for parameter, stream in members
         ]
 

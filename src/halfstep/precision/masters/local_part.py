@@ -13,10 +13,13 @@ longer than the rest of halfstep.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+
+_WHOLE = "halfstep_whole"
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -30,6 +33,22 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return local
+
+
+def as_target(local: Tensor, parameter: Tensor) -> nn.Parameter:
+    """A plain parameter for an optimizer, over ``local``, that knows the one it stands for.
+
+    The optimizers that need whole tensors ask for it by :func:`whole_of`.
+    """
+    target = nn.Parameter(local, parameter.requires_grad)
+    setattr(target, _WHOLE, parameter)
+    return target
+
+
+def whole_of(target: Tensor) -> Tensor:
+    """The parameter that a target of :func:`as_target` stands for; another tensor itself."""
+    whole: Tensor = getattr(target, _WHOLE, target)
+    return whole
 
 
 def parts_of(tensor: Tensor) -> int:
@@ -89,3 +108,21 @@ def place_like(local: Tensor, parameter: Tensor) -> Tensor:
         stride=dtensor.stride(),
     )
     return whole
+
+
+def whole_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """The whole of a tensor that is split over ranks as a DTensor is; all of them must ask."""
+    placed: Any = place_like(local, parameter)
+    whole: Tensor = placed.full_tensor()
+    return whole
+
+
+def part_like(full: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor, split as the parameter is; all if that is no DTensor."""
+    if not is_sharded(parameter):
+        return full
+    dtensor: Any = parameter
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor  # it made the parameter
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    part: Tensor = distribute(full, mesh, placements, src_data_rank=None).to_local()
+    return part.clone()  # a slice would keep the memory of the whole tensor alive

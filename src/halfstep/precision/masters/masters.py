@@ -34,7 +34,13 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import require
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.masters.arrivals import Arrivals
-from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part, place_like
+from halfstep.precision.masters.local_part import (
+    as_target,
+    is_sharded,
+    local_gradient,
+    local_part,
+    place_like,
+)
 from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
     Gradients,
@@ -219,9 +225,9 @@ class MasterWeights:
         copied = low and self._policy.has_masters and parameter in held
         keeper = held.get(parameter) if low and self._policy.update != "nearest" else None
         if copied:
-            target = nn.Parameter(exact.to(torch.float32, copy=True))
+            target = as_target(exact.to(torch.float32, copy=True), parameter)
         elif sharded:
-            target = nn.Parameter(local_part(parameter))
+            target = as_target(local_part(parameter), parameter)
         if target is not parameter:
             self._to_target[parameter], self._to_parameter[target] = target, parameter
         if parameter not in self._weights:

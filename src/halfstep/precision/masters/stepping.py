@@ -142,7 +142,7 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
             nearest = "bf16-master" if policy.update != "nearest" else f"{policy}".split(",")[0]
             raise PrecisionError(
                 f"policy {policy} needs an optimizer that keeps update={policy.update} and "
-                f"moments={policy.moment_format}: halfstep.optim's AdamW, SGD or Lion; "
+                f"moments={policy.moment_format}: one of halfstep.optim; "
                 f"{type(optimizer).__name__} does not. The nearest policy for it is {nearest}"
             )
 

@@ -8,10 +8,10 @@ from typing import Literal
 from halfstep.trainer.config.read import Amount, Count, Fraction, Positive, Share, require_ranges
 
 OptimizerName = Literal[
-    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "nadam", "radam",
-    "rmsprop", "sgd",
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
+    "radam", "rmsprop", "sgd",
 ]  # fmt: skip
-"""Every torch.optim optimizer with weight decay except Muon (matrices only), and Lion."""
+"""Every torch.optim optimizer with weight decay, and Lion; Muon has AdamW for all but matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,10 @@ class OptimizerConfig:
     """Decay of the second moment per step."""
     eps: Positive = 1e-8
     """Added to the root of the second moment; must not be 0 in the optimizer's format."""
+    momentum: Share = 0.95
+    """Muon's decay of the average of gradients; beta1 and beta2 are those of its AdamW."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's learning rate of a matrix: with match_rms_adamw one rate suits matrices and AdamW."""
     weight_decay: Amount = 0.1
     """Weight decay of matrices and embeddings; norms and biases do not decay."""
     max_norm: Amount = 1.0

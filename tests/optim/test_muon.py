@@ -1,0 +1,462 @@
+"""Muon against its definition in fp64, against torch.optim.Muon, and in every storage mode."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfstep import Precision, PrecisionError
+from halfstep.optim import Adafactor, AdamW, Muon, muon_groups
+from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
+from halfstep.optim.storage.moments import decode
+from halfstep.optim.storage.state import stored_moment
+from halfstep.precision.masters.rounding import ROUNDING
+from optim import oracles
+from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
+from reference.training import through_a_file
+
+SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
+
+
+def normal(shape, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_numbers(shape, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+def momentum_of(optimizer: Muon, p: nn.Parameter) -> torch.Tensor:
+    codes, tops = stored_moment(optimizer.state[p], "momentum_buffer")
+    return decode(codes.view(-1), tops, signed=True).view(p.shape).double()
+
+
+# --- the iteration ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (40, 40), (1, 30), (64, 256)])
+@pytest.mark.parametrize("coefficients", [COEFFICIENTS, (2.0, -1.5, 0.5)])
+def test_each_step_of_the_iteration_is_the_definition_s(shape, coefficients):
+    """From the same bf16 matrix each time, so that no error of the step before counts."""
+    x = newton_schulz(normal(shape).bfloat16(), 0)
+    for _ in range(5):
+        wanted, bound = oracles.newton_schulz_step(x.double().numpy(), coefficients)
+        x = quintic(x, coefficients)
+        assert (np.abs(x.double().numpy() - wanted) <= bound).all()
+        # else the bound would allow anything; measured: 0.04 of the largest element, at 40 x 40
+        assert bound.max() < 0.3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_start_is_the_matrix_at_norm_one(shape):
+    matrix = normal(shape).bfloat16()
+    exact = matrix.double()
+    x = newton_schulz(matrix, 0).double()
+    # the norm and the quotient are rounded to bf16: 2^-8 each; n sums in fp32 are far below
+    assert ((x - exact / exact.norm()).abs() <= 2.1 * 2.0**-8 * x.abs()).all()
+    if shape[0] != shape[1]:  # a square one might be multiplied from either side
+        assert torch.equal(newton_schulz(matrix.T), newton_schulz(matrix).T)
+
+
+def test_the_iteration_makes_singular_values_near_one():
+    """Each singular value follows the scalar quintic; directions stay."""
+    generator = torch.Generator().manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(96, 64, generator=generator, dtype=torch.float64))
+    spread = torch.logspace(0, -1.5, 64, dtype=torch.float64)
+    got = u.T @ newton_schulz(((u * spread) @ v.T).bfloat16()).double() @ v
+    wanted = spread / spread.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(5):
+        wanted = a * wanted + b * wanted**3 + c * wanted**5
+    assert (wanted > 0.6).all()
+    assert (wanted < 1.25).all()
+    # Relative to the norm: measured 1.6 %, from about 3 roundings of 2^-8 in each of 5 steps,
+    # those of the first ones multiplied by slopes of up to 3.4; a product less in any step: 30 %.
+    assert (got - torch.diag(wanted)).norm() <= 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 5, 8])
+def test_the_iteration_has_the_bits_of_torch_s(shape, steps):
+    update = normal(shape)
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(update, (3.0, -3.0, 1.0), steps, 1e-7)
+    assert torch.equal(newton_schulz(update.bfloat16(), steps, (3.0, -3.0, 1.0)), theirs)
+
+
+def test_a_zero_matrix_stays_zero():
+    assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+# --- the step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_and_what_is_orthogonalized_are_the_definition_s(nesterov):
+    p = parameter((20, 30))
+    optimizer = Muon([p], momentum=0.9, nesterov=nesterov, lr=0.1, weight_decay=0.3, ns_steps=2)
+    seen = []
+    optimizer.on_direction = lambda _, direction, factor: seen.append((direction.clone(), factor))
+    for t in range(1, 6):
+        before, state = p.detach().double().numpy(), optimizer.state[p]
+        held = state["momentum_buffer"].double().numpy() if t > 1 else np.zeros((20, 30))
+        p.grad = numbers((20, 30), t)
+        optimizer.step()
+        gradient = p.grad.double().numpy()
+        wanted = oracles.momentum(gradient, held, momentum=0.9, nesterov=nesterov)
+        buffer, bound = wanted["momentum_buffer"]
+        assert (np.abs(state["momentum_buffer"].double().numpy() - buffer) <= bound).all()
+        # rounded to bf16, but where fp32 and fp64 fall on two sides of a tie
+        update, bound = wanted["update"]
+        rounded = [oracles.bf16(update + sign * bound) for sign in (-1, 1)]
+        clear = rounded[0] == rounded[1]
+        assert clear.mean() > 0.99
+        direction, factor = seen[-1]
+        if clear.all():
+            exact = newton_schulz(torch.tensor(rounded[0]).bfloat16(), 2)
+            assert torch.equal(direction, exact)
+        assert factor == 1.0  # wider than high
+        moved = (1 - 0.1 * 0.3) * before - 0.1 * direction.double().numpy()
+        error = np.abs(p.detach().double().numpy() - moved)
+        assert (error <= oracles._bound(np.abs(before) + 0.1)).all()
+        assert state["step"] == t
+    assert len(seen) == 5
+
+
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", None])
+def test_ten_steps_are_torch_s_where_momentum_is_exact(shape, nesterov, adjust):
+    """Whole gradients and a momentum of 1/2 are exact in fp32, so that directions are the same."""
+    p, q = parameter(shape), parameter(shape)
+    options = {"lr": 0.02, "momentum": 0.5, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    ours, theirs = Muon([p], **options), torch.optim.Muon([q], **options)
+    for step in range(10):
+        p.grad = whole_numbers(shape, step)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        state, peer = ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"]
+        assert torch.equal(state, peer)
+    # three roundings of a weight each, per step, of 2^-24 of it
+    largest = max(p.detach().abs().max().item(), q.detach().abs().max().item(), 1.0)
+    assert (p - q).abs().max().item() <= 2 * 10 * 3 * 2.0**-24 * largest
+    assert (p.detach() - parameter(shape).detach()).abs().max() > 0.01
+
+
+def test_learning_rates_are_adjusted_as_torch_adjusts_them():
+    for kind in (None, "original", "match_rms_adamw"):
+        for shape in [(10, 40), (40, 10), (7, 7)]:
+            theirs = torch.optim._muon._adjust_lr(1.0, kind, shape)
+            assert adjustment(kind, *shape) == theirs
+
+
+@pytest.mark.usefixtures("each_kernel")
+def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
+    half = parameter((40, 24), dtype=torch.bfloat16)
+    full = nn.Parameter(half.detach().float())
+    ours, other = Muon([half], update="split"), Muon([full])
+    for step in range(20):
+        gradient = numbers((40, 24), step)
+        ours.step(gradients={half: gradient})
+        other.step(gradients={full: gradient})
+        assert torch.equal(ours.read_master(half), full.detach())
+    assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_low_momentum_is_right_on_average(moments):
+    """The direction uses the momentum before it is rounded: the first step is the same."""
+    n, shape = 200, (16, 32)
+    exact = parameter(shape)
+    full = Muon([exact], momentum=0.9)
+    stored, sizes = [], []
+    for seed in range(n):
+        p = parameter(shape)
+        low = Muon([p], momentum=0.9, moments=moments, seed=seed)
+        for step in range(2):
+            if seed == 0:
+                full.step(gradients={exact: normal(shape, step)})
+                sizes.append(full.state[exact]["momentum_buffer"].double().abs())
+            low.step(gradients={p: normal(shape, step)})
+            if step == 0 and seed == 0:
+                assert torch.equal(p, exact)
+        stored.append(momentum_of(low, p))
+    values = torch.stack(stored)
+    wanted = full.state[exact]["momentum_buffer"].double()
+    # two roundings, each by less than a gap: 2^-3 of the number or the window's floor for 8 bits
+    gap = {"bf16": 2.0**-7, "8bit": 2.0**-3}[moments]
+    noise = gap * (sizes[1] + 1.2 * sizes[0]) + 2.0**-14 * sizes[0].max()
+    assert ((values - wanted).abs() <= noise).all()
+    # within a gap, so with a standard deviation of half a gap at most: 10 of the mean's
+    assert ((values.mean(0) - wanted).abs() <= 5 * noise / n**0.5).all()
+    assert not torch.equal(values[0], values[1])
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("way", ROUNDING)
+def test_any_memory_order_gives_the_same_numbers(way, moments):
+    """A transposed weight is stepped where it lies; the oracle is its contiguous copy."""
+    laid = numbers((30, 20), 0).bfloat16()
+    p, q = nn.Parameter(laid.T.contiguous().T), nn.Parameter(laid.clone())
+    assert not p.is_contiguous()
+    one, two = (Muon([x], update=way, moments=moments) for x in (p, q))
+    for step in range(2):
+        gradient = numbers((30, 20), step + 1)
+        one.step(gradients={p: gradient})
+        two.step(gradients={q: gradient})
+    if way in ("split", "nearest", "kahan") and moments == "fp32":
+        assert torch.equal(p, q)
+    else:  # other random bits, since these follow the memory order
+        assert (p - q).abs().max() <= 0.05
+    view = nn.Parameter(numbers((30, 40), 0).bfloat16()[:, ::2])
+    before = view.detach().clone()
+    Muon([view], update=way, moments=moments).step(gradients={view: gradient[:, :20]})
+    assert not torch.equal(view, before)
+
+
+# --- AdamW for the rest -------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """An embedding, a tied head, a block, a classifier, a convolution and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.positions = nn.Embedding(32, 16)  # of the shape of a hidden matrix
+        self.pos_embed = nn.Parameter(torch.zeros(8, 16))
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.block = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.out = nn.Linear(16, 50)
+        self.tied = nn.Linear(16, 50, bias=False)
+        self.tied.weight = self.embed.weight
+        self.classifier = nn.Linear(16, 3)
+
+
+def test_the_helper_says_which_parameters_are_muon_s():
+    groups = muon_groups(Small(), adamw=["block.2.*"], lr=3e-4, weight_decay=0.2)
+    found = {g["name"]: [name for name, _ in g["params"]] for g in groups}
+    assert found == {
+        "matrices": ["block.0.weight"],
+        "embeddings": ["pos_embed", "embed.weight", "positions.weight"],
+        "heads": ["out.weight", "classifier.weight"],
+        "asked for": ["block.2.weight", "block.2.bias"],
+        "no matrices": [
+            *("conv.weight", "conv.bias", "block.0.bias", "block.1.weight", "block.1.bias"),
+            *("out.bias", "classifier.bias"),
+        ],
+    }
+    assert [g["use_muon"] for g in groups] == [True, False, False, False, False]
+    optimizer = Muon(groups, lr=0.02)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 3e-4, 3e-4]
+    assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8, 1e-8, 1e-8, 1e-8]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.2, 0.2, 0.2, 0.0]
+    with pytest.raises(PrecisionError, match=r"adamw='x\.\*'.*matches none of 15 trainable"):
+        muon_groups(Small(), adamw=["x.*"])
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("way", ["split", "stochastic"])
+def test_groups_of_adamw_step_as_adamw_does(way, moments):
+    p, q = parameter(300, dtype=torch.bfloat16), parameter(300, dtype=torch.bfloat16)
+    low = {"update": way, "moments": moments, "seed": 3}
+    group = {"params": [p], "use_muon": False}
+    both = Muon([group, {"params": [parameter((4, 6))]}], betas=(0.8, 0.9), lr=1e-2, **low)
+    alone = AdamW([q], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **low)
+    for step in range(3):
+        feed(both, step)
+        feed(alone, step)
+        both.step()
+        alone.step()
+    assert torch.equal(p, q)
+    assert_same(everything(alone), {k: v for k, v in everything(both).items() if k[0] == "0"})
+
+
+@pytest.mark.filterwarnings("ignore:the second moments of")
+def test_only_groups_of_adamw_fall_back_from_8_bits():
+    p, q = parameter(256), parameter((16, 16))
+    optimizer = Muon([{"params": [p], "use_muon": False}, {"params": [q]}], moments="8bit")
+    wide = torch.logspace(0, -10, 256)
+    for _ in range(8):
+        optimizer.step(gradients={p: wide, q: wide.view(16, 16)})
+    assert optimizer.fallen_back == ("parameter 0 of shape (256,)",)
+    optimizer.step(gradients={p: wide, q: wide.view(16, 16)})
+    assert "momentum_buffer_codes" in optimizer.state[q]
+
+
+# --- options, states ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value"),
+        ({"eps": 0.0}, "Invalid epsilon value"),
+        ({"ns_steps": 0}, "Invalid ns_steps: 0; allowed: 1 to 99"),
+        ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5; allowed: 1 to 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"adjust_lr_fn": "rms"}, "Invalid adjust_lr_fn: 'rms'; allowed: original, match_rms_ad"),
+        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
+        ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(PrecisionError, match=message):
+        Muon([parameter((3, 4))], **options)
+
+
+def test_what_is_no_matrix_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(PrecisionError, match=r"0\.bias has shape \(4,\).*muon_groups.*use_muon=Fa"):
+        Muon(model.named_parameters())
+    optimizer = Muon([parameter((3, 4))])
+    with pytest.raises(PrecisionError, match=r"parameter 0 has shape \(2, 3, 4\)"):
+        optimizer.add_param_group({"params": [parameter((2, 3, 4))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("way", ROUNDING)
+def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
+    def made(seed: int) -> tuple[list[nn.Parameter], Muon]:
+        ps = [parameter((30, 20), seed, torch.bfloat16), parameter(130, seed, torch.bfloat16)]
+        groups = [{"params": ps[:1]}, {"params": ps[1:], "use_muon": False}]
+        return ps, Muon(groups, update=way, moments=moments, seed=3)
+
+    ps, optimizer = made(0)
+    for step in range(3):
+        feed(optimizer, step)
+        optimizer.step()
+    saved = through_a_file({"ps": [p.detach() for p in ps], "o": optimizer.state_dict()})
+    others, resumed = made(9)
+    with torch.no_grad():
+        for p, value in zip(others, saved["ps"], strict=True):
+            p.copy_(value)
+    resumed.load_state_dict(saved["o"])
+    for step in range(3, 6):
+        assert_same(everything(resumed), everything(optimizer))
+        for one in (optimizer, resumed):
+            feed(one, step)
+            one.step()
+    assert_same(everything(resumed), everything(optimizer))
+    assert_same(everything(copy.deepcopy(optimizer)), everything(optimizer))
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_the_state_of_torch_s_muon_goes_on_here(moments):
+    p, q = parameter((30, 20)), parameter((30, 20))
+    theirs = torch.optim.Muon([q], lr=1e-2, momentum=0.5)
+    for step in range(3):
+        q.grad = whole_numbers((30, 20), step)
+        theirs.step()
+    p.data.copy_(q.detach())
+    ours = Muon([p], moments=moments)
+    ours.load_state_dict(through_a_file(theirs.state_dict()))
+    assert ours.param_groups[0]["lr"] == 1e-2
+    held = momentum_of(ours, p)
+    exact = theirs.state[q]["momentum_buffer"]
+    gap = {"fp32": 0, "bf16": 2.0**-7, "8bit": 2.0**-3}[moments]
+    assert ((held - exact).abs() <= gap * exact.abs()).all()
+    before = p.detach().clone()
+    p.grad = q.grad = whole_numbers((30, 20), 3)
+    ours.step()
+    theirs.step()
+    if moments == "fp32":
+        assert (p - q).abs().max() <= 2.0**-22 * q.abs().max()
+        theirs.load_state_dict(through_a_file(ours.state_dict()))  # and back
+        assert torch.equal(theirs.state[q]["momentum_buffer"], ours.state[p]["momentum_buffer"])
+    assert ((p - before) * (q.detach() - before)).sum() > 0.9 * (q.detach() - before).square().sum()
+
+
+def test_bytes_per_element_of_a_matrix():
+    """2 for the weight, the remainder, the momentum; a block top is 1 byte in 128."""
+    for way, moments, wanted in [
+        ("split", "8bit", 5 + 1 / 128), ("split24", "8bit", 4 + 1 / 128), ("split", "bf16", 6),
+        ("kahan", "8bit", 5 + 1 / 128), ("stochastic", "8bit", 3 + 1 / 128), ("split", "fp32", 8),
+    ]:  # fmt: skip
+        p = parameter((256, 128), dtype=torch.bfloat16)
+        optimizer = Muon([p], update=way, moments=moments)
+        feed(optimizer, 0)
+        optimizer.step()
+        held = [value for key, value in optimizer.state[p].items() if key != "step"]
+        assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == wanted * p.numel()
+
+
+# --- under Precision ----------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def trained(policy: str, kind: str, steps: int, **options) -> tuple[Precision, list[float]]:
+    model = mlp()
+    made = Muon(muon_groups(model)) if kind == "muon" else Adafactor(model.parameters())
+    precision = Precision(policy, model, made, **options)
+    return precision, [train_step(precision, number).loss for number in range(steps)]
+
+
+def train_step(precision: Precision, number: int, poison: float = 1.0):
+    x = normal((32, 8), number)
+    with precision.autocast():
+        loss = (precision.model(x) - x[:, :4]).square().mean() * poison
+    return precision.step(loss)
+
+
+def bits(precision: Precision) -> dict[str, torch.Tensor]:
+    (optimizer,) = precision.optimizers
+    return everything(optimizer) | {f"m.{n}": v.clone() for n, v in precision.masters.items()}
+
+
+CASES = [
+    *(("muon", policy) for policy in ("fp32", "bf16-split,moments=8bit", "bf16-master")),
+    ("muon", "bf16-sr,moments=8bit"),
+    *(("adafactor", policy) for policy in ("fp32", "bf16-split24", "bf16-kahan,moments=fp32")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*Said once", "ignore:back to a copy")
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_a_step_that_is_skipped_changes_no_bit(kind, policy):
+    precision, losses = trained(policy, kind, 3, on_nonfinite="skip:2")
+    before = bits(precision)
+    assert not train_step(precision, 3, math.nan).applied
+    assert_same(bits(precision), before)
+    assert train_step(precision, 4).applied
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:back to a copy")
+@pytest.mark.parametrize(("kind", "policy"), CASES)
+def test_rollback_brings_every_bit_back(kind, policy):
+    precision, _ = trained(policy, kind, 3, on_nonfinite="rollback:3")
+    before = bits(precision)
+    for number in (3, 4):
+        assert train_step(precision, number).applied
+    result = train_step(precision, 5, math.nan)
+    assert (result.rolled_back, result.steps_undone) == (True, 2)
+    assert_same(bits(precision), before)
+    fresh, _ = trained(policy, kind, 3)
+    for one in (precision, fresh):
+        assert train_step(one, 7).applied
+    assert_same(bits(precision), bits(fresh))
+
+
+def test_a_policy_that_adafactor_cannot_honour_is_refused_by_name():
+    model = mlp()
+    with pytest.raises(PrecisionError, match="moments='8bit': Adafactor keeps sums"):
+        Precision("bf16-split,moments=8bit", model, Adafactor(model.parameters()))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with pytest.raises(PrecisionError, match=r"one of halfstep\.optim; Muon does not.*bf16-master"):
+        Precision("bf16-split", model, torch.optim.Muon([model[0].weight]))
