@@ -404,7 +404,7 @@ class LowPrecisionOptimizer(Optimizer):
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        read = self._kernel(data.device).read
+        read = self._kernel(data.device, self.algorithm.name).read
         value = read(flat(data, data), held, update_of(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
