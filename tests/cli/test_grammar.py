@@ -92,7 +92,7 @@ WORDS = {
     "estimate": ("estmate", "did you mean 'estimate'?"),
     "doctor": ("docter", "did you mean 'doctor'?"),
     "compare": ("comapre", "halfstep report A B"),
-    "advise": ("advice", "halfstep doctor"),
+    "advise": ("advice", "did you mean 'advise'?"),
     "bench": ("benchmark", "did you mean 'bench'?"),
     "replay": ("repaly", "did you mean 'replay'?"),
     "diagnose": ("diagnoze", "halfstep report RUN"),

@@ -113,6 +113,32 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Advise(OneStep):
+    """Find the cheapest formats that each linear layer tolerates, and prove them by short runs.
+
+    Give a run rather than a configuration: its weights are trained, and errors of new ones differ.
+    The exit code is 3 where the advice is not proved.
+    """
+
+    formats: tuple[str, ...] = ("bf16,mxfp8,nvfp4",)
+    """The reference, bf16 or fp32, and recipes to choose from; after fp32, fp16."""
+    tolerance: str = "0.3%"
+    """How much higher than the reference's the loss may be."""
+    rates: str = "b200"
+    """The device whose peak rates count: b200, h200 or h100."""
+    steps: int = 60
+    """Optimizer steps of each run of the proof; 0: none is made."""
+    seeds: int = 3
+    """Pairs of runs, each with another order of the batches."""
+    seconds: float = 600.0
+    """No run is begun or continued after this many seconds."""
+    batches: int = 16
+    """Batches of the data that runs take, again and again."""
+    out: str = ""
+    """Write the policy into this .toml file, which --precision reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Formats:
     """Show the number formats, and what each makes of a number.
 
@@ -325,6 +351,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
+    "advise": Advise,
     "formats": Formats,
     "env": Env,
     "doctor": Doctor,
@@ -341,7 +368,6 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""
 
 ANSWERS: Mapping[str, str] = {
-    "advise": "doctor says which policy suits a machine, and halfstep bench measures them",
     "chat": "generate continues a prompt",
     "check": "doctor looks for mistakes in a script or a run, halfstep trace --check pins formats",
     "compare": "report A B puts runs side by side, and halfstep bench policies",

@@ -1,0 +1,52 @@
+"""The command halfstep advise: from a configuration to a policy file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.config import config_to_toml
+from trainer.runs import small_config
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = tmp_path / "tiny.toml"
+    config.write_text(config_to_toml(small_config("elsewhere.txt")))
+    return ["--config", str(config), "--data", str(text), "--device", "cpu", "--batches", "4"]
+
+
+def test_advice_is_proved_and_written_and_read_again(settings, tmp_path, capsys):
+    out = tmp_path / "policy.toml"
+    words = [*settings, "--steps", "8", "--tolerance", "50%", "--out", str(out)]
+    assert main(["advise", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("proved: ")
+    assert f"Written: {out}" in said
+    text = out.read_text()
+    assert text.startswith("# proved: ")
+    assert parse_policy(str(out)).recipes()
+
+
+def test_without_a_run_it_is_unproved_and_the_exit_code_says_so(settings, capsys):
+    assert main(["advise", *settings, "--steps", "0", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["proved"] is False
+    assert found["floor"] is None
+    assert parse_policy(found["policy"]).recipes()
+
+
+def test_mistakes_are_refused(settings, capsys):
+    for words, message in (
+        (["--tolerance", "much"], "--tolerance much; allowed: such as 0.3%"),
+        (["--out", "policy.json"], "allowed: a file .toml"),
+        (["--formats", "bf16,nvpf4"], "allowed: bf16 and then"),
+        (["--steps", "8", "--tolerance", "0.0000001%"], "lies under the noise floor"),
+    ):
+        assert main(["advise", *settings, *words]) == 2
+        assert message in capsys.readouterr().err
