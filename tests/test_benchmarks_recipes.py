@@ -70,3 +70,16 @@ def test_a_study_that_was_killed_goes_on(benchmarks, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [*command[:3], "--steps", "31"])
     with pytest.raises(SystemExit, match="another setting"):
         recipes.main()
+
+
+def test_docs_show_the_judgement_of_the_results(benchmarks, capsys):
+    import recipes_figures
+
+    content = json.loads((BENCHMARKS / "results" / "recipes-tinyshakespeare.json").read_text())
+    _, losses = recipes_figures.curves(content)
+    recipes_figures.print_table(recipes_figures.judge({k: v[:, -1] for k, v in losses.items()}))
+    page = (BENCHMARKS.parent / "docs" / "low-bit.md").read_text()
+    assert capsys.readouterr().out in page
+    for figure in ("recipes-loss.svg", "recipes-gradients.svg"):
+        assert f"(figures/{figure})" in page
+        assert (BENCHMARKS.parent / "docs" / "figures" / figure).is_file()
