@@ -1,0 +1,85 @@
+"""The study of recipes: differences are judged rightly, and a killed run goes on bit by bit."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_judge_is_a_regression_on_recipes_and_seeds(benchmarks):
+    from scipy import stats
+
+    from recipes_figures import judge
+
+    rng = np.random.default_rng(0)
+    names = ["bf16-mixed", "a", "b", "c"]
+    table = rng.normal(size=(4, 5)) + rng.normal(size=5) * 10
+    judged = judge(dict(zip(names, table, strict=True)))
+    # Ordinary least squares: a dummy for each seed, one for each recipe but the first.
+    rows = [(r, s) for r in range(4) for s in range(5)]
+    design = np.array([[float(s == k) for k in range(5)] + [float(r == k) for k in (1, 2, 3)]
+                       for r, s in rows])  # fmt: skip
+    y = np.array([table[r, s] for r, s in rows])
+    inverse = np.linalg.inv(design.T @ design)
+    found = inverse @ design.T @ y
+    freedom = len(y) - design.shape[1]
+    variance = ((y - design @ found) ** 2).sum() / freedom
+    for number, name in enumerate(names[1:], start=5):
+        t = found[number] / np.sqrt(variance * inverse[number, number])
+        assert judged[name]["difference"] == pytest.approx(found[number], rel=1e-9)
+        assert judged[name]["p_pooled"] == pytest.approx(2 * stats.t.sf(abs(t), freedom), rel=1e-9)
+        alone = stats.ttest_rel(table[number - 4], table[0]).pvalue
+        assert judged[name]["p"] == pytest.approx(alone, rel=1e-9)
+    assert judged["a"]["sd"] == pytest.approx(np.std(table[1], ddof=1))
+
+
+def test_a_study_that_was_killed_goes_on(benchmarks, monkeypatch, tmp_path):
+    import recipes
+
+    data = tmp_path / "text.txt"
+    data.write_bytes((BENCHMARKS / "recipes.py").read_bytes())
+    path = tmp_path / "recipes-text.json"
+    monkeypatch.setattr(recipes, "RESULTS", tmp_path)
+    monkeypatch.setattr(recipes, "sensitivity", lambda text: {"most_sensitive": 2})
+    monkeypatch.setattr(recipes, "keep_freed_memory", lambda: None)
+    command = ["recipes.py", "--data", str(data), "--steps", "30", "--seeds", "1"]
+    command += ["--policies", "nvfp4", recipes.KEPT]
+    monkeypatch.setattr(sys, "argv", command)
+    recipes.main()
+    whole = json.loads(path.read_text())
+    first, second = whole["runs"]
+    assert whole["runs"][second]["policy"].endswith("keep_bf16=layers.2*")
+    assert whole["runs"][first]["train"][0] == pytest.approx(np.log(256), abs=0.1)
+    assert whole["runs"][first]["train"][-1] < 5
+    assert whole["runs"][first]["train"] != whole["runs"][second]["train"]
+    path.write_text(json.dumps(whole | {"runs": {first: whole["runs"][first] | {"mark": 1}}}))
+    recipes.main()
+    again = json.loads(path.read_text())
+    assert again["runs"][first]["mark"] == 1  # it was not run again
+    assert again["runs"][second]["train"] == whole["runs"][second]["train"]
+    assert again["runs"][second]["validation"] == whole["runs"][second]["validation"]
+    monkeypatch.setattr(sys, "argv", [*command[:3], "--steps", "31"])
+    with pytest.raises(SystemExit, match="another setting"):
+        recipes.main()
+
+
+def test_docs_show_the_judgement_of_the_results(benchmarks, capsys):
+    import recipes_figures
+
+    content = json.loads((BENCHMARKS / "results" / "recipes-tinyshakespeare.json").read_text())
+    _, losses = recipes_figures.curves(content)
+    recipes_figures.print_table(recipes_figures.judge({k: v[:, -1] for k, v in losses.items()}))
+    page = (BENCHMARKS.parent / "docs" / "low-bit.md").read_text()
+    assert capsys.readouterr().out in page
+    for figure in ("recipes-loss.svg", "recipes-gradients.svg"):
+        assert f"(figures/{figure})" in page
+        assert (BENCHMARKS.parent / "docs" / "figures" / figure).is_file()
