@@ -12,6 +12,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.low_bit import linear, native
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -152,3 +153,39 @@ def test_two_gpus_train_as_one_does(layout, policy, corpus, tmp_path):
         found.append([json.loads(line)["loss"] for line in lines])
     # sums in another order, and in 16 bits rounding of partial sums, grown over 20 updates
     assert found[1] == pytest.approx(found[0], rel=1e-3 if policy == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_product_below_16_bits_is_its_simulation(scheme, monkeypatch):
+    """Forward, gradient of the input and of the weight, of one layer."""
+    why = native.why_not_native(scheme, CUDA)
+    if why:
+        pytest.skip(f"NOT ON THIS GPU: {why}")
+    found = []
+    for simulated in (False, True):
+        if simulated:
+            monkeypatch.setattr(linear, "why_not_native", lambda name, device: "simulated")
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(512, 384, device=CUDA)
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        precision = Precision(f"bf16-mixed,recipe={scheme}", layer, sgd)
+        x = torch.randn(200, 512, device=CUDA).requires_grad_()
+        with precision.autocast():
+            y = layer(x)
+        y.backward(torch.randn(200, 384, device=CUDA))
+        found.append([t.detach().double() for t in (y, x.grad, layer.weight.grad)])
+    for a, b in zip(*found, strict=True):
+        # bf16 rounds both results, and tensor cores cut numbers of a group off after 13 bits
+        assert (a - b).norm() <= 2.0**-8 * b.norm()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_recipe_learns_as_bf16_does(scheme):
+    why = native.why_not_native(scheme, CUDA)
+    policy = f"{scheme},keep_bf16=lm_head" + (",simulate=yes" if why else "")
+    ours, results = losses(policy, CUDA)
+    reference, _ = losses("bf16-mixed", CUDA)
+    assert all(result.applied for result in results)
+    assert ours[-1] < ours[0] - 0.5
+    # 20 steps on one batch, with codes of 2 to 4 bits: an fp4 layer is off by about 10 %
+    assert abs(ours[-1] - reference[-1]) < 0.1 * reference[0]

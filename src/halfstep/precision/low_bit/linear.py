@@ -1,9 +1,10 @@
 """Linear layers that multiply below 16 bits, as a policy's recipe says.
 
-Each operand is rounded to blocks along the dim that its product sums over. The rounded numbers are
-bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32 accumulation;
-scales that bf16 does not hold (of a whole tensor) multiply its result. Scales of blocks that are
-fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
+Each operand is rounded to blocks along the dim that its product sums over. Where the device has
+such a product, it multiplies the codes (``native.py``). Elsewhere it is simulated: the rounded
+numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
+accumulation; scales that bf16 does not hold (of a whole tensor) multiply its result. Scales of
+blocks that are fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -24,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.operand import Draw, Operand, operand
-from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, Scheme
+from halfstep.precision.low_bit.native import scaled_product, why_not_native
+from halfstep.precision.low_bit.operand import Draw, Operand, operand, quantized
+from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement
 
 _LOW = torch.bfloat16
@@ -92,12 +94,7 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        scheme = SCHEMES.get(recipe.fprop)
-        if scheme is None:
-            return F.linear(x_NK, weight_OK, bias_O)
-        x = operand(scheme.inputs, x_NK, 1)
-        weight = operand(scheme.weights, weight_OK, 1)
-        return _product(x, (weight[0].t(), weight[1]), bias_O)
+        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -106,30 +103,47 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            scheme = SCHEMES.get(ctx.recipe.dgrad)
-            if scheme is None:
-                dx = grad_NO @ weight_OK
-            else:
-                draw = _draw(scheme, ctx.layer, "dgrad")
-                g = operand(scheme.gradients, grad_NO, 1, draw)
-                dx = _product(g, operand(scheme.weights, weight_OK, 0))
+            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            scheme = SCHEMES.get(ctx.recipe.wgrad)
-            if scheme is None:
-                dw = grad_NO.t() @ x_NK
-            else:
-                g_NO, x = _whole_blocks(scheme, grad_NO), _whole_blocks(scheme, x_NK)
-                if scheme.hadamard:
-                    g_NO, x = _mixed(g_NO), _mixed(x)
-                draw = _draw(scheme, ctx.layer, "wgrad")
-                values, scale = operand(scheme.gradients, g_NO, 0, draw)
-                dw = _product((values.t(), scale), operand(scheme.inputs, x, 0))
+            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
         return dx, dw, db, None, None
 
 
-def _product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+_SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
+"""Which dim of its two operands a product sums over."""
+
+
+def run_product(
+    layer: LowBitLinear,
+    recipe: Recipe,
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """One product of a layer in bf16, of operands in bf16, as the recipe says; trace() knows it."""
+    scheme = SCHEMES.get(getattr(recipe, product))
+    if scheme is None:
+        if product == "fprop":
+            return F.linear(a, b, bias_O)
+        return (a if product == "dgrad" else a.t()) @ b
+    if product == "wgrad":
+        a, b = _whole_blocks(scheme, a), _whole_blocks(scheme, b)
+        if scheme.hadamard:
+            a, b = _mixed(a), _mixed(b)
+    (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
+    left, right = getattr(scheme, left), getattr(scheme, right)
+    draw = None if product == "fprop" else _draw(scheme, layer, product)
+    if not why_not_native(scheme.name, a.device):
+        wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
+        return (wide if bias_O is None else wide + bias_O).to(_LOW)
+    (x, x_scale), (y, y_scale) = operand(left, a, i, draw), operand(right, b, j)
+    return _simulated((x if i else x.t(), x_scale), (y.t() if j else y, y_scale), bias_O)
+
+
+def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """``a @ b`` in bf16, by a product that accumulates in fp32."""
     (left, left_scale), (right, right_scale) = a, b
     scales = [scale for scale in (left_scale, right_scale) if scale is not None]

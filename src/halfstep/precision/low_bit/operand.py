@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.formats.blocks import BLOCK_FORMATS, BlockFormat, outer_scale, scales_of
+from halfstep.formats.blocks import BLOCK_FORMATS, BlockFormat, Quantized, outer_scale, scales_of
 from halfstep.kernels import blocks
 from halfstep.precision.masters.rounding import random_bits, random_key
 
@@ -35,13 +35,21 @@ def operand(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Operand
     if blocks.fits(x):
         form.check(x.shape, x.dtype, dim)
         return _by_kernel(form, x, dim, draw)
-    bits = None
-    if draw is not None:
-        bits = random_bits(draw[0], draw[1], x.shape, stream=draw[2], device=x.device)
-    values, left = form.operand(x, dim, bits=bits)
+    values, left = form.operand(x, dim, bits=_bits(x, draw))
     if left is not None and left.dim():
         return form.join(form.split(values, dim) * form.spread(left, dim), dim), None
     return values.to(torch.bfloat16), left
+
+
+def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+    """The codes and scales that :func:`operand` stands for, for a native product."""
+    return BLOCK_FORMATS[name].quantize(x, dim, bits=_bits(x, draw))
+
+
+def _bits(x: Tensor, draw: Draw | None) -> Tensor | None:
+    if draw is None:
+        return None
+    return random_bits(draw[0], draw[1], x.shape, stream=draw[2], device=x.device)
 
 
 def _by_kernel(form: BlockFormat, x: Tensor, dim: int, draw: Draw | None) -> Operand:

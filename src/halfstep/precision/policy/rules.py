@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, is_recipe, parse_recipe
 
@@ -176,14 +177,21 @@ def _check_block(placement: Placement, product: str) -> None:
     if scheme is None or product == "wgrad":
         return
     module: Any = placement.module
-    width = module.weight.shape[_summed(module, product)]
-    if width % scheme.block:
-        what = "inputs" if product == "fprop" else "outputs"
-        raise PrecisionError(
-            f"{placement.name or 'the model'} has {width} {what}, which its {product} sums over, "
-            f"and {scheme.name} needs whole blocks of {scheme.block}; keep it by "
-            f"keep_bf16={placement.name or '*'}"
-        )
+    summed = _summed(module, product)
+    block = BLOCK_FORMATS[scheme.weights].block or (1, 1)
+    inputs = product == "fprop"
+    for dim, size, does, of_inputs in (
+        (summed, block[1], "sums over", inputs),
+        (1 - summed, block[0], "has square blocks of", not inputs),
+    ):
+        width = module.weight.shape[dim]
+        if width % size:
+            raise PrecisionError(
+                f"{placement.name or 'the model'} has {width} "
+                f"{'inputs' if of_inputs else 'outputs'}, which its {product} {does}, and "
+                f"{scheme.name} needs whole blocks of {size}; keep it by "
+                f"keep_bf16={placement.name or '*'}"
+            )
 
 
 def _summed(module: nn.Module, product: str) -> int:
