@@ -132,7 +132,7 @@ def run_product(
     if product == "wgrad":
         a, b = _whole_blocks(scheme, a), _whole_blocks(scheme, b)
         if scheme.hadamard:
-            a, b = _mixed(a), _mixed(b)
+            a, b = mixed(a), mixed(b)
     (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
     left, right = getattr(scheme, left), getattr(scheme, right)
     draw = None if product == "fprop" else _draw(scheme, layer, product)
@@ -172,7 +172,7 @@ def _whole_blocks(scheme: Scheme, x_NF: Tensor) -> Tensor:
     return F.pad(x_NF, (0, 0, 0, missing)) if missing else x_NF
 
 
-def _mixed(x_NF: Tensor) -> Tensor:
+def mixed(x_NF: Tensor) -> Tensor:
     """``x`` with each 16 tokens multiplied by the random Hadamard matrix, rounded to bf16."""
     blocks = x_NF.reshape(-1, HADAMARD, x_NF.shape[1])
     return (hadamard().to(x_NF.device) @ blocks).reshape(x_NF.shape)
