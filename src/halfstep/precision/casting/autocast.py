@@ -133,6 +133,8 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 
 
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
+    if policy.recipes() and not policy.simulate:
+        policy = replace(policy, simulate=True)
     return f"{'fp32' if policy.tf32 else policy} on --device cpu"
 
 

@@ -65,8 +65,10 @@ class LowBitLinear(Region):
                 f"({tuple(weight.shape)}); keep it by keep_bf16=, or use data parallelism"
             )
         (x,) = (*args, *kwargs.values())
-        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
+        if x.shape[-1] != weight_OK.shape[1]:
+            return self.inside(args, kwargs)  # torch says what is wrong with it
+        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
