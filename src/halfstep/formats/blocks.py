@@ -421,7 +421,7 @@ def scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> Scale
     if form.rule == "amax":
         by = largest if given is None else given.to(largest)
         encode = _over(top, by.double().clamp(min=LEAST_AMAX)).float()
-        encode = torch.where(finite, encode, torch.nan)
+        encode = encode + (largest - largest)  # NaN, by no literal, where that is not finite
         return Scales(1.0 / encode, encode, 1.0 / encode, None)
     whole, outer = E4M3FN.max, outer_scale(form, largest, given)
     wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)

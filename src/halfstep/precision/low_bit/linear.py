@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +49,7 @@ class LowBitLinear(Region):
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
         self.recipe, self.clock = placement.recipe, clock
+        self.name = placement.name
         self.stream = zlib.crc32(placement.name.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
 
@@ -61,8 +63,9 @@ class LowBitLinear(Region):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
             raise PrecisionError(
-                f"a linear layer below 16 bits has a weight that is distributed over ranks "
-                f"({tuple(weight.shape)}); keep it by keep_bf16=, or use data parallelism"
+                f"layer {self.name or 'of the model'} multiplies below 16 bits ({recipe}), and its "
+                f"weight is distributed over ranks ({tuple(weight.shape)}); keep it by "
+                f"keep_bf16={self.name or '*'}, or use data parallelism"
             )
         (x,) = (*args, *kwargs.values())
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
@@ -78,6 +81,12 @@ class LowBitLinear(Region):
 def _multiply(
     x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear, recipe: Recipe
 ) -> Tensor:
+    if is_functorch_wrapped_tensor(x_NK):
+        raise PrecisionError(
+            f"layer {layer.name or 'of the model'} multiplies below 16 bits ({recipe}), which "
+            f"torch.func (vmap, grad, jvp) cannot transform; keep it by "
+            f"keep_bf16={layer.name or '*'}"
+        )
     y_NO: Tensor = _Products.apply(x_NK, weight_OK, bias_O, layer, recipe)  # type: ignore[no-untyped-call]
     return y_NO
 
