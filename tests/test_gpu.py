@@ -13,6 +13,7 @@ from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.low_bit import linear, native
 from halfstep.precision.low_bit.product import bits_of, block_product
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
@@ -181,3 +182,39 @@ def test_block_products_on_the_device_are_within_fp32_addition(name):
     # 512 products and a few scales in fp32; four times that, as a tensor core may cut off low bits
     # of a group of products.
     assert ((got - x @ y).abs() <= 520 * 2.0**-24 * (x.abs() @ y.abs()) * 4).all()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_product_below_16_bits_is_its_simulation(scheme, monkeypatch):
+    """Forward, gradient of the input and of the weight, of one layer."""
+    why = native.why_not_native(scheme, CUDA)
+    if why:
+        pytest.skip(f"NOT ON THIS GPU: {why}")
+    found = []
+    for simulated in (False, True):
+        if simulated:
+            monkeypatch.setattr(linear, "why_not_native", lambda name, device: "simulated")
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(512, 384, device=CUDA)
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        precision = Precision(f"bf16-mixed,recipe={scheme}", layer, sgd)
+        x = torch.randn(200, 512, device=CUDA).requires_grad_()
+        with precision.autocast():
+            y = layer(x)
+        y.backward(torch.randn(200, 384, device=CUDA))
+        found.append([t.detach().double() for t in (y, x.grad, layer.weight.grad)])
+    for a, b in zip(*found, strict=True):
+        # bf16 rounds both results, and tensor cores cut numbers of a group off after 13 bits
+        assert (a - b).norm() <= 2.0**-8 * b.norm()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_recipe_learns_as_bf16_does(scheme):
+    why = native.why_not_native(scheme, CUDA)
+    policy = f"{scheme}" + (",simulate=yes" if why else "")
+    ours, results = losses(policy, CUDA)
+    reference, _ = losses("bf16-mixed", CUDA)
+    assert all(result.applied for result in results)
+    assert ours[-1] < ours[0] - 0.5
+    # 20 steps on one batch, with codes of 2 to 4 bits: an fp4 layer is off by about 10 %
+    assert abs(ours[-1] - reference[-1]) < 0.1 * reference[0]

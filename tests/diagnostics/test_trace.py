@@ -196,3 +196,91 @@ def test_lazy_and_complex_weights():
     stored = {(held.kind, held.dtype): held.bytes for held in ran.holdings}
     assert stored["weights", "fp32"] == 4 * (3 * 4 + 4)
     assert stored["gradients", "complex64"] == 64
+
+
+def low_bit_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def traced_below_16_bits(policy, model=None, count=1, plant=lambda model: None, **given):
+    model = low_bit_model() if model is None else model
+    precision = Precision(policy, model, AdamW(model.parameters(), lr=1e-3), **given)
+    plant(model)
+    for _ in range(count):
+        with trace(model, precision) as ran:
+            with precision.autocast():
+                loss = model(torch.randn(32, 64)).square().mean()
+            precision.step(loss)
+    return ran, model, precision
+
+
+def schemes(ran):
+    products = ("fprop", "dgrad", "wgrad")
+    found = [row for row in ran.operations if row.op in products]
+    assert all(row.calls == 1 and row.outputs == ("bf16",) for row in found)
+    assert all((row.direction == "forward") == (row.op == "fprop") for row in found)
+    return {(row.module, row.op): row.inputs[0] for row in found}
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_trace_shows_what_each_product_below_16_bits_ran_in(scheme, bf16, monkeypatch):
+    monkeypatch.setattr(halfstep.precision.casting.autocast, "cpu_has_bf16", lambda: bf16)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 256), nn.Linear(256, 64))
+    policy = f"bf16-mixed,rules=2:{scheme}/bf16/{scheme},simulate=yes"
+    ran, _, _ = traced_below_16_bits(policy, model)
+    how = f"{scheme} simulated"
+    assert schemes(ran) == {("2", "fprop"): how, ("2", "dgrad"): "bf16", ("2", "wgrad"): how}
+    assert ran.differences() == []
+    # the layers that have no recipe show their products as ever, and nothing of the rounding shows
+    names = {row.op for row in ran.operations if row.module == "2" and row.direction == "backward"}
+    assert names <= {"dgrad", "wgrad", "sum", "cast", "t", "detach"}
+    assert "addmm" in {row.op for row in ran.operations if row.module == "3"}
+
+
+def test_a_layer_that_ran_in_bf16_against_its_recipe_is_a_difference():
+    policy = "mxfp8,simulate=yes"
+    ran, _, _ = traced_below_16_bits(policy, plant=lambda m: m[2].__dict__.pop("forward"))
+    found = ran.differences()
+    assert len(found) == 2  # forward, and two products backward
+    assert all("of 2 (Linear)" in line and line.endswith("says mxfp8") for line in found)
+    ran, _, _ = traced_below_16_bits(policy)
+    assert ran.differences() == []
+    (line,) = [x for x in ran.differences("nvfp4,rules=0:mxfp8/mxfp8/nvfp4") if "of 0 " in x]
+    assert line.startswith("wgrad in backward of 0 (Linear): 2 mxfp8 simulated -> bf16, 1 call")
+    assert line.endswith("says nvfp4")
+    assert len(ran.differences("bf16-mixed")) == 5
+
+
+def test_a_trace_and_explain_model_agree_on_recipes():
+    policy = "nvfp4,simulate=yes,rules=2:mxfp8/bf16/nvfp4-unmixed"
+    ran, model, _ = traced_below_16_bits(policy)
+    found = schemes(ran)
+    for line in str(halfstep.explain_model(policy, model)).splitlines()[1:-1]:
+        name, recipe = line.split()[0], line.split()[3]
+        parts = recipe.split("/") if "/" in recipe else [recipe] * 3
+        for product, part in zip(("fprop", "dgrad", "wgrad"), parts, strict=True):
+            if (name, product) != ("0", "dgrad"):  # nobody asks for the input's gradient
+                assert found.pop((name, product)).split()[0] == part
+    assert not found
+
+
+def test_a_trace_follows_the_schedule():
+    policy = "mxfp8,simulate=yes,schedule=50%:bf16/-/-"
+    for count, form in ((2, "mxfp8 simulated"), (3, "bf16")):
+        ran, _, _ = traced_below_16_bits(policy, count=count, steps=4)
+        assert schemes(ran)["0", "fprop"] == form
+        assert schemes(ran)["2", "dgrad"] == "mxfp8 simulated"
+        assert ran.differences() == []
+
+
+def test_a_golden_file_pins_what_products_ran_in(tmp_path):
+    golden = tmp_path / "golden.json"
+    ran, _, _ = traced_below_16_bits("mxfp8,simulate=yes")
+    ran.save(golden)
+    traced_below_16_bits("mxfp8,simulate=yes")[0].check(golden)
+    other, _, _ = traced_below_16_bits("mxfp8,simulate=yes,rules=2:mxfp8/mxfp8/nvfp4")
+    with pytest.raises(PrecisionError, match=r"\+wgrad in backward of 2 .*nvfp4 simulated"):
+        other.check(golden)

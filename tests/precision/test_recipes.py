@@ -135,6 +135,8 @@ def test_the_last_rule_that_matches_a_module_decides():
         ("mxfp8", nn.Sequential(nn.Linear(100, 64)), "0 has 100 inputs.*fprop.*keep_bf16=0"),
         ("mxfp8", nn.Sequential(nn.Linear(64, 10)), "0 has 10 outputs.*dgrad.*keep_bf16=0"),
         ("nvfp4", nn.Linear(24, 16), r"the model has 24 inputs.*blocks of 16.*keep_bf16=\*"),
+        # square blocks of weights: a product that sums over inputs needs whole blocks of outputs
+        ("bf16-mixed,recipe=nvfp4/bf16/bf16", nn.Linear(32, 24), "24 outputs.*fprop.*keep_bf16"),
         ("fp8", nn.Sequential(nn.Conv2d(4, 4, 3)), "none of the model's is a torch.nn.Linear"),
         ("mxfp8,keep_bf16=0", nn.Sequential(nn.Linear(64, 64)), "none of the model's"),
         ("nvfp4,keep_bf16=heda", Model(), "there are head"),

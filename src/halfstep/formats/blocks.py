@@ -442,9 +442,8 @@ def _scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> _Sca
         return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
     if form.rule == "amax":
         encode, decode = form.of_tensor(largest if given is None else given.to(largest))
-        encode = torch.where(finite, encode, torch.nan)
-        decode = torch.where(finite, decode, torch.nan)
-        return _Scales(decode, encode, decode, None)
+        lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+        return _Scales(decode + lost, encode + lost, decode + lost, None)
     if given is not None:
         by = given.to(largest)
     else:

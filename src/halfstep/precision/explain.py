@@ -11,7 +11,7 @@ from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.recipe import SCHEMES
+from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.shown import Text, bars
@@ -189,7 +189,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What recipes below 16 bits mean: the three products, their blocks and when they change."""
     rows = []
-    for product, operands in _OPERANDS.items():
+    for product, operands in OPERANDS.items():
         scheme = SCHEMES.get(getattr(policy.recipe, product))
         if scheme is None:
             continue
@@ -207,14 +207,6 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     for switch in policy.schedule:
         rows.append(("from", f"{switch.percent:g}%", f"of the run on: {switch.recipe}"))
     return rows
-
-
-_OPERANDS = {
-    "fprop": ("inputs", "weights"),
-    "dgrad": ("gradients", "weights"),
-    "wgrad": ("gradients", "inputs"),
-}
-"""The operands of each product of a linear layer."""
 
 
 def _islands(policy: PrecisionPolicy) -> str:

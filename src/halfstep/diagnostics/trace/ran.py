@@ -16,6 +16,7 @@ from torch import nn
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.recipe import PRODUCTS, SAME, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import as_html, bars
@@ -31,8 +32,10 @@ class Operation:
         module: Qualified name; "" for the model itself, and outside of it.
         class_name: The module's class; "" outside of all modules.
         direction: ``"forward"``, ``"backward"`` or ``"update"`` (the check and the optimizer).
-        op: Its name, such as ``addmm``, ``attention``, ``layer_norm`` or ``cast``.
-        inputs: Dtypes of its floating operands, weights included, in order.
+        op: Its name, such as ``addmm``, ``attention``, ``layer_norm`` or ``cast``; of a layer below
+            16 bits ``fprop``, ``dgrad`` or ``wgrad``.
+        inputs: Dtypes of its floating operands, weights included, in order; of a product below 16
+            bits its scheme, and whether it ran native or simulated.
         outputs: Dtypes of its results, each once.
         calls: How often it ran.
     """
@@ -78,12 +81,14 @@ class Ran:
         operations: The operations, in the order in which they first ran.
         holdings: What is stored, by kind and format.
         policy: The policy of the step; None without one.
+        switched: What the policy's schedule made of recipes at the step.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
         self.operations: tuple[Operation, ...] = ()
         self.holdings: tuple[Holding, ...] = ()
         self.policy = policy
+        self.switched = Recipe(SAME, SAME, SAME)
         self._model = model
 
     def table(self) -> str:
@@ -132,7 +137,8 @@ class Ran:
 
         Products (attention and convolutions included) must have operands in the policy's compute
         dtype, forward and backward, and the operations of the table's fp32 list fp32 operands,
-        but in modules that a rule keeps in fp32.
+        but in modules that a rule keeps in fp32. The products of a linear layer with a recipe must
+        have run in its schemes, as the schedule has them at that step.
 
         Args:
             policy: The policy to compare with; None: that of the trace.
@@ -146,11 +152,19 @@ class Ran:
                 "differences() needs a policy, as the trace was made without a Precision; allowed: "
                 "differences('bf16-mixed')"
             )
-        kept = {p.name for p in place(value, self._model).modules if p.fp32}
+        placed = place(value, self._model)
+        kept = {p.name for p in placed.modules if p.fp32}
+        recipes = {p.name: self.switched.over(p.recipe) for p in placed.low}
         compute = dtype_name(value.compute_dtype)
         found = []
         for row in self.operations:
             if row.direction == "update" or not row.inputs:
+                continue
+            recipe = recipes.get(row.module, Recipe())
+            if row.op in PRODUCTS or (recipe and is_product(row.op)):
+                want = getattr(recipe, row.op) if row.op in PRODUCTS else str(recipe)
+                if row.inputs[0].split()[0] != want:
+                    found.append(f"{row}; {value} says {want}")
                 continue
             want = _wanted(row, value, "fp32" if row.module in kept else compute)
             inputs = row.inputs
@@ -219,7 +233,7 @@ def _without_pass(op: str) -> str:
 
 @cache
 def _products() -> frozenset[str]:
-    return frozenset([*AUTOCAST["half"], "attention"])
+    return frozenset([*AUTOCAST["half"], "attention", *PRODUCTS])
 
 
 def _lines(table: dict[str, Any]) -> list[str]:

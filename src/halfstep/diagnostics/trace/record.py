@@ -1,9 +1,10 @@
 """Records which operations a training step really ran, in which formats, and in which module.
 
-A dispatch mode sees real kernels with real dtypes, below autograd and autocast. Two things it would
-show as what they are made of are shown as what they mean: a 16-bit product that a CPU simulates by
-fp32 is one product in 16 bits, and halfstep's compiled kernels, which step aside while any dispatch
-mode is on, are the operations that they stand for.
+A dispatch mode sees real kernels with real dtypes, below autograd and autocast. Three things it
+would show as what they are made of are shown as what they mean: a 16-bit product that a CPU
+simulates by fp32 is one product in 16 bits; a layer's product below 16 bits, with the rounding of
+its operands, is one ``fprop``, ``dgrad`` or ``wgrad`` in its scheme; and halfstep's compiled
+kernels, which step aside while any dispatch mode is on, are the operations that they stand for.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key, stored
 from halfstep.diagnostics.nonfinite.trace import ModuleCalls
-from halfstep.diagnostics.trace.ran import Holding, Operation, Ran
+from halfstep.diagnostics.trace.ran import Holding, Operation, Ran, is_product
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting import simulate
+from halfstep.precision.low_bit import linear
+from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.recipe import SCHEMES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _CODES = (torch.uint8, torch.int8, torch.int16)  # of 8-bit moments, and of remainders
 _SIMULATED = simulate.SimulatedProducts.run.__code__
+_PRODUCT, _MIXED = linear.run_product.__code__, linear.mixed.__code__
 _ROOT = Path(__file__).parents[2]
 _UPDATES = (  # code that runs in a step's update, or in the check before it
     *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
@@ -112,6 +117,8 @@ class Trace(TorchDispatchMode):
                 added = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(added)
         self._modules.hook()
+        if self._precision is not None:
+            self.ran.switched = self._precision.clock.recipe(self.ran.switched)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self.ran
 
@@ -142,7 +149,7 @@ class Trace(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        simulated, updates = _frames()
+        simulated, low_bit, updates = _frames()
         low = None
         if simulated is not None:
             if simulated["func"] is not func:
@@ -157,14 +164,13 @@ class Trace(TorchDispatchMode):
         direction: str = place.direction
         if updates and direction == "forward" and not place.class_name:
             direction = "update"
-        key = (
-            place.module,
-            place.class_name,
-            direction,
-            _name(known.base, given, made),
-            tuple(_form(t, low) for t in given),
-            tuple(dict.fromkeys(_form(t, low) for t in made)),
-        )
+        op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
+        outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
+        if low_bit is not None:
+            if not low_bit or not (is_product(op) or op.startswith("scaled_mm")):
+                return result  # it rounds or mixes operands
+            op, inputs, outputs = _of_recipe(low_bit)
+        key = (place.module, place.class_name, direction, op, inputs, outputs)
         self._calls[key] += 1
         return result
 
@@ -200,18 +206,34 @@ class Trace(TorchDispatchMode):
                         yield f"optimizer {key}", value
 
 
-def _frames() -> tuple[dict[str, Any] | None, bool]:
-    """The locals of the 16-bit simulation that runs, if any; and whether an update runs."""
+def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
+    """What the operation is a part of.
+
+    Returns:
+        The locals of the 16-bit simulation that runs, if any; those of a product of a layer below
+        16 bits, empty while it mixes tokens; and whether an update runs.
+    """
     frame: FrameType | None = sys._getframe(2)
-    simulated, updates = None, False
+    simulated, low_bit, updates = None, None, False
     while frame is not None:
         code = frame.f_code
+        if low_bit is None and code in (_PRODUCT, _MIXED):
+            low_bit = frame.f_locals if code is _PRODUCT else {}
         if code is _SIMULATED and simulated is None:
             simulated = frame.f_locals
         if code.co_filename.startswith(_UPDATES) and code.co_name != "backward":
             updates = True
         frame = frame.f_back
-    return simulated, updates
+    return simulated, low_bit, updates
+
+
+def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Name, inputs and outputs of a product that a recipe decides."""
+    name, a = product["product"], product["a"]
+    form = getattr(product["recipe"], name)
+    if form in SCHEMES:
+        form += " simulated" if why_not_native(form, a.device) else " native"
+    return name, (form, form), (dtype_name(a.dtype),)
 
 
 def _name(base: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> str:

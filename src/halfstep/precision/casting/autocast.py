@@ -22,6 +22,7 @@ from halfstep.precision.border import as_device
 from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, setting_of
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
@@ -66,14 +67,16 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     device = as_device(device)
     policy = parse_policy(policy, device)
     found = _support_of_16_bits(policy, device)
-    lacking = {s.name: s for recipe in policy.recipes() for s in recipe.schemes()}
-    if found.status == "refused" or not lacking:
+    names = {s.name: s for recipe in policy.recipes() for s in recipe.schemes()}
+    if found.status == "refused" or not names:
         return found
-    names = ", ".join(lacking)
+    lacking = {name: why for name in names if (why := why_not_native(name, device))}
+    if not lacking:
+        return Support("native", f"{', '.join(names)} products; {found.reason}")
     if policy.simulate:
-        how = f"operands are rounded to {names} exactly, and multiplied as bf16"
+        how = f"operands are rounded to {', '.join(lacking)} exactly, and multiplied as bf16"
         return Support("simulated", f"{how}; {found.reason}")
-    reason = f"halfstep has no {names} products for it yet; add simulate (--simulate)"
+    reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
@@ -130,6 +133,8 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 
 
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
+    if policy.recipes() and not policy.simulate:
+        policy = replace(policy, simulate=True)
     return f"{'fp32' if policy.tf32 else policy} on --device cpu"
 
 

@@ -239,8 +239,9 @@ def autocast(
     if model is not None:
         check_wrappers(value, model)
         _require_prepared(value, model)
-    elif value.rules or low or value.casts == "module":
+    elif value.rules or low or value.recipes() or value.casts == "module":
         what = "has rules for modules" if value.rules else "says how weights are stored"
+        what = "rounds the operands of linear layers" if value.recipes() else what
         raise PrecisionError(
             f"policy {value} {what}, so that autocast needs the model: autocast(policy, device, "
             "model) with one that halfstep.Precision has prepared; in training use "
@@ -261,13 +262,27 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
                     f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
                     f"stores it in {dtype_name(wanted[name])}; {cure}"
                 )
-    for placement in (*placed.regions, *placed.low):
+    for placement in placed.regions:
         if not isinstance(placement.module.__dict__.get("forward"), Region):
-            rule = placement.rule or str(policy.recipe)
             raise PrecisionError(
-                f"rule {rule!r} of policy {policy} is not applied to "
+                f"rule {placement.rule!r} of policy {policy} is not applied to "
                 f"{placement.name or 'the model'}; {cure}"
             )
+    for placement in placed.low:
+        has = getattr(low_bit_of(placement.module), "recipe", "none")
+        if has != placement.recipe:
+            raise PrecisionError(
+                f"{placement.name or 'the model'} has recipe {has}, and policy {policy} says "
+                f"{placement.recipe}; prepare the model by halfstep.Precision"
+            )
+
+
+def low_bit_of(module: nn.Module) -> LowBitLinear | None:
+    """What makes a layer multiply below 16 bits, inside of a region if it has one."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Region) and not isinstance(forward, LowBitLinear):
+        forward = forward.replaced
+    return forward if isinstance(forward, LowBitLinear) else None
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

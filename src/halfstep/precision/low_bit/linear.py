@@ -1,10 +1,12 @@
 """Linear layers that multiply below 16 bits, as a policy's recipe says.
 
-Each operand is rounded to blocks along the dim that its product sums over. The rounded numbers are
-bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32 accumulation.
-A scale of a whole tensor multiplies its result, which is rounded to bf16 before and after: one
-rounding more than a tensor core's (``product.py`` has it with one, at the speed of fp32). Scales of
-blocks that are fp32 numbers (``fp8-block``) go into fp32 operands of an fp32 product instead.
+Each operand is rounded to blocks along the dim that its product sums over. Where the device has
+such a product, it multiplies the codes (``native.py``). Elsewhere it is simulated: the rounded
+numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
+accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
+after: one rounding more than a tensor core's (``product.py`` has it with one, at the speed of
+fp32). Scales of blocks that are fp32 numbers (``fp8-block``) go into fp32 operands of an fp32
+product instead.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +29,9 @@ from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.product import Draw, operand
-from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, Scheme
+from halfstep.precision.low_bit.native import scaled_product, why_not_native
+from halfstep.precision.low_bit.product import Draw, operand, quantized
+from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement
 
 _LOW = torch.bfloat16
@@ -48,6 +52,7 @@ class LowBitLinear(Region):
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
         self.recipe, self.clock = placement.recipe, clock
+        self.name = placement.name
         self.stream = zlib.crc32(placement.name.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
 
@@ -61,12 +66,15 @@ class LowBitLinear(Region):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
             raise PrecisionError(
-                f"a linear layer below 16 bits has a weight that is distributed over ranks "
-                f"({tuple(weight.shape)}); keep it by keep_bf16=, or use data parallelism"
+                f"layer {self.name or 'of the model'} multiplies below 16 bits ({recipe}), and its "
+                f"weight is distributed over ranks ({tuple(weight.shape)}); keep it by "
+                f"keep_bf16={self.name or '*'}, or use data parallelism"
             )
         (x,) = (*args, *kwargs.values())
-        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
+        if x.shape[-1] != weight_OK.shape[1]:
+            return self.inside(args, kwargs)  # torch says what is wrong with it
+        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
@@ -76,6 +84,12 @@ class LowBitLinear(Region):
 def _multiply(
     x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear, recipe: Recipe
 ) -> Tensor:
+    if is_functorch_wrapped_tensor(x_NK):
+        raise PrecisionError(
+            f"layer {layer.name or 'of the model'} multiplies below 16 bits ({recipe}), which "
+            f"torch.func (vmap, grad, jvp) cannot transform; keep it by "
+            f"keep_bf16={layer.name or '*'}"
+        )
     y_NO: Tensor = _Products.apply(x_NK, weight_OK, bias_O, layer, recipe)  # type: ignore[no-untyped-call]
     return y_NO
 
@@ -94,12 +108,7 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        scheme = SCHEMES.get(recipe.fprop)
-        if scheme is None:
-            return F.linear(x_NK, weight_OK, bias_O)
-        x = _rounded(scheme.inputs, x_NK, 1)
-        weight = _rounded(scheme.weights, weight_OK, 1)
-        return _product(x, (weight[0].t(), weight[1]), bias_O)
+        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -108,27 +117,44 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            scheme = SCHEMES.get(ctx.recipe.dgrad)
-            if scheme is None:
-                dx = grad_NO @ weight_OK
-            else:
-                draw = _draw(scheme, ctx.layer, "dgrad")
-                g = _rounded(scheme.gradients, grad_NO, 1, draw)
-                dx = _product(g, _rounded(scheme.weights, weight_OK, 0))
+            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            scheme = SCHEMES.get(ctx.recipe.wgrad)
-            if scheme is None:
-                dw = grad_NO.t() @ x_NK
-            else:
-                g_NO, x = _whole_blocks(scheme, grad_NO), _whole_blocks(scheme, x_NK)
-                if scheme.hadamard:
-                    g_NO, x = _mixed(g_NO), _mixed(x)
-                draw = _draw(scheme, ctx.layer, "wgrad")
-                values, scale = _rounded(scheme.gradients, g_NO, 0, draw)
-                dw = _product((values.t(), scale), _rounded(scheme.inputs, x, 0))
+            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
         return dx, dw, db, None, None
+
+
+_SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
+"""Which dim of its two operands a product sums over."""
+
+
+def run_product(
+    layer: LowBitLinear,
+    recipe: Recipe,
+    product: str,
+    a: Tensor,
+    b: Tensor,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """One product of a layer in bf16, of operands in bf16, as the recipe says; trace() knows it."""
+    scheme = SCHEMES.get(getattr(recipe, product))
+    if scheme is None:
+        if product == "fprop":
+            return F.linear(a, b, bias_O)
+        return (a if product == "dgrad" else a.t()) @ b
+    if product == "wgrad":
+        a, b = _whole_blocks(scheme, a), _whole_blocks(scheme, b)
+        if scheme.hadamard:
+            a, b = mixed(a), mixed(b)
+    (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
+    left, right = getattr(scheme, left), getattr(scheme, right)
+    draw = None if product == "fprop" else _draw(scheme, layer, product)
+    if not why_not_native(scheme.name, a.device):
+        wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
+        return (wide if bias_O is None else wide + bias_O).to(_LOW)
+    (x, x_scale), (y, y_scale) = _rounded(left, a, i, draw), _rounded(right, b, j)
+    return _simulated((x if i else x.t(), x_scale), (y.t() if j else y, y_scale), bias_O)
 
 
 Operand = tuple[Tensor, Tensor | None]
@@ -145,7 +171,7 @@ def _rounded(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Operan
     return form.join(blocks, dim), None
 
 
-def _product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
+def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """``a @ b`` in bf16, by a product that accumulates in fp32."""
     (left, left_scale), (right, right_scale) = a, b
     scales = [scale for scale in (left_scale, right_scale) if scale is not None]
@@ -174,7 +200,7 @@ def _whole_blocks(scheme: Scheme, x_NF: Tensor) -> Tensor:
     return F.pad(x_NF, (0, 0, 0, missing)) if missing else x_NF
 
 
-def _mixed(x_NF: Tensor) -> Tensor:
+def mixed(x_NF: Tensor) -> Tensor:
     """``x`` with each 16 tokens multiplied by the random Hadamard matrix, rounded to bf16."""
     blocks = x_NF.reshape(-1, HADAMARD, x_NF.shape[1])
     return (hadamard().to(x_NF.device) @ blocks).reshape(x_NF.shape)

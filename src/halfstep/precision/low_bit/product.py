@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import E8M0, BlockFormat, block_format
+from halfstep.formats import E8M0, BlockFormat, Quantized, block_format
 from halfstep.kernels import blocks
 from halfstep.precision.masters.rounding import random_bits, random_key
 
@@ -114,6 +114,12 @@ def operand(
         values, left = form.operand(x, dim, bits=None if draw is None else bits_of(draw, x))
         found = values.to(dtype), left
     return found
+
+
+def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+    """The codes and scales that :func:`operand` stands for, for a native product."""
+    bits = None if draw is None else bits_of(draw, x)
+    return block_format(name).quantize(x, dim, bits=bits)
 
 
 def bits_of(draw: Draw, x: Tensor) -> Tensor:

@@ -21,6 +21,12 @@ from dataclasses import dataclass
 from halfstep.errors import PrecisionError
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {
+    "fprop": ("inputs", "weights"),
+    "dgrad": ("gradients", "weights"),
+    "wgrad": ("gradients", "inputs"),
+}
+"""The operands of each product of a linear layer, as :class:`Scheme` names their formats."""
 KEPT, SAME = "bf16", "-"
 
 

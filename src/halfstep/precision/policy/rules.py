@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, is_recipe, parse_recipe
 
@@ -159,31 +161,48 @@ def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list
                 f"the module that is both {first.name} and {p.name} has recipe {first.recipe} "
                 f"under the one name and {p.recipe} under the other; give both names one rule"
             )
-        for product in PRODUCTS:
-            _check_block(p, product)
     if not low:
         raise PrecisionError(
             f"policy {policy} has formats below 16 bits for linear layers, and none of the model's "
             "is a torch.nn.Linear that is called, keeps its forward, and shares no embedding's "
             "weight"
         )
+    _check_blocks(list(low.values()))
     return result
 
 
-def _check_block(placement: Placement, product: str) -> None:
-    """Refuse a layer whose features do not fill whole blocks; tokens are padded by zeros."""
+def _check_blocks(low: list[Placement]) -> None:
+    """Refuse layers whose features do not fill whole blocks; tokens are padded by zeros."""
+    wrong = [(p, why) for p in low for product in PRODUCTS if (why := _unfilled(p, product))]
+    if not wrong:
+        return
+    first, why = wrong[0]
+    names = list(dict.fromkeys(p.name for p, _ in wrong))
+    others = f" (and {len(names) - 1} more layers do)" if len(names) > 1 else ""
+    # one pattern for the same layer of all blocks
+    globs = names if len(names) == 1 else [re.sub(r"\.\d+(?=\.)", ".*", name) for name in names]
+    keep = "|".join(dict.fromkeys(globs)) or "*"
+    raise PrecisionError(f"{first.name or 'the model'} {why}{others}; keep it by keep_bf16={keep}")
+
+
+def _unfilled(placement: Placement, product: str) -> str:
+    """Which features of a layer do not fill whole blocks in a product; empty if all do."""
     scheme = SCHEMES.get(getattr(placement.recipe, product))
     if scheme is None or product == "wgrad":
-        return
+        return ""
     module: Any = placement.module
-    width = module.weight.shape[_summed(module, product)]
-    if width % scheme.block:
-        what = "inputs" if product == "fprop" else "outputs"
-        raise PrecisionError(
-            f"{placement.name or 'the model'} has {width} {what}, which its {product} sums over, "
-            f"and {scheme.name} needs whole blocks of {scheme.block}; keep it by "
-            f"keep_bf16={placement.name or '*'}"
-        )
+    by_inputs = product == "fprop"
+    summed = _summed(module, product)
+    rows, columns = BLOCK_FORMATS[scheme.weights].block or (1, 1)
+    for dim, size, inputs in ((summed, columns, by_inputs), (1 - summed, rows, not by_inputs)):
+        width = module.weight.shape[dim]
+        if width % size:
+            does = "sums over" if dim == summed else "rounds in square blocks"
+            return (
+                f"has {width} {'inputs' if inputs else 'outputs'}, which its {product} {does}, and "
+                f"{scheme.name} needs whole blocks of {size}"
+            )
+    return ""
 
 
 def _summed(module: nn.Module, product: str) -> int:

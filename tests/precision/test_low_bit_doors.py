@@ -1,0 +1,313 @@
+"""Every door and every companion of a training loop, with layers below 16 bits."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.precision.casting.cast import low_bit_of
+
+POLICY = "nvfp4,simulate=yes"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def made(policy=POLICY, seed=0, model=None):
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block()) if model is None else model
+    optimizer = halfstep.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, halfstep.Precision(policy, model, optimizer)
+
+
+def batch(seed=1):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(run, policy=POLICY):
+    model, precision = made(policy)
+    with precision.autocast():
+        loss = run(model, batch().requires_grad_()).float().square().mean()
+    precision.backward(loss)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+# torch's own, where Dynamo breaks its graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    "policy", [POLICY, "mxfp8,simulate=yes", "bf16-split,recipe=fp8,simulate=yes"]
+)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x: checkpoint(model, x, use_reentrant=False),
+        lambda model, x: checkpoint(model, x, use_reentrant=True),
+        lambda model, x: torch.compile(model, backend="aot_eager")(x),
+        lambda model, x: model(input=x),
+        lambda model, x: model(x.view(2, 16, 64)).view(32, 64),
+    ],
+    ids=["checkpoint", "reentrant checkpoint", "compiled", "by keyword", "three dims"],
+)
+def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(run, policy):
+    plain = gradients(lambda model, x: model(x), policy)
+    for a, b in zip(plain, gradients(run, policy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compile_in_one_graph_runs_or_is_refused():
+    torch._dynamo.reset()
+    plain = gradients(lambda model, x: model(x))
+    try:
+        found = gradients(
+            lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        )
+    except torch._dynamo.exc.Unsupported:
+        return
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers"),
+    [
+        ("mxfp8", r"0\.up has 100 inputs.*fprop.*mxfp8 needs whole blocks of 32 \(and 1 more "
+                  r"layers do\); keep it by keep_bf16=0\.up\|0\.down"),
+        ("mxfp8,keep_bf16=0.up", r"0\.down has 100 outputs.*dgrad.*keep_bf16=0\.down$"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("door", ["Precision", "autocast", "explain_model", "trace"])
+def test_every_door_names_the_layers_that_fit_no_blocks(policy, layers, door):
+    model = nn.Sequential(nn.ModuleDict({"up": nn.Linear(100, 128), "down": nn.Linear(128, 100)}))
+    spelled = f"{policy},simulate=yes"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.trace(model, policy=spelled) as ran:
+        pass
+    doors = {
+        "Precision": lambda: halfstep.Precision(spelled, model, optimizer),
+        "autocast": lambda: halfstep.autocast(spelled, "cpu", model),
+        "explain_model": lambda: halfstep.explain_model(spelled, model),
+        "trace": ran.differences,
+    }
+    with pytest.raises(PrecisionError, match=layers):
+        doors[door]()
+
+
+def test_the_same_layer_of_several_blocks_is_one_pattern():
+    model = nn.ModuleDict(
+        {"h": nn.ModuleList(nn.ModuleDict({"a": nn.Linear(64, 8)}) for _ in "ab")}
+    )
+    with pytest.raises(
+        PrecisionError, match=r"h\.0\.a has 8 outputs.*keep_bf16=h\.\*\.a$"
+    ) as error:
+        made(POLICY, model=model)
+    keep = str(error.value).rpartition(" ")[2]
+    model["h"].append(nn.ModuleDict({"a": nn.Linear(64, 64)}))
+    with pytest.raises(PrecisionError, match="none of the model's"):
+        made(f"{POLICY},{keep}", model=model)
+
+
+def test_autocast_alone_cannot_round_layers():
+    with pytest.raises(
+        PrecisionError, match=r"rounds the operands of linear layers.*needs the mod"
+    ):
+        halfstep.autocast(POLICY, "cpu")
+    with pytest.raises(PrecisionError, match=r"0\.up has recipe none.*says nvfp4.*Precision"):
+        halfstep.autocast(POLICY, "cpu", nn.Sequential(Block()))
+    model, _ = made("mxfp8,simulate=yes")
+    with pytest.raises(PrecisionError, match=r"0\.up has recipe mxfp8.*says nvfp4"):
+        halfstep.autocast(POLICY, "cpu", model)
+    with halfstep.autocast("mxfp8,simulate=yes", "cpu", model):
+        model(batch())
+
+
+def test_a_layer_inside_a_module_with_a_rule_keeps_its_recipe_in_autocast():
+    policy = "bf16-mixed,rules=0:fp32|0.up:mxfp8,simulate=yes"
+    model, _ = made(policy)
+    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
+    assert low_bit_of(model[0].down) is None
+    with halfstep.autocast(policy, "cpu", model):
+        model(batch())
+
+
+def test_a_device_that_is_not_here_leads_to_one_that_runs():
+    for device in ("cuda", "mps"):
+        found = halfstep.support("nvfp4", device)
+        if found.status == "refused" and "torch sees no" in found.reason:
+            assert found.nearest == "nvfp4,simulate=yes on --device cpu"
+
+
+def test_an_input_of_other_features_is_torchs_error():
+    model, precision = made()
+    with precision.autocast(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model[0].up(torch.ones(3, 65))
+
+
+def test_no_tokens_and_one():
+    model, precision = made()
+    for shape in ((0, 64), (64,), (1, 64), (2, 0, 64)):
+        with precision.autocast():
+            y = model(torch.zeros(shape))
+        y.sum().backward()
+        assert y.shape == shape
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# torch's own, where Dynamo breaks its graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("policy", [POLICY, "mxfp8,simulate=yes", "fp8,simulate=yes"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_reaches_the_guard_and_its_first_cause(policy, number):
+    model, precision = made(policy)
+
+    class Fault(nn.Module):
+        def forward(self, x):
+            x = x.clone()
+            x[3, 5] = number
+            return x
+
+    faulty = nn.Sequential(model[0], Fault(), model[1])
+    precision.close()
+    faulty, precision = made(policy, model=faulty)
+    before = [p.clone() for p in faulty.parameters()]
+
+    def loss(x):
+        return faulty(x).square().mean()
+
+    with precision.autocast():
+        value = loss(batch())
+    with pytest.raises(NonFiniteError):
+        precision.step(value)
+    assert all(torch.equal(a, b) for a, b in zip(before, faulty.parameters(), strict=True))
+    cause = str(halfstep.first_cause(precision, loss, batch()))
+    assert "Fault" in cause, cause
+
+
+def test_a_weight_that_is_not_finite_is_found_in_its_layer():
+    model, precision = made()
+    with torch.no_grad():
+        model[1].up.weight[0, 0] = float("inf")
+    with precision.autocast():
+        loss = model(batch()).square().mean()
+    with pytest.raises(NonFiniteError, match=r"1\.up\.weight"):
+        precision.step(loss)
+
+
+def test_close_gives_back_a_plain_model_and_a_new_recipe_may_follow():
+    model, precision = made()
+    precision.close()
+    assert all(low_bit_of(module) is None for module in model.modules())
+    _, precision = made("mxfp8,simulate=yes", model=model)
+    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
+
+
+def test_a_model_saved_whole_and_a_copy_are_plain():
+    model, _ = made()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert all(low_bit_of(module) is None for module in other.modules())
+        assert torch.equal(other[0].up.weight, model[0].up.weight)
+        with pytest.raises(PrecisionError, match="has recipe none"):
+            halfstep.autocast(POLICY, "cpu", other)
+    assert low_bit_of(model[0].up) is not None
+
+
+def test_evaluation_draws_nothing_and_is_the_same_in_every_mode():
+    model, precision = made()
+    model.eval()
+    outputs = []
+    for context in (torch.no_grad, torch.no_grad, torch.inference_mode):
+        with context(), precision.autocast():
+            outputs.append(model(batch()))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    state = copy.deepcopy(precision.state_dict())
+    assert str(state) == str(precision.state_dict())
+
+
+def test_what_autograd_cannot_do_with_it_is_refused():
+    model, precision = made()
+    x = batch().requires_grad_()
+    with precision.autocast():
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+        with pytest.raises(PrecisionError, match=r"torch\.func.*keep_bf16"):
+            torch.func.vmap(model)(torch.randn(2, 3, 64))
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "n_positions": 32}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends))
+
+
+def test_conv1d_layers_of_gpt2_have_the_recipe_and_its_tied_head_has_not():
+    model, precision = made(model=gpt2())
+    low = [name for name, module in model.named_modules() if low_bit_of(module)]
+    assert len(low) == 8
+    assert "lm_head" not in low
+    ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(8):
+        with precision.autocast():
+            out = model(input_ids=ids, labels=ids)
+        losses.append(precision.step(out.loss).loss)
+    assert losses[-1] < losses[0]
+    with precision.autocast(), torch.no_grad():
+        made_ids = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made_ids.shape == (2, 8)
+
+
+def test_a_conv1d_layer_rounds_as_a_linear_layer_of_its_transposed_weight():
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D(128, 64)
+    linear = nn.Linear(64, 128)
+    with torch.no_grad():
+        linear.weight.copy_(conv.weight.t())
+        linear.bias.copy_(conv.bias.copy_(torch.randn(128)))
+    found = []
+    for layer in (conv, linear):
+        model, precision = made("mxfp8,simulate=yes", model=nn.Sequential(layer))
+        x = batch().requires_grad_()
+        with precision.autocast():
+            y = model(x)
+        y.square().sum().backward()
+        weight = layer.weight.grad.t() if layer is conv else layer.weight.grad
+        found.append((y, x.grad, weight, layer.bias.grad))
+    for a, b in zip(*found, strict=True):
+        # one bf16 rounding: layouts may add up in another order
+        assert torch.allclose(a, b, rtol=2**-7, atol=2**-7 * float(b.detach().abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_is_kept_by_the_line_that_the_error_gives():
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(gpt2(), settings)
+    with pytest.raises(PrecisionError, match=r"lora_A\.default has 4 outputs") as error:
+        made(model=model)
+    keep = str(error.value).rpartition(" ")[2]
+    assert keep.startswith("keep_bf16=base_model.model.transformer.h.*.attn.c_attn.lora_A.default|")
+    model, precision = made(f"{POLICY},{keep}", model=model)
+    ids = torch.randint(96, (2, 16))
+    with precision.autocast():
+        out = model(input_ids=ids, labels=ids)
+    assert precision.step(out.loss).applied
+    low = [name for name, module in model.named_modules() if low_bit_of(module)]
+    assert len(low) == 8
+    assert any(name.endswith("c_attn.base_layer") for name in low)

@@ -1,0 +1,66 @@
+"""Runs of the trainer below 16 bits: resumed, evaluated, generated from, exported, traced."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.errors import HalfstepError, PrecisionError
+from halfstep.trainer.config.config import config_to_toml
+from halfstep.trainer.run.resume import require_resumable
+from trainer.runs import assert_same_tensors, metrics, newest, run, small_config
+
+NVFP4 = "nvfp4,simulate=yes"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        NVFP4,
+        "bf16-split,recipe=mxfp8,simulate=yes,moments=8bit",
+        "mxfp8,simulate=yes,schedule=60%:bf16/-/-",
+    ],
+)
+def test_a_run_below_16_bits_resumes_bit_for_bit(corpus, tmp_path, policy):
+    config = small_config(corpus, policy, model__dropout=0.1, run__grad_accum=2)
+    _, whole = run(config, tmp_path / "whole")
+    run(config, tmp_path / "cut", until=4)
+    run(config, tmp_path / "cut")
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
+    assert_same_tensors(a.weights, b.weights)
+    assert a.state["precision"] == b.state["precision"]
+    assert whole[-1].record.step == 8
+
+
+def test_another_recipe_needs_to_be_asked_for(corpus):
+    before, after = small_config(corpus, NVFP4), small_config(corpus, "mxfp8,simulate=yes")
+    with pytest.raises(HalfstepError, match="precision"):
+        require_resumable(before, after)
+    require_resumable(before, after, other_precision=True)
+
+
+def test_without_simulate_the_trainer_refuses_before_it_makes_a_folder(corpus, tmp_path):
+    with pytest.raises(PrecisionError, match="a CPU has no nvfp4 products; add simulate"):
+        run(small_config(corpus, "nvfp4"), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_commands_on_a_run_below_16_bits(corpus, tmp_path, capsys):
+    config, path = tmp_path / "tiny.toml", str(tmp_path / "run")
+    config.write_text(config_to_toml(small_config(corpus, NVFP4)))
+    assert main(["train", "--config", str(config), "--output-dir", path, "--quiet"]) == 0
+    for command in (
+        ["evaluate", "--run", path],
+        ["generate", "--run", path, "--prompt", "the", "--max-new-tokens", "4"],
+        ["export", "--run", path, "--to", "hf", "--output", str(tmp_path / "exported")],
+    ):
+        assert main(command) == 0, (command, capsys.readouterr().err)
+    capsys.readouterr()
+    assert main(["trace", path, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["differences"] == []
+    forms = {row["inputs"][0] for row in table["operations"] if row["op"] == "wgrad"}
+    assert forms == {"nvfp4 simulated"}
