@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.statistics.rounding_error import rounding_errors
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
 from halfstep.kernels.exponents import add_, add_difference_, empty_row
 from halfstep.kernels.onlookers import Onlooker
@@ -38,13 +39,18 @@ _Key = tuple[Kind, str, torch.dtype, torch.device, float, int]
 class Collector:
     """The counts of one step; hooks are attached by making it, and removed by :meth:`close`."""
 
-    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+    def __init__(
+        self, model: nn.Module, scale: Callable[[], float], formats: Sequence[str] = ()
+    ) -> None:
         """Attach hooks to every module.
 
         Args:
             model: The model, whose modules' names are those of the tensors.
             scale: Tells the loss scale of the backward that is running; asked once.
+            formats: Names of block formats whose rounding of each tensor is measured.
         """
+        self._formats = formats
+        self._rounding: dict[tuple[Kind, str], dict[str, tuple[float, float, float]]] = {}
         self._ask, self._scale = scale, 0.0
         self._rows: dict[_Key, Tensor] = {}
         self._running = _Running()
@@ -79,6 +85,8 @@ class Collector:
         if not x.is_floating_point() or x.is_meta:
             return
         factor, shift = _parts(scale)
+        if self._formats and (kind, name) not in self._rounding:  # of micro-batches the first
+            self._rounding[kind, name] = rounding_errors(x, self._formats)
         add_(self._row((kind, name, x.dtype, x.device, factor, shift)), x, factor)
 
     def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
@@ -119,6 +127,8 @@ class Collector:
             one = TensorStatistics.from_row(
                 kind, name, dtype, read[key], shift, multiplied=multiplied
             )
+            if (kind, name) in self._rounding:
+                one = replace(one, rounding=self._rounding[kind, name])
             found.setdefault((kind, name, dtype), []).append(one)
         return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
 

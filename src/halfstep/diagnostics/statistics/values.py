@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -66,6 +66,9 @@ class TensorStatistics:
     23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
+    rounding: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """For each block format that the watch was asked for, relative errors on some rows of the
+    tensor: to nearest, and bias and spread of stochastic rounding."""
 
     @property
     def nonzero(self) -> int:
@@ -112,6 +115,8 @@ class TensorStatistics:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them: no NaN, no infinity, exponents as text."""
         fields = {name: getattr(self, name) for name in _FIELDS}
+        if self.rounding:
+            fields["rounding"] = {name: list(errors) for name, errors in self.rounding.items()}
         return fields | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
 
     @classmethod
@@ -123,12 +128,13 @@ class TensorStatistics:
         """
         try:
             exponents = {int(e): _count(n) for e, n in fields["exponents"].items()}
+            rounding = {str(n): _errors(e) for n, e in fields.get("rounding", {}).items()}
             read = {name: _FIELDS[name](fields[name]) for name in _FIELDS}
             if read["kind"] not in KINDS:
                 raise ValueError(read["kind"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DataError(f"not the statistics of a tensor: {str(fields)[:80]}") from error
-        return cls(exponents=exponents, **read)
+        return cls(exponents=exponents, rounding=rounding, **read)
 
 
 def min_exponent(dtype: torch.dtype) -> int:
@@ -178,6 +184,11 @@ def _magnitude(value: Any) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(value)
     return number
+
+
+def _errors(value: Any) -> tuple[float, float, float]:
+    nearest, bias, spread = map(_magnitude, value)
+    return nearest, bias, spread
 
 
 _FIELDS: dict[str, Any] = {
