@@ -1,11 +1,14 @@
 """Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep import EMA, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
@@ -412,3 +415,25 @@ def test_a_weight_that_is_unfrozen_later_is_averaged_from_then_on(dtype):
     assert torch.allclose(ema.averages["0.weight"].float(), average, rtol=gap, atol=gap)
     with ema.applied_to(model):
         assert torch.equal(model[0].weight, ema.averages["0.weight"].float())
+
+
+def test_a_precision_may_be_collected_while_another_optimizer_steps():
+    """Removing its hook then would break torch's loop over the hooks of all optimizers."""
+    model = nn.Linear(4, 4)
+    left = Precision("bf16-split", model, AdamW(model.parameters()))
+    gone = weakref.ref(left)
+    left.itself = left  # so that only the collector of garbage finds it
+    gc.disable()
+    del left
+    other = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    collects = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
+    another = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        other(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    finally:
+        gc.enable()
+        collects.remove()
+        another.remove()
+    assert gone() is None

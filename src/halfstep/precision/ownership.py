@@ -32,6 +32,8 @@ from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 _LOOKS = 3
 _OWNERS: Any = WeakIdKeyDictionary()
 """Maps a parameter to a weak reference to the :class:`StepDoor` of the Precision training it."""
+_LEFT: list[RemovableHandle] = []
+"""Hooks of all optimizers whose Precision is gone: they do nothing, and go with the next one."""
 
 
 class StepDoor:
@@ -68,6 +70,8 @@ class StepDoor:
                 door.require_mine(optimizer)
 
         self._handles = [o.register_step_pre_hook(refuse) for o in optimizers]
+        while _LEFT:
+            _LEFT.pop().remove()
         self._others: RemovableHandle | None = None
         if self._keeps:
             self._others = register_optimizer_step_pre_hook(refuse_others)
@@ -107,6 +111,9 @@ class StepDoor:
         """Release the optimizers and parameters: they may step without a Precision again."""
         for handle in self._handles:
             handle.remove()
+        if self._others is not None:
+            self._others.remove()
+        self._others = None
         self.leave()
 
     def leave(self) -> None:
@@ -116,8 +123,9 @@ class StepDoor:
                 handle.remove()
         for parameter in self._parameters:
             _OWNERS.pop(parameter, None)
-        if self._others is not None:
-            self._others.remove()
+        if self._others is not None:  # a collector of garbage may run while torch reads its hooks
+            _LEFT.append(self._others)
+        self._others = None
         self._handles, self._parameters, self._optimizers = [], [], []
 
     def require_mine(self, optimizer: Optimizer) -> None:
