@@ -71,7 +71,8 @@ def main() -> None:
     plain = median(one["bf16-mixed"] for one in rounds)
     print(f"bf16-mixed {1e3 * plain:.0f} ms")
     if not arguments.no_save:
-        save("low_bit_cpu", {"ratios": found, "plain_ms": 1e3 * plain, "rounds": len(rounds)})
+        kept = {"ratios": found, "plain_ms": 1e3 * plain, "rounds": len(rounds)}
+        print(f"written: {save('low-bit-cpu', kept, torch.device('cpu'))}")
 
 
 if __name__ == "__main__":

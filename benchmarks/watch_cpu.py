@@ -92,7 +92,7 @@ def main() -> None:
             )
     if not arguments.no_save:
         results = {"threads": torch.get_num_threads()}
-        print(f"written: {save('watch_cpu', results | {'steps': found}, torch.device('cpu'))}")
+        print(f"written: {save('watch-cpu', results | {'steps': found}, torch.device('cpu'))}")
 
 
 if __name__ == "__main__":
