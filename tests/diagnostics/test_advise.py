@@ -12,9 +12,11 @@ from torch import nn
 
 import halfstep
 from halfstep.diagnostics.advise.choice import Option, cheapest
+from halfstep.diagnostics.advise.layers import gradient_under, policy_of
 from halfstep.diagnostics.advise.proof import Trials
 from halfstep.diagnostics.advise.sensitivity import _bias_and_variance, sensitivities
 from halfstep.errors import PrecisionError
+from halfstep.precision.policy.recipe import PRODUCTS
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -257,3 +259,29 @@ def test_layers_whose_features_fill_no_blocks_stay_as_they_are():
     assert "its features fill no whole blocks of mxfp8" in found.toml()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     halfstep.Precision(found.policy, model, optimizer).close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_the_choice_is_the_best_of_256_policies_by_their_true_errors(seed):
+    """Each of 8 layers in bf16 or nvfp4; the error of each policy is that of a whole pass."""
+    model, _ = planted(seed)
+    batch = data(seed)[:1]
+    low = "nvfp4-nearest"
+    found = sensitivities(model, batch, loss_fn, ("bf16", low))
+    layers = list(dict.fromkeys(s.layer for s in found))
+    errors = {x: sum(s.error for s in found if (s.layer, s.format) == (x, low)) for x in layers}
+    limit = 0.05
+    items = [[Option("bf16", 1.0, 0.0), Option(low, 0.25, errors[layer])] for layer in layers]
+    chosen = sum(option.time for option in cheapest(items, limit))
+    (reference,) = gradient_under("bf16-mixed", model, batch[0], loss_fn)
+    whole = sum(g.square().sum() for g in reference.values())
+    best = math.inf
+    for forms in itertools.product(("bf16", low), repeat=8):
+        pairs = zip(layers, forms, strict=True)
+        formats = {(layer, p): form for layer, form in pairs for p in PRODUCTS}
+        (grad,) = gradient_under(policy_of(formats, "bf16"), model, batch[0], loss_fn)
+        error = sum((grad[n] - g).square().sum() for n, g in reference.items()) / whole
+        if error <= limit:
+            best = min(best, sum(1.0 if form == "bf16" else 0.25 for form in forms))
+    assert best <= chosen <= 1.05 * best

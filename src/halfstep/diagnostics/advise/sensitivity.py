@@ -11,8 +11,8 @@ alone, out of what one step kept::
             the squared gradient that lies before the layer, for that is what it disturbs
 
 The last two rank the layers; they have no scale of their own. One pass each, with all layers in the
-format at once, gives it: the true error divided by the sum of the estimates. Against passes with
-one product at a time the order is right within each product, but for layers that are nearly equal.
+format at once, gives it: the true error divided by the sum of the estimates. docs/advise.md
+has their rank correlation with passes that round one product at a time.
 
 Random bits are drawn several times. The mean of the draws' errors is the *bias*, and the rest the
 *variance*, which an optimizer averages over steps: it counts by one tenth, for Adam's momentum of
