@@ -33,6 +33,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def fresh():
+    AcceleratorState._reset_state(True)  # a Trainer of an earlier test may have left its own
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
