@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.diagnostics.memory.table import Memory, memory_from_json
+from halfstep.diagnostics.recording.excluded import EXCLUDE
+from halfstep.diagnostics.recording.metrics import CAUSES, METRICS
 from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
 from halfstep.errors import ConfigError
 
 MEMORY = "memory.json"
-METRICS, CAUSES, EXCLUDED = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
 TRACE = "trace.json"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
@@ -130,7 +131,7 @@ def read_run(folder: Path) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     missing: list[str] = []
-    lines = {name: _lines(folder / name, damaged, missing) for name in (METRICS, CAUSES, EXCLUDED)}
+    lines = {name: _lines(folder / name, damaged, missing) for name in (METRICS, CAUSES, EXCLUDE)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
     memory = memory_from_json(_json(folder / MEMORY, damaged, missing))
     if memory is None and MEMORY not in missing:
@@ -142,7 +143,7 @@ def read_run(folder: Path) -> RunRecord:
         steps=[by_step[step] for step in sorted(by_step)],
         numerics=_numerics(folder / NUMERICS, damaged, missing),
         causes=lines[CAUSES],
-        excluded=lines[EXCLUDED],
+        excluded=lines[EXCLUDE],
         memory=memory,
         trace=_json(folder / TRACE, damaged, missing),
         damaged=damaged,

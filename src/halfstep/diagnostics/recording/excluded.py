@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from halfstep.diagnostics.recording.metrics import keep_lines
-from halfstep.errors import CheckpointError
+from halfstep.diagnostics.recording.metrics import append_line, keep_lines
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.spikes import Spiking
@@ -51,13 +49,7 @@ class Excluded:
         Raises:
             CheckpointError: If the file cannot be written.
         """
-        lines = []
         for number in sorted([step, *(undone or [])]):
             batch = self._rows(number)
             line = {"step": number, "spike_step": step, "reason": reason, **batch}
-            lines.append(json.dumps(line) + "\n")
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
+            append_line(self._path, line)
