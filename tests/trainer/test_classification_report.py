@@ -191,10 +191,13 @@ def test_names_that_no_font_has_are_numbers(tmp_path, monkeypatch, caplog):
 
     fonts = [f for f in font_manager.fontManager.ttflist if f.name.startswith(("DejaVu", "Last"))]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", fonts)
-    x, y, label, *_ = drawn(monkeypatch, MATRIX, NAMES)(tmp_path)
+    draw = drawn(monkeypatch, MATRIX, NAMES)
+    x, y, label, *_ = draw(tmp_path)
     assert x == y == ["0", "1", "2"]
     assert label == "found (numbers in the order of report.txt)"
     assert "no installed font has all characters of the labels" in caplog.text
+    draw(tmp_path)  # the next better state's
+    assert len(caplog.records) == 1
 
 
 def test_many_classes_make_no_giant(tmp_path, monkeypatch):

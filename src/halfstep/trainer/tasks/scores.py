@@ -197,16 +197,19 @@ def write_report(
         from matplotlib.figure import Figure
     except ImportError:
         return
-    temporary = folder / "confusion.tmp.png"
+    temporary, path = folder / "confusion.tmp.png", folder / "confusion.png"
     try:  # a run must not fail because of fonts and their caches
-        _draw(Figure, confusion, labels).savefig(temporary, dpi=150)
-        os.replace(temporary, folder / "confusion.png")
+        font = _font_for("".join(map(_printable, labels)))
+        _draw(Figure, confusion, labels, font).savefig(temporary, dpi=150)
+        if font is None and not path.exists():  # each better state draws it again
+            _tell_of_fonts()
+        os.replace(temporary, path)
     except Exception as error:
         logging.getLogger(__name__).warning("confusion.png could not be drawn: %s", error)
 
 
-def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
-    """Draw the matrix as shares of each true class, labelled with counts."""
+def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str], font: Any) -> Any:
+    """Draw the matrix as shares of each true class, labelled with counts; no font: no names."""
     size = len(labels)
     side = min(max(4.5, 0.75 * size + 2), _MOST_INCHES)
     figure = figure_type(figsize=(side + 0.8, side), layout="constrained")
@@ -215,7 +218,6 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
     names = list(map(_printable, labels))
-    font = _font_for("".join(names))
     named = range(0, size, math.ceil(size / _MOST_NAMES))
     shown = [str(i) if font is None else names[i] for i in named]
     options: dict[str, Any] = {"parse_math": False}  # a "$" in a label is literal
@@ -226,14 +228,6 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
         options |= {"rotation": 45, "ha": "right"}
     axes.set_xticks(named, shown, **options)
     axes.set_xlabel("found" if font is not None else "found (numbers in the order of report.txt)")
-    if font is None:
-        from matplotlib import get_cachedir
-
-        logging.getLogger(__name__).warning(
-            "confusion.png shows numbers: no installed font has all characters of the labels. "
-            "Install one, such as fonts-noto-cjk, and delete matplotlib's list of fonts: %s",
-            get_cachedir(),
-        )
     axes.set_ylabel("true")
     axes.set_title(f"accuracy {accuracy(confusion):.4f}, macro F1 {macro_f1(confusion):.4f}")
     if size <= 30:
@@ -242,6 +236,16 @@ def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str]) -> Any:
                 colour = "white" if shares[i][j] > 0.5 else "black"
                 axes.text(j, i, str(count), ha="center", va="center", color=colour, fontsize=8)
     return figure
+
+
+def _tell_of_fonts() -> None:
+    from matplotlib import get_cachedir
+
+    logging.getLogger(__name__).warning(
+        "confusion.png shows numbers: no installed font has all characters of the labels. "
+        "Install one, such as fonts-noto-cjk, and delete matplotlib's list of fonts: %s",
+        get_cachedir(),
+    )
 
 
 def _font_for(text: str) -> Any:
