@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep import EMA, OneRank, Precision, PrecisionError
+from halfstep import EMA, NonFiniteError, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.precision.masters import masters as master_weights
 
@@ -437,3 +437,46 @@ def test_a_precision_may_be_collected_while_another_optimizer_steps():
         collects.remove()
         another.remove()
     assert gone() is None
+
+
+# As a context manager
+
+
+def test_a_with_block_closes_at_its_end():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Precision("bf16-master", model, optimizer) as precision:
+        assert precision.step(loss_of(model, precision)).applied
+    with pytest.raises(PrecisionError, match="was closed"):
+        precision.step(loss_of(model, precision))
+    optimizer.step()  # the model's own again
+    with pytest.raises(PrecisionError, match="was closed"), precision:
+        pass
+
+
+def test_a_with_block_closes_on_an_error_and_does_not_hide_it(monkeypatch):
+    model = net()
+    with pytest.raises(KeyError, match="mine") as told:
+        with Precision("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1)):
+            raise KeyError("mine")
+    assert not hasattr(told.value, "__notes__")
+    second = Precision("bf16-pure", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def fail():
+        raise NonFiniteError("the last step", cause="gradients")
+
+    monkeypatch.setattr(second, "settle", fail)
+    with pytest.raises(KeyError, match="mine") as told, second:
+        raise KeyError("mine")
+    assert told.value.__notes__ == ["closing the Precision failed, too: the last step"]
+    assert not second._released.alive
+    third = Precision("bf16-pure", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(third, "settle", fail)
+    with pytest.raises(NonFiniteError, match="the last step"), third:
+        pass
+
+
+def test_a_with_block_may_close_by_itself():
+    model = net()
+    with Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1)) as precision:
+        precision.close()

@@ -9,6 +9,7 @@ from halfstep.cli.formats import table
 from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
+from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
@@ -21,25 +22,34 @@ def run(arguments: Estimate) -> int:
         raise ConfigError("--params and --config: give one of them")
     if arguments.batch_size < 0:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 0")
-    layout = Layout.parse(arguments.parallel)
+    layout, release = Layout.parse(arguments.parallel), arguments.release_gradients
+    if release and layout.size > 1:
+        raise ConfigError(
+            f"--release-gradients with --parallel {arguments.parallel}: gradients of several ranks "
+            "are summed before the first update; leave one of the two out"
+        )
     device = choose_device("auto")
     policies = [parse_policy(text, device) for text in arguments.precision]
+    for policy in policies if release else ():
+        require_unscaled(policy)
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
-        found = estimate_count(count, policies, layout)
+        found = estimate_count(count, policies, layout, release_gradients=release)
     else:
         spec = arguments.config or "gpt-small-cpu"
-        found = estimate_config(spec, policies, arguments.batch_size, layout, device)
+        found = estimate_config(
+            spec, policies, arguments.batch_size, layout, device, release_gradients=release
+        )
     if arguments.json:
         rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": rows}, indent=1))
     else:
-        print(_text(found, have, layout))
+        print(_text(found, have, layout, release))
     return 0
 
 
-def _text(found: list[Memory], have: int, layout: Layout) -> str:
+def _text(found: list[Memory], have: int, layout: Layout, release: bool) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
     head = ("policy", *parts, "total", "fits", *(["largest batch"] if with_batch else []))
@@ -57,7 +67,8 @@ def _text(found: list[Memory], have: int, layout: Layout) -> str:
     if with_batch:
         notes.append(f"a micro-batch of {found[0].rows}")
     else:
-        notes.append("without activations, which depend on model and batch")
+        gradients = " and gradients, released one by one" if release else ""
+        notes.append(f"without activations{gradients}, which depend on model and batch")
     if layout.size > 1:
         notes.append(f"on each of {layout.size} ranks ({layout})")
     lines = [table([head, *rows], set(range(1, len(head)))), "", "; ".join(notes) + "."]

@@ -182,14 +182,17 @@ class LowPrecisionOptimizer(Optimizer):
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         multiplier: float | DeviceStep = 1.0,
+        part: int | None = None,
     ) -> Any:
-        """Take one step.
+        """Take one step, or a part of one.
 
         Args:
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
                 the :meth:`device_step` that has examined these gradients and knows the factor.
+            part: The number of a training step that these gradients are a part of, for hooks: its
+                last call has no ``part``, and perhaps no gradients. None: a whole step.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.

@@ -45,12 +45,22 @@ class AfterStep:
             require(ema, EMA, "Precision(ema)", "a halfstep.EMA of the model").require(names)
         self._schedulers = schedulers
         self._on_skip = on_skip
-        self._ema = ema
+        self.ema = ema
+        self.waits = bool(schedulers) or ema is not None
+        """Whether there is anything to advance, which the next step needs."""
+
+    def require_own_weights(self) -> None:
+        """Refuse to read or train weights while averages have replaced them."""
+        if self.ema is not None and self.ema.applied:
+            raise PrecisionError(
+                "inside ema.applied_to(model) the model's weights are averages, which a step or a "
+                "checkpoint would take for the trained ones. Leave the block first"
+            )
 
     def __call__(self, applied: bool, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Advance; the exact ``weights`` are read only if there is an EMA to update."""
-        if applied and self._ema is not None:
-            self._ema.update_(weights, grow=True)
+        if applied and self.ema is not None:
+            self.ema.update_(weights, grow=True)
         if applied:
             for scheduler in self._schedulers:
                 scheduler.step()
@@ -60,14 +70,6 @@ class AfterStep:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 for scheduler in self._schedulers:
                     scheduler.step()
-
-
-def no_own_weights() -> PrecisionError:
-    """The error for reading or training weights while averages have replaced them."""
-    return PrecisionError(
-        "inside ema.applied_to(model) the model's weights are averages, which a step or a "
-        "checkpoint would take for the trained ones. Leave the block first"
-    )
 
 
 # An exponential moving average of the weights that also moves in low precision.

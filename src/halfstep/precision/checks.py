@@ -17,7 +17,6 @@ from halfstep.precision.casting.cast import CastInputs
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
-from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import as_state
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -221,6 +220,13 @@ def no_loss(value: object) -> PrecisionError:
     )
 
 
+def as_inputs(value: object) -> tuple[Tensor, ...]:
+    """The ``inputs`` of a backward as a tuple."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return tuple(require(value, (list, tuple), "backward(inputs)", "a tensor, or a list of some"))
+
+
 def as_closure(value: object) -> Callable[[], Any]:
     """The argument as a closure for a step, or an error if it is neither a closure nor a loss."""
     if callable(value):
@@ -314,17 +320,6 @@ def check_cast(placed: PlacedModel) -> None:
 
 
 # Which saved precision states are accepted.
-
-
-def load_scale(loss_scale: LossScale, state: Mapping[str, Any], policy: str) -> bool:
-    """Load a saved loss scale, of another policy if it fits; return whether it was accepted."""
-    try:
-        loss_scale.load_state_dict(dict(state["loss_scale"]))
-    except PrecisionError:
-        if state["policy"] == policy:
-            raise
-        return False
-    return True
 
 
 def check_state(

@@ -18,7 +18,6 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
@@ -30,7 +29,7 @@ from halfstep.precision.masters.stepping import (
     KeepsMasters,
     StepsOnDevice,
     Undecided,
-    has_users,
+    UserHooks,
 )
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks
@@ -50,8 +49,8 @@ class Later(Generic[T]):
     """An attribute of Precision that the device may have to tell first."""
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
-        """Remember where the value is kept."""
-        self._name = f"_{name}"
+        """Remember the attribute of ``Precision._progress`` that it is."""
+        self._name = name
 
     @overload
     def __get__(self, precision: None, owner: type[Any]) -> Later[T]: ...
@@ -64,12 +63,8 @@ class Later(Generic[T]):
         if precision is None:
             return self
         precision.settle()
-        value: T = getattr(precision, self._name)
+        value: T = getattr(precision._progress, self._name)
         return value
-
-    def __set__(self, precision: object, value: T) -> None:
-        """Set the value."""
-        setattr(precision, self._name, value)
 
 
 class Pending:
@@ -127,11 +122,7 @@ class DevicePath:
         self._told: ScaleState | None = None  # the loss scale on the device, if that is known
         self._undecided: Undecided | None = None  # the decision about the step in progress
         self._pending: Pending | None = None  # the last step, until its outcome is known
-        before = optimizer.register_step_pre_hook(lambda *_: None)
-        after = optimizer.register_step_post_hook(lambda *_: None)
-        self._hooks = before.hooks_dict_ref, after.hooks_dict_ref
-        before.remove()
-        after.remove()
+        self._hooks = UserHooks(optimizer)
 
     def attach(
         self, optimizers: Sequence[Optimizer], settle: Callable[[], Callable[[], None] | None]
@@ -157,19 +148,14 @@ class DevicePath:
 
         A user's hooks on the optimizer must not run on a skipped step, so the host decides then.
         """
-        if self._is_hooked():
+        if self._hooks.present():
             return False
         with self._installed():
             return self.steps.takes(gradients)
 
     def asks_host(self) -> bool:
         """Whether the host decides about the next step, with gradients like the last ones."""
-        return self._is_hooked() or self.steps.is_due()
-
-    def _is_hooked(self) -> bool:
-        own = [hooks() or {} for hooks in self._hooks]
-        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-        return any(map(has_users, (*own, *of_all)))
+        return self._hooks.present() or self.steps.is_due()
 
     def scale(self, scale: LossScale) -> float | Tensor:
         """The loss scale of the next backward, given the host's; a tensor where it adapts."""
@@ -277,8 +263,8 @@ class CapturedStep:
         if precision.path is None:
             raise PrecisionError(
                 "captured() needs steps that are decided on the device: one optimizer of "
-                "halfstep.optim on CUDA, with Triton, in a run of one process, without on_spike. "
-                "Call the function itself instead"
+                "halfstep.optim on CUDA, with Triton, in a run of one process, without on_spike "
+                "and release_gradients. Call the function itself instead"
             )
         self._precision, self._path = precision, precision.path
         self._function = function

@@ -11,62 +11,42 @@ One optimizer step, in this order (the order of Megatron-Core's mixed-precision 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
 moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
 clipping, masks and writes to weights mean what they mean in torch.
-On CUDA the device takes these steps alone where it can: ``device_path.py``.
+On CUDA the device takes these steps alone where it can: ``device_path.py``. Where gradients are
+released, updates are made during the backward: ``masters/release.py``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError, SpikeError
-from halfstep.precision import recovery
-from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
+from halfstep.precision import checks, ownership, recovery
+from halfstep.precision.after_step import EMA, AfterStep, OnSkip
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
-from halfstep.precision.checks import (
-    as_closure,
-    check_arguments,
-    check_max_norm,
-    check_parameters,
-    check_state,
-    closed,
-    load_scale,
-    no_backward,
-    no_gradients,
-    no_loss,
-    one_device,
-    require_one,
-    twice,
-)
 from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
 from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
-from halfstep.precision.masters.stepping import Decision, require_own_optimizer
-from halfstep.precision.ownership import (
-    ForwardWatch,
-    OneScaler,
-    StepDoor,
-    give_back_whole_,
-    is_ours,
-    release,
-)
+from halfstep.precision.masters.release import GradientRelease, require_releasable
+from halfstep.precision.masters.stepping import Decision, Gradients, require_own_optimizer
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.calibrate import calibrate_
-from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
-from halfstep.precision.scaling.loss_scale import LossScale, make_loss_scale
+from halfstep.precision.scaling.gradients import Examiner, Judged, Progress, Ranks, clip_factor
+from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import SpikeDetector
 
 
@@ -102,6 +82,7 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
+        release_gradients: bool = False,
         steps: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -125,6 +106,9 @@ class Precision:
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
+            release_gradients: Update each parameter during backward, as soon as its gradient is
+                complete, and free that at once. Clipping, several backwards a step, a loss scale,
+                several ranks and all that undoes a step are refused then (``docs/memory.md``).
             steps: How many steps the run will take; only a policy with a schedule needs it.
             ranks: The ranks that must agree on each step, and so must call each method together.
                 None: all of ``torch.distributed``'s default group, if it is initialised.
@@ -133,15 +117,12 @@ class Precision:
             PrecisionError: If policy, device, model and optimizer are not compatible; nothing has
                 been changed then.
         """
-        check_arguments(model, optimizer)
-        self.device = one_device(model)
+        checks.check_arguments(model, optimizer)
+        self.device = checks.one_device(model)
         self.policy = parse_policy(policy, self.device)
         self.support = require_support(self.policy, self.device)
-        self._loss_scale = make_loss_scale(self.policy.loss_scale)
+        self._progress = Progress(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self._applied_total = self._skipped_total = self._skipped_in_a_row = 0
-        self._scaled = self.policy.loss_scale.kind != "none"
-        self._scale_found = self.policy.loss_scale.kind != "dynamic"
         self.uncalibrated = self.policy.loss_scale.calibrate  # the next finite loss sets the scale
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self.on_broken: recovery.OnBroken | None = None
@@ -151,38 +132,43 @@ class Precision:
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         trainable = [n for n, p in model.named_parameters() if p.requires_grad]
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
-        self._schedulers, self._ema = schedulers, ema
         self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         self.clock = make_clock(self.policy, steps)
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
-        check_parameters(placed, self.optimizers, upcast=upcast_trainable)
+        checks.check_parameters(placed, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
-        self._door = StepDoor(self.policy, self.optimizers, names)
+        if require(release_gradients, bool, "Precision(release_gradients)", "True or False"):
+            require_releasable(self.policy, model, self.optimizers, self.ranks, self.choices)
+        self._door = ownership.StepDoor(self.policy, self.optimizers, names)
         try:
-            self._take(model, placed, upcast=upcast_trainable)
+            self._take(model, placed, upcast=upcast_trainable, releases=release_gradients)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
 
-    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool) -> None:
+    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool, releases: bool) -> None:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         if upcast and self.policy.param_dtype == torch.float32:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        parts = self._spikes, model, self.optimizers, self._ema, self.ranks
+        parts = self._spikes, model, self.optimizers, self._after.ema, self.ranks
         self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        if self._spikes is None:  # the host tests for spikes, so it decides then
+        self.gradient_release: GradientRelease | None = None
+        if releases:
+            needed = self.masters, self._examiner, self._door, self.optimizers
+            self.gradient_release = GradientRelease(*needed)
+        elif self._spikes is None:  # the host tests for spikes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
             self.path = device_path(self.optimizers, config, self.ranks, installed)
-        self._scalers = OneScaler()
-        self._watch = ForwardWatch(self.policy, self.device)
+        self._scalers = ownership.OneScaler()
+        self._watch = ownership.ForwardWatch(self.policy, self.device)
         self.model = model
         self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
         cast_at_border(placed, self.clock)
@@ -192,12 +178,12 @@ class Precision:
         # a model with 16-bit weights needs its casts even after this Precision is gone
         stays = self.policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
-        make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
+        make_portable_(model, ownership.is_ours, low, weakref.WeakMethod(self.masters.exact))
         left = None if stays else model
         self._released = weakref.finalize(
-            self, release, self._door, self.masters.arrivals, hooks, left
+            self, ownership.release, self._door, self.masters.arrivals, hooks, left
         )
-        self._begin(0)
+        self._begin()
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
@@ -229,32 +215,37 @@ class Precision:
         """
         self._require_open()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise no_loss(loss)
-        asked: Sequence[Tensor] = ()
-        if inputs is not None:
-            allowed = "a tensor, or a list of some"
-            require(inputs, (Tensor, list, tuple), "backward(inputs)", allowed)
-            asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            raise checks.no_loss(loss)
+        asked = () if inputs is None else checks.as_inputs(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
+        # such as a gradient for an adversarial attack: it belongs to no step
+        apart = inputs is not None and not self.masters.trains(asked)
+        releasing: AbstractContextManager[None] = nullcontext()
+        if self.gradient_release is not None and not apart:
+            self._require_own_weights()
+            releasing = self.gradient_release.during(loss, bool(retain_graph) or create_graph)
         with self._context.arithmetic():
-            held = self._loss_scale
+            held = self._progress.loss_scale
             if self.uncalibrated:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
             scale = held.value if self.path is None else self.path.scale(held)
-            with self.masters.arrivals.running(scale, loss, asked):
-                scaled = loss.reshape(()).float() * scale if self._scaled else loss.reshape(())
+            with releasing, self.masters.arrivals.running(scale, loss, asked):
+                scaled = (
+                    loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
+                )
                 scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
-        if inputs is not None and not self.masters.trains(asked):
-            return  # such as a gradient for an adversarial attack: it belongs to no step
+        if apart:
+            return
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
-        self.masters.note()
+        if self.gradient_release is None:
+            self.masters.note()
 
     @property
     def has_loss(self) -> bool:
@@ -268,7 +259,15 @@ class Precision:
         """Drop everything back-propagated since the last step: gradients and losses.
 
         ``zero_grad()`` of the model or of all optimizers does the same.
+
+        Raises:
+            PrecisionError: If gradients are released, and have updated parameters since.
         """
+        if self.gradient_release is not None:
+            self.gradient_release.require_finished("discard()")
+        self._drop()
+
+    def _drop(self) -> None:
         self.masters.clear()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
@@ -278,16 +277,30 @@ class Precision:
         """Release model and optimizers: hooks go, no context is needed, ``optimizer.step`` works.
 
         Weights stay in the policy's format; gradients and the masters' extra bits are dropped. The
-        model can then be exported, or given to another Precision.
+        model can then be exported, or given to another Precision. ``with Precision(...) as
+        precision:`` closes at the end of the block.
         """
         try:
             self.settle()
         finally:
-            self.discard()
+            self._drop()
             self._door.close()
             self._released()
-            give_back_whole_(self.model)
+            ownership.give_back_whole_(self.model)
             self.masters.close()
+
+    def __enter__(self) -> Self:
+        self._require_open()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close; an error of the block is not replaced by one of closing, which is added to it."""
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"closing the Precision failed, too: {failed}")
 
     def step(
         self,
@@ -310,39 +323,57 @@ class Precision:
         Raises:
             NonFiniteError: If continuing cannot help and ``on_nonfinite`` does not say otherwise:
                 the loss is not finite, there is no scale to lower or it is at its floor, or too
-                many steps in a row were skipped. Weights and optimizer state are unchanged.
+                many steps in a row were skipped. Weights and optimizer state are unchanged, except
+                where gradients are released; the message says how many parameters were updated.
                 On CUDA it may be raised when the result is read, or by the next call.
             SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
-            PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
-                ``max_norm`` is not above 0.
+            PrecisionError: If ``backward`` was not called, no parameter got a gradient,
+                ``max_norm`` is not above 0, or gradients are released and it or a closure is given.
         """
         self._require_open()
         if self.path is not None:
             self.path.require_noticed()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
-            check_max_norm(max_norm)
+            checks.check_max_norm(max_norm)
         self._require_own_weights()
+        if self.gradient_release is not None:
+            self.gradient_release.require_plain(loss, max_norm)
         if loss is not None and not isinstance(loss, Tensor):
-            return self._step_with(as_closure(loss), max_norm)
+            return self._step_with(checks.as_closure(loss), max_norm)
         if loss is not None:
             if self._last is not None and self._last() is loss:
-                raise twice()
+                raise checks.twice()
             self.backward(loss)
+        if self.gradient_release is not None:
+            return self._finish(self.gradient_release)
         try:
             self.settle()
-            gradients = self._gradients()
+            loss, gradients = self._gradients()
             self.clock.step += 1
             if self.path is not None and self.path.takes(gradients):
-                return self._step_on_device(self.path, gradients, max_norm)
-            judged = self._judge(gradients)
+                self.masters.take_written_()
+                self.path.examine(self._progress.loss_scale, loss, gradients, max_norm)
+                with self._door.open():
+                    self.masters.update_(gradients, self.path.steps)
+                return self.took(self.path)
+            judged = self._examiner.judge(loss, gradients)
             if judged.broken:
                 return self._skip(judged)
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
         finally:
-            self.discard()
+            self._drop()
         return self._applied(judged)
+
+    def _finish(self, release: GradientRelease) -> StepResult:
+        """Report a step whose updates were made during its backward."""
+        try:
+            judged = release.finish()
+        finally:
+            self._drop()
+        self.clock.step += 1
+        return self._skip(judged) if judged.broken else self._applied(judged)
 
     def captured(self, function: Callable[..., StepResult]) -> CapturedStep:
         """A whole training step as one CUDA graph, which the host launches in one call.
@@ -365,21 +396,9 @@ class Precision:
         if self.path is not None:
             self.path.settle()
 
-    def _step_on_device(
-        self, path: DevicePath, gradients: dict[nn.Parameter, Tensor], max_norm: float | None
-    ) -> StepResult:
-        """Let the device check, clip and apply the gradients, or skip the step."""
-        assert self._loss is not None, "checked with the gradients"
-        self.masters.take_written_()
-        path.examine(self._loss_scale, self._loss, gradients, max_norm)
-        with self._door.open():
-            self.masters.update_(gradients, path.steps)
-        return self.took(path)
-
     def took(self, path: DevicePath) -> StepResult:
         """The result of a step on the device; schedules, EMA and guards need it at once."""
-        waits = bool(self._schedulers) or self._ema is not None or self._guard is not None
-        return path.result(self._learn, waits=waits)
+        return path.result(self._learn, waits=self._after.waits or self._guard is not None)
 
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""
@@ -387,62 +406,40 @@ class Precision:
         return self._skip(judged) if judged.broken else self._applied(judged)
 
     def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
-        """A step of an optimizer that evaluates the loss itself, as often as it likes.
-
-        The closure sees the model's own parameters, rounded from the masters' present values. If
-        one evaluation is not finite, the whole step is undone.
-        """
-        (optimizer,) = require_one(self.optimizers)
+        """A step of an optimizer that evaluates the loss itself, as often as it likes."""
+        (optimizer,) = checks.require_one(self.optimizers)
         self.settle()
         self.clock.step += 1
-        seen: list[Judged] = []
 
-        def evaluate() -> Any:
-            self.masters.push_()
-            with self.masters.installed(False), torch.enable_grad():
-                value = closure()
-                gradients = self._gradients()
-                seen.append(self._judge(gradients, first=not seen))
-            if seen[-1].broken:
-                raise recovery.BrokenClosure
-            factor = clip_factor(seen[-1].norm, max_norm)
-            self.masters.hand_over(self.optimizers, gradients, factor)
+        def examine(first: bool) -> tuple[Judged, Gradients]:
+            loss, gradients = self._gradients()
             self._loss = None
-            return value
+            return self._examiner.judge(loss, gradients, first=first), gradients
 
-        self.masters.take_written_()
-        with self.masters.installed():
-            before = recovery.Snapshot(self.model, self.optimizers, {})
-            try:
-                with self._door.open():
-                    optimizer.step(evaluate)
-            except recovery.BrokenClosure:
-                before.restore_()
-                with self.masters.installed(False):
-                    return self._skip(seen[-1])
-            finally:
-                self.discard()
-        self.masters.push_()
-        if not seen:
-            raise no_backward()
-        return self._applied(seen[0])
+        try:
+            with self._door.open():
+                judged = recovery.step_by_closure(
+                    optimizer, closure, self.masters, self.model, examine, max_norm
+                )
+            if judged is None:
+                raise checks.no_backward()
+            if judged.broken:
+                return self._skip(judged)
+        finally:
+            self._drop()
+        return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        scale, calibrating = self._loss_scale.value, not self._scale_found
-        if self._scaled:
-            self._loss_scale.update(found_nonfinite=False)
-        self._skipped_in_a_row = 0
-        self._applied_total += 1
-        self._scale_found = True
-        if self._schedulers or self._ema is not None:
+        result = self._progress.applied(judged)
+        if self._after.waits:
             self._after(True, self.masters.items())
         if self._spikes is not None:
             self._spikes.remember(judged.loss, judged.norm)
         if self._guard is not None:
             with self.masters.installed():
                 self._guard.applied()
-        return self._result(judged, scale, calibrating, applied=True)
+        return result
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer updates, by the model's names: masters or parameters.
@@ -455,22 +452,16 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state dicts."""
         self.settle()
+        if self.gradient_release is not None:
+            self.gradient_release.require_finished("state_dict()")
         self.masters.adopt()
         masters: dict[str, Tensor] = {}
         if self.policy.keeps_more_than_weights:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        spikes = {} if self._spikes is None else {"spikes": self._spikes.state()}
-        return {
-            "policy": str(self.policy),
-            "loss_scale": self._loss_scale.state_dict(),
-            "applied_total": self._applied_total,
-            "skipped_total": self._skipped_total,
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "masters": masters,
-            **spikes,
-        }
+        saved = {"policy": str(self.policy), **self._progress.state(), "masters": masters}
+        return saved if self._spikes is None else {**saved, "spikes": self._spikes.state()}
 
     @torch.no_grad()
     def load_state_dict(
@@ -489,25 +480,24 @@ class Precision:
         """
         self.settle()
         self.masters.adopt()
-        masters = check_state(state, self.policy, self.named_parameters(), weights)
-        if load_scale(self._loss_scale, state, str(self.policy)):
+        masters = checks.check_state(state, self.policy, self.named_parameters(), weights)
+        progress = self._progress
+        if progress.load(state, other_policy=state["policy"] != str(self.policy)):
             self.uncalibrated = False
-            self._scale_found |= state["applied_total"] > 0
-        self._applied_total = state["applied_total"]
-        self._skipped_total = state["skipped_total"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
-        self.clock.step = self._applied_total + self._skipped_total
+        self.clock.step = progress.applied_total + progress.skipped_total
+        if self.gradient_release is not None:
+            self.gradient_release.reset()
         if self._spikes is not None:
             self._spikes.restore_(state.get("spikes"))
         if masters:
             self.masters.load_(masters)
-        self._begin(self._applied_total)
+        self._begin()
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
-        self._begin(self._applied_total)
+        self._begin()
 
     def take_weights_(self) -> None:
         """Continue from the model's weights exactly as they are; masters and remainders are reset.
@@ -520,81 +510,50 @@ class Precision:
 
     def _require_open(self) -> None:
         if not self._released.alive:
-            raise closed()
+            raise checks.closed()
 
     def _require_own_weights(self) -> None:
-        if self._ema is not None and self._ema.applied:
-            raise no_own_weights()
+        if self._after.ema is not None:
+            self._after.require_own_weights()
 
-    def _begin(self, applied: int) -> None:
-        """Start the guard after ``applied`` steps."""
+    def _begin(self) -> None:
+        """Start the guard after the steps that are applied by now."""
         with self.masters.installed():  # also makes states of sharded weights local parts
             if self._guard is not None:
-                self._guard.start(applied)
+                self._guard.start(self._progress.applied_total)
 
-    def _gradients(self) -> dict[nn.Parameter, Tensor]:
-        """The finished gradient of each tensor that the optimizers are about to update."""
-        if self._loss is None:
-            self.ranks.cannot()
-            raise no_backward()
-        if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
-            self._loss = torch.zeros_like(self._loss)
+    def _gradients(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """The loss, and the finished gradient of each tensor that is about to be updated."""
         try:
+            loss = self._loss
+            if loss is None:
+                raise checks.no_backward()
+            if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
+                loss = torch.zeros_like(loss)
             self.masters.adopt()
             self._door.take()
             gradients = self.masters.gradients()
             if not gradients:
-                raise no_gradients()
+                raise checks.no_gradients()
         except PrecisionError:
             self.ranks.cannot()
             raise
-        return gradients
-
-    def _judge(self, gradients: Mapping[nn.Parameter, Tensor], *, first: bool = True) -> Judged:
-        assert self._loss is not None, "checked with the gradients"
-        return self._examiner.judge(self._loss, gradients, first=first)
+        return loss, gradients
 
     def _skip(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""
-        scale, calibrating = self._loss_scale.value, not self._scale_found
-        row, undone = self._skipped_in_a_row + 1, 0
-        error = recovery.failure(self.policy, self._loss_scale, judged, self.model, self.ranks, row)
+        progress, undone = self._progress, 0
+        scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
+        error = recovery.failure(self.policy, scale, judged, self.model, self.ranks, row)
         if error is not None and self.on_incurable is not None:
             self.on_incurable(judged)  # all is as before the step
         if self.on_broken is not None and not isinstance(error, SpikeError):
-            self.on_broken(judged, error, scale, row, calibrating)
-        self._skipped_total += 1
-        self._skipped_in_a_row = row
+            self.on_broken(judged, error, scale.value, row, progress.calibrating)
+        progress.skip()
         if error is not None:
             if self._guard is None:
                 raise error
             with self.masters.installed():
                 undone = self._guard.answer(error)
-        names = () if judged.found is None else judged.found.names
-        if names:
-            self._loss_scale.update(found_nonfinite=True)
         self._after(False, ())
-        return self._result(
-            judged,
-            scale,
-            calibrating,
-            applied=False,
-            reason=judged.reason,
-            rolled_back=undone > 0,
-            steps_undone=undone,
-            nonfinite_parameters=names,
-        )
-
-    def _result(
-        self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
-    ) -> StepResult:
-        return StepResult(
-            loss=judged.loss,
-            grad_norm=judged.norm,
-            loss_scale=scale,
-            calibrating=calibrating,
-            next_loss_scale=self._loss_scale.value,
-            skipped_total=self._skipped_total,
-            skipped_in_a_row=self._skipped_in_a_row,
-            **outcome,
-        )
+        return progress.skipped(judged, undone)

@@ -39,17 +39,35 @@ _LEANER = ("bf16-split", "bf16-split,moments=8bit")
 """Policies to offer where one does not fit, the nearest first."""
 
 
-def estimate_count(count: int, policies: Sequence[PrecisionPolicy], layout: Layout) -> list[Memory]:
-    """What training holds for that many parameters, under each policy, without a batch."""
+def estimate_count(
+    count: int,
+    policies: Sequence[PrecisionPolicy],
+    layout: Layout,
+    *,
+    release_gradients: bool = False,
+) -> list[Memory]:
+    """What training holds for that many parameters, under each policy, without a batch.
+
+    Gradients that are released during backward are left out: the largest one is not known.
+    """
     with torch.device("meta"):
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
     found = [estimate(model, policy, None, ranks=ranks) for policy in policies]
+    if release_gradients:
+        kept = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
+        found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, kept, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
 
 
 def estimate_config(
-    spec: str, policies: Sequence[PrecisionPolicy], rows: int, layout: Layout, device: torch.device
+    spec: str,
+    policies: Sequence[PrecisionPolicy],
+    rows: int,
+    layout: Layout,
+    device: torch.device,
+    *,
+    release_gradients: bool = False,
 ) -> list[Memory]:
     """What a step of a configuration's GPT holds on each rank, under each policy.
 
@@ -59,6 +77,7 @@ def estimate_config(
         rows: Sequences of one micro-batch; 0: the configuration's.
         layout: How ranks share the work.
         device: What it is for.
+        release_gradients: Release gradients during backward, whatever the configuration says.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration, or that the
@@ -79,8 +98,9 @@ def estimate_config(
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
     of_rank = _OfRank(
-        model, (tokens, tokens), layout, averages(config.optimizer), device, run.grad_accum
-    )
+        model, (tokens, tokens), layout, averages(config.optimizer), device, run.grad_accum,
+        release=release_gradients or config.optimizer.release_gradients,
+    )  # fmt: skip
     return [of_rank.memory(policy) for policy in policies]
 
 
@@ -102,7 +122,7 @@ def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
     of_rank = _OfRank(
         task.model, task.shapes(rows) if plain else None, layout,
         0 if task.own_optimizer else averages(config.optimizer), device,
-        run.grad_accum, splits,
+        run.grad_accum, splits, config.optimizer.release_gradients and layout.size == 1,
     )  # fmt: skip
     found, have = of_rank.memory(policy), memory_bytes(device)
     if found.peak(run.grad_accum) <= have:
@@ -129,6 +149,8 @@ class _OfRank:
     micro_batches: int = 1
     splits: Any = None
     """The model's plan of tensor parallelism; None: its own."""
+    release: bool = False
+    """Whether gradients are released during backward."""
 
     def memory(
         self, policy: PrecisionPolicy, *, least: bool = False, recompute: bool = False
@@ -137,6 +159,7 @@ class _OfRank:
         layout = self.layout
         options: Any = {"averages": self.averages, "least": least, "device": self.device}
         options |= {"ranks": layout.shard, "loss": _itself, "micro_batches": self.micro_batches}
+        options["release_gradients"] = self.release
         splits: Any = self.splits
         if splits is None:
             own: Any = self.model
@@ -213,6 +236,7 @@ def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
             return f"It fits with {option}"
         accum = next(n for n in range(1, size + 1) if size % n == 0 and fitting * ranks * n >= size)
         smaller = f"{_typed(task, 'grad_accum', accum)}, or a smaller batch by "
+        smaller = "a smaller batch by " if of_rank.release else smaller
         smaller += _typed(task, "batch_size", fitting * config.grad_accum * ranks)
         also = f"{option} and " if option else ""
         return f"Micro-batches of {fitting} rows fit: {also}{smaller}"
@@ -223,7 +247,9 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
     """What the run might be instead: its memory, the option to type, and ranks with own data."""
     config: BaseConfig = task.config
     now = of_rank.layout.batch_ranks
-    of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
+    alone = of_rank.release  # it takes neither several micro-batches nor several ranks
+    if not alone:
+        of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
     policy: PrecisionPolicy = config.precision
     yield of_rank.memory(policy, least=True), "", now
     if of_rank.batch is not None and isinstance(config, TrainConfig):
@@ -235,7 +261,11 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now
     ranks = 2
-    while of_rank.layout.size == 1 and ranks * config.run.grad_accum <= config.run.batch_size:
+    while (
+        not alone
+        and of_rank.layout.size == 1
+        and ranks * config.run.grad_accum <= config.run.batch_size
+    ):
         shared = dataclasses.replace(of_rank, layout=Layout(shard=ranks))
         yield (
             shared.memory(policy, least=True),

@@ -54,14 +54,14 @@ def train_step(
     """
     # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
     (n,) = strategy.sum([sum(map(targets, batches))])
+    for optimizer in precision.optimizers:  # before backward, which may update weights already
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
     for number, batch in enumerate(batches):
         with strategy.micro_batch(last=number == len(batches) - 1):
             seed = seeds[number] if seeds else None
             run_micro_batch(loss_sum, precision, batch, n, seed)
     strategy.finish()
-    for optimizer in precision.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
     result = precision.step(max_norm=max_norm)
     precision.settle()  # the loop writes down every result, and an error belongs to its own step
     return result

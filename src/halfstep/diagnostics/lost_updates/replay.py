@@ -225,16 +225,19 @@ class ExactMoments:
         """The moments after the last step, fp32 of shape (k,); None if the optimizer keeps fp32."""
         return self._values.get(place)
 
-    def prepare(self, optimizer: Optimizer) -> None:
+    def prepare(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         """Before a step: start from the stored moments if the last step did not lead to this one.
 
         That is so at the first step, and after a state was loaded or parameters were changed: the
-        step counter is another tensor then.
+        step counter is another tensor then. Of a step made in parts only the part's counts.
         """
+        part = None if kwargs.get("part") is None else kwargs["gradients"]
         for number, group in enumerate(optimizer.param_groups):
             if not _is_coarse(optimizer, group):
                 continue
             for j, parameter in enumerate(group["params"]):
+                if part is not None and parameter not in part:
+                    continue
                 state, place = optimizer.state.get(parameter, {}), (number, j)
                 step = state.get("step")
                 index = self._index.get(place)

@@ -82,6 +82,13 @@ class StepSample:
     late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
+    def join(self, parts: Sequence[StepSample]) -> None:
+        """Add the samples of parts of this step, as where gradients are released in backward."""
+        for part in parts:
+            for mine, theirs in zip(self.groups, part.groups, strict=True):
+                mine.samples += theirs.samples
+                mine.sparse += theirs.sparse
+
 
 class Chooser:
     """Chooses the elements to sample of each tensor, the same ones at every step."""

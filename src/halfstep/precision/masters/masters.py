@@ -306,6 +306,10 @@ class MasterWeights:
             for parameter, state in states:
                 optimizer.state[parameter] = _local_state(state) if yes else state
 
+    def trained(self) -> list[Weight]:
+        """The trained parameters that the optimizers hold, in their order."""
+        return [weight for weight in self._held().weights if weight.parameter.requires_grad]
+
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
     ) -> dict[nn.Parameter, Tensor]:
@@ -392,20 +396,25 @@ class MasterWeights:
             with self.installed():
                 keeper.write_master_(weight.target, value.float())
 
-    def update_(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
+    def update_(
+        self, gradients: Gradients, factor: float | StepsOnDevice, part: int | None = None
+    ) -> None:
         """Step the optimizers with the gradients times ``factor``, and round masters to weights.
 
         A step that is decided on the device knows the factor, and has examined these gradients.
+        Optimizers that take parts of a step get the number of the step that this is a ``part`` of.
         """
         hooks = self._hooks
         with self.installed():
             if isinstance(factor, float):
                 self.hand_over(self._looking, gradients, factor)
             with nullcontext() if hooks is None else hooks.stepping(self, gradients):
-                self._step(gradients, factor)
+                self._step(gradients, factor, {} if part is None else {"part": part})
         self.push_(gradients)
 
-    def _step(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
+    def _step(
+        self, gradients: Gradients, factor: float | StepsOnDevice, part: dict[str, int]
+    ) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one checks for itself
             for keeper in self._own:
@@ -415,7 +424,7 @@ class MasterWeights:
                 optimizer.step()
             else:
                 step: Any = optimizer.step
-                step(gradients=gradients, multiplier=factor)
+                step(gradients=gradients, multiplier=factor, **part)
 
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float

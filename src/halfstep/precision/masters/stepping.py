@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
@@ -104,8 +105,9 @@ class KeepsMasters(Protocol):
         *,
         gradients: Gradients | None = None,
         multiplier: float | StepsOnDevice = 1.0,
+        part: int | None = None,
     ) -> Any:
-        """Take a step with these gradients times ``multiplier``."""
+        """Take a step with these gradients times ``multiplier``, or a part of the step ``part``."""
 
     def device_step(self, config: LossScaleConfig) -> StepsOnDevice | None:
         """Its steps on the device, or None where the host decides."""
@@ -122,13 +124,18 @@ class KeepsMasters(Protocol):
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, KeepsMasters) and _has_gradients(type(optimizer))
+    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "multiplier")
+
+
+def takes_parts(optimizer: Optimizer) -> bool:
+    """Whether ``step`` accepts the gradients of one parameter after another, too."""
+    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "part")
 
 
 @cache
-def _has_gradients(kind: type[Any]) -> bool:
+def _accepts(kind: type[Any], option: str) -> bool:
     accepted = inspect.signature(kind.step).parameters
-    return {"gradients", "multiplier"} <= accepted.keys() or any(
+    return {"gradients", option} <= accepted.keys() or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     )
 
@@ -224,6 +231,23 @@ class StepHooks:
             if bool(written.any()):
                 master.copy_(torch.where(written, visible.float(), master))
         self._seen = []
+
+
+class UserHooks:
+    """Tells whether hooks of a user would run when an optimizer steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        before = optimizer.register_step_pre_hook(lambda *_: None)
+        after = optimizer.register_step_post_hook(lambda *_: None)
+        self._hooks = before.hooks_dict_ref, after.hooks_dict_ref
+        before.remove()
+        after.remove()
+
+    def present(self) -> bool:
+        """Whether there are any now, on this optimizer or on all."""
+        own = [hooks() or {} for hooks in self._hooks]
+        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        return any(map(has_users, (*own, *of_all)))
 
 
 def has_users(hooks: Mapping[int, Any]) -> bool:

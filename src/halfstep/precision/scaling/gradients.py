@@ -2,7 +2,7 @@
 
 :class:`Examiner` examines them once per step, over all ranks. In a run of one process,
 :class:`OneRank` takes the place of the ranks, and this file alone decides; several ranks agree in
-``agreement.py``.
+``agreement.py``. :class:`Progress` counts what was decided, and adapts the loss scale to it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.masters.stepping import Decision, KeepsMasters
-from halfstep.precision.result import Reason
+from halfstep.precision.result import Reason, StepResult
+from halfstep.precision.scaling.loss_scale import LossScaleConfig, make_loss_scale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 Gradients = Mapping[int, Sequence[Tensor]]
@@ -208,6 +210,7 @@ class Judged:
     norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
     found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
     spike: Spike | None = None  # what is wrong with a finite step, where spikes are guarded
+    updated: int = 0  # parameters updated before the verdict, where gradients are released
 
     @property
     def broken(self) -> bool:
@@ -304,3 +307,96 @@ class Examiner:
         named = [*self._model.named_parameters(), *self._masters.named_parameters().items()]
         names = {parameter: name for name, parameter in named}
         return tuple(names.get(p, _STRANGER) for p in parameters)
+
+
+class Progress:
+    """Counts a Precision's steps, adapts its loss scale, and writes the result of each step."""
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self.loss_scale = make_loss_scale(config)
+        self.scaled = config.kind != "none"
+        self.applied_total = 0
+        self.skipped_total = 0
+        self.skipped_in_a_row = 0
+        self.calibrating = config.kind == "dynamic"
+        """Whether a dynamic scale searches for its level still, as no step has been applied."""
+
+    def applied(self, judged: Judged) -> StepResult:
+        """Count an applied step, after which the loss scale holds or grows."""
+        scale, calibrating = self.loss_scale.value, self.calibrating
+        if self.scaled:
+            self.loss_scale.update(found_nonfinite=False)
+        self.skipped_in_a_row = 0
+        self.applied_total += 1
+        self.calibrating = False
+        return self._result(judged, scale, calibrating, applied=True)
+
+    def skip(self) -> None:
+        """Count a skipped step, before anybody recovers from it."""
+        self.skipped_total += 1
+        self.skipped_in_a_row += 1
+
+    def skipped(self, judged: Judged, undone: int) -> StepResult:
+        """The result of a skipped step that is counted; gradients that broke it lower the scale.
+
+        ``undone`` is the number of applied steps that were undone because of it.
+        """
+        scale = self.loss_scale.value
+        names = () if judged.found is None else judged.found.names
+        if names:
+            self.loss_scale.update(found_nonfinite=True)
+        return self._result(
+            judged,
+            scale,
+            self.calibrating,
+            applied=False,
+            reason=judged.reason,
+            rolled_back=undone > 0,
+            steps_undone=undone,
+            nonfinite_parameters=names,
+        )
+
+    def _result(
+        self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
+    ) -> StepResult:
+        return StepResult(
+            loss=judged.loss,
+            grad_norm=judged.norm,
+            loss_scale=scale,
+            calibrating=calibrating,
+            next_loss_scale=self.loss_scale.value,
+            skipped_total=self.skipped_total,
+            skipped_in_a_row=self.skipped_in_a_row,
+            **outcome,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The counts, and the loss scale's own state."""
+        return {
+            "loss_scale": self.loss_scale.state_dict(),
+            "applied_total": self.applied_total,
+            "skipped_total": self.skipped_total,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load(self, state: Mapping[str, Any], *, other_policy: bool) -> bool:
+        """Go on from :meth:`state`; return whether its loss scale was accepted.
+
+        That of another policy is, if it fits.
+
+        Raises:
+            PrecisionError: If the loss scale is damaged; nothing is changed then.
+        """
+        accepted = True
+        try:
+            self.loss_scale.load_state_dict(dict(state["loss_scale"]))
+        except PrecisionError:
+            if not other_policy:
+                raise
+            accepted = False
+        self.applied_total = state["applied_total"]
+        self.skipped_total = state["skipped_total"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        if accepted and self.applied_total:
+            self.calibrating = False
+        return accepted
