@@ -198,9 +198,11 @@ class Estimate:
     """Number of parameters: 1.3B, 124M, 7e9."""
     config: str = ""
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
-    precision: tuple[str, ...] = ("fp32", "bf16-mixed", "bf16-master", "bf16-split",
-                                  "bf16-split,moments=8bit")  # fmt: skip
-    """Policies, separated by spaces."""
+    precision: tuple[str, ...] = ()
+    """Policies, separated by spaces; default: fp32, bf16-mixed, bf16-master and bf16-split, which
+    but for Adafactor also with moments=8bit."""
+    optimizer: str = ""
+    """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0
     """Sequences of one micro-batch on one rank; 0: the configuration's."""
     parallel: str = ""

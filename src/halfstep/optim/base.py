@@ -131,6 +131,14 @@ class LowPrecisionOptimizer(Optimizer):
         """The update rule of a group's parameters."""
         return self.algorithm
 
+    def averages(self, model: nn.Module) -> dict[str, float]:
+        """Tensors of a parameter's size that its moments are, by name: for halfstep.estimate."""
+        held = {p: self._averages(group, p) for _, group, p in self._members()}
+        return {name: held[p] for name, p in model.named_parameters() if p in held}
+
+    def _averages(self, group: Mapping[str, Any], parameter: Tensor) -> float:
+        return len(self.algorithm_of(group).moments)
+
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
 

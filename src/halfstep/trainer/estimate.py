@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,12 @@ from halfstep.diagnostics.memory.table import Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
@@ -39,17 +41,38 @@ _LEANER = ("bf16-split", "bf16-split,moments=8bit")
 """Policies to offer where one does not fit, the nearest first."""
 
 
-def estimate_count(count: int, policies: Sequence[PrecisionPolicy], layout: Layout) -> list[Memory]:
-    """What training holds for that many parameters, under each policy, without a batch."""
+def estimate_count(
+    count: int,
+    policies: Sequence[PrecisionPolicy],
+    layout: Layout,
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
+) -> list[Memory]:
+    """What training holds for that many parameters, under each policy, without a batch.
+
+    All count as hidden matrices, of shapes that are not known: without Adafactor's sums.
+    """
+    _check_moments(optimizer, policies)
     with torch.device("meta"):
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
-    found = [estimate(model, policy, None, ranks=ranks) for policy in policies]
+    kept = 0 if optimizer.name == "adafactor" else averages(optimizer, model)
+    found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in policies]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
 
 
+def _check_moments(optimizer: OptimizerConfig, policies: Sequence[PrecisionPolicy]) -> None:
+    for policy in policies if optimizer.name == "adafactor" else ():
+        if policy.needs_own_optimizer:
+            check_moments(policy.moment_format)
+
+
 def estimate_config(
-    spec: str, policies: Sequence[PrecisionPolicy], rows: int, layout: Layout, device: torch.device
+    spec: str,
+    policies: Sequence[PrecisionPolicy],
+    rows: int,
+    layout: Layout,
+    device: torch.device,
+    optimizer: OptimizerConfig | None = None,
 ) -> list[Memory]:
     """What a step of a configuration's GPT holds on each rank, under each policy.
 
@@ -59,10 +82,12 @@ def estimate_config(
         rows: Sequences of one micro-batch; 0: the configuration's.
         layout: How ranks share the work.
         device: What it is for.
+        optimizer: None: the configuration's.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration, or that the
             layout does not fit.
+        PrecisionError: For moments that the optimizer does not keep.
     """
     config = load_config(spec)
     if not isinstance(config, TrainConfig) or config.run.init_from:
@@ -70,6 +95,8 @@ def estimate_config(
             f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
             "batch) answers for any model, or give --params"
         )
+    optimizer = optimizer or config.optimizer
+    _check_moments(optimizer, policies)
     shape = config.model
     vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
     with torch.device("meta"):
@@ -79,7 +106,7 @@ def estimate_config(
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
     of_rank = _OfRank(
-        model, (tokens, tokens), layout, averages(config.optimizer), device, run.grad_accum
+        model, (tokens, tokens), layout, averages(optimizer, model), device, run.grad_accum
     )
     return [of_rank.memory(policy) for policy in policies]
 
@@ -101,7 +128,7 @@ def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
     splits = task.plan(layout).tensor if layout.tensor > 1 else {}
     of_rank = _OfRank(
         task.model, task.shapes(rows) if plain else None, layout,
-        0 if task.own_optimizer else averages(config.optimizer), device,
+        0 if task.own_optimizer else averages(config.optimizer, task.model), device,
         run.grad_accum, splits,
     )  # fmt: skip
     found, have = of_rank.memory(policy), memory_bytes(device)
@@ -124,7 +151,7 @@ class _OfRank:
     model: nn.Module
     batch: Batch | None
     layout: Layout
-    averages: float
+    averages: float | Mapping[str, float]
     device: torch.device
     micro_batches: int = 1
     splits: Any = None
@@ -230,7 +257,8 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         on = _typed(task, "model.activation_checkpointing", "true")
         yield of_rank.memory(policy, least=True, recompute=True), on, now
     ours = config.optimizer.name in OWN and not task.own_optimizer
-    for name in _LEANER if ours else ():
+    leaner_ones = _LEANER[:1] if config.optimizer.name == "adafactor" else _LEANER
+    for name in leaner_ones if ours else ():
         leaner = parse_policy(name, of_rank.device)
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now
