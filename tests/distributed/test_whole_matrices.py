@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 
@@ -11,6 +12,7 @@ import torch
 import halfstep
 from distributed import grid, parity
 from distributed.parity import same_bits
+from distributed.test_trainer_ranks import train
 from halfstep.errors import HalfstepError, PrecisionError
 from halfstep.precision.agreement import MARK
 
@@ -56,23 +58,29 @@ def test_parts_of_a_matrix_move_with_the_whole(pool2, layout, policy, most):
         assert apart < most, (name, float(apart))
 
 
-def iterated(rank, layout, shapes):
-    """Which of these matrices a rank orthogonalizes in a step, and what it makes of all of them."""
-    shapes = [tuple(shape) for shape in shapes]
-    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = halfstep.optim.Muon(weights, lr=0.1)
-    if layout == "divided":
-        optimizer.ranks = torch.distributed.group.WORLD
+@contextlib.contextmanager
+def counted():
+    """The shapes of the matrices that this rank orthogonalizes."""
     seen, muon = [], sys.modules["halfstep.optim.muon"]
     whole, muon.newton_schulz = muon.newton_schulz, lambda x, *_: seen.append(x.shape) or whole(x)
     try:
-        for number, weight in enumerate(weights):
-            generator = torch.Generator().manual_seed(number)
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        weights[-1].grad = weights[-1].grad.t().contiguous().t()  # another memory order
-        optimizer.step()
+        yield seen
     finally:
         muon.newton_schulz = whole
+
+
+def iterated(rank, layout, shapes):
+    """Which of these matrices a rank orthogonalizes in a step, and what it makes of all of them."""
+    weights = [torch.nn.Parameter(torch.ones(*shape)) for shape in shapes]
+    optimizer = halfstep.optim.Muon(weights, lr=0.1)
+    if layout == "divided":
+        optimizer.ranks = torch.distributed.group.WORLD
+    for number, weight in enumerate(weights):
+        generator = torch.Generator().manual_seed(number)
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    weights[-1].grad = weights[-1].grad.t().contiguous().t()  # another memory order
+    with counted() as seen:
+        optimizer.step()
     return [tuple(shape) for shape in seen], {str(i): w.detach() for i, w in enumerate(weights)}
 
 
@@ -85,6 +93,17 @@ def test_each_rank_computes_its_share(pool2):
     assert (first, second) == ([(30, 20), (12, 5), (4, 6)], [(8, 8), (5, 12)])
     same_bits(mine, one)
     same_bits(theirs, one)
+
+
+def in_the_trainer(rank, path):
+    with counted() as seen:
+        train(rank, path, optimizer="muon")
+    return len(seen)
+
+
+def test_the_trainer_divides_them(pool2, tmp_path):
+    """Each rank one of two, in each of six steps."""
+    assert pool2.run(in_the_trainer, path=tmp_path) == [6, 6]
 
 
 @pytest.mark.slow

@@ -80,10 +80,14 @@ class Adafactor(DirectedOptimizer):
                 sharded over ranks, or the reasons of :class:`AdamW`.
         """
         check_rate(lr)
-        require_option(beta2_decay <= 0, "beta2_decay", beta2_decay, "<= 0")
-        require_option(eps[0] is None or eps[0] > 0, "epsilon1", eps[0], "None, or > 0")
-        require_option(eps[1] >= 0, "epsilon2", eps[1], ">= 0")
-        require_option(d >= 1, "clipping threshold d", d, ">= 1")
+        for holds, name, value, allowed in (
+            (beta2_decay <= 0, "beta2_decay", beta2_decay, "<= 0"),
+            (eps[0] is None or eps[0] > 0, "epsilon1", eps[0], ">= 0, here None or > 0,"),
+            (eps[1] >= 0, "epsilon2", eps[1], ">= 0"),
+            (d >= 1, "Clipping threshold d", d, ">= 1"),
+        ):
+            if not holds:
+                raise PrecisionError(f"{name} should be {allowed} but is: {value}")
         require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         options = {
             "lr": lr,

@@ -123,8 +123,10 @@ class LowPrecisionOptimizer(Optimizer):
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
         self._kernels, self._kept = {}, {}
+        # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
+        defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
-            for key, value in self.defaults.items():
+            for key, value in defaults.items():
                 group.setdefault(key, value)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:

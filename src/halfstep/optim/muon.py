@@ -237,9 +237,11 @@ def _check_options(group: dict[str, Any]) -> None:
     """Refuse options of Muon that mean nothing, and parameters that are no matrices."""
     kind, steps = group["adjust_lr_fn"], group["ns_steps"]
     allowed = get_args(Adjustment)
-    require_option(
-        kind in (None, *allowed), "adjust_lr_fn", repr(kind), f"{', '.join(allowed)} or None"
-    )
+    if kind not in (None, *allowed):
+        raise PrecisionError(
+            f"Adjust learning rate function {kind} is not supported: adjust_lr_fn may be "
+            f"{', '.join(allowed)} or None"
+        )
     good = type(steps) is int and 0 < steps < _MOST_STEPS
     require_option(good, "ns_steps", steps, f"1 to {_MOST_STEPS - 1}")
     good = len(group["ns_coefficients"]) == len(COEFFICIENTS)
@@ -250,9 +252,9 @@ def _check_options(group: dict[str, Any]) -> None:
         if parameter.dim() != 2:
             name = group.get("param_names", {at: f"parameter {at}"})[at]
             raise PrecisionError(
-                f"{name} has shape {tuple(parameter.shape)}, and Muon is for matrices: make it "
-                "with halfstep.optim.muon_groups(model), or give this one a group of its own with "
-                "use_muon=False, which AdamW updates"
+                f"Muon only supports 2D parameters, and {name} has shape {tuple(parameter.shape)}: "
+                "make it with halfstep.optim.muon_groups(model), or give this one a group of its "
+                "own with use_muon=False, which AdamW updates"
             )
 
 
