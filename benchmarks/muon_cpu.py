@@ -1,13 +1,16 @@
 """Muon with an exact split master and 8-bit momentum beside torch's in fp32: time, loss, bytes.
 
-    python benchmarks/muon_cpu.py [--rounds N] [--steps N] [--seeds N ...] [--no-save]
+    python benchmarks/muon_cpu.py [--parts times ranks losses] [--rounds N] [--steps N]
+                                  [--seeds N ...] [--no-save]
 
-The model is gpt-small-cpu (14 M parameters) with a vocabulary of 8192. Time: a step of the
+The model is gpt-small-cpu (14 M parameters) with a vocabulary of 8192. Times: a step of the
 optimizers alone over the model's parameters, interleaved in one process; torch's is
-torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Loss: the
-mean of the last 20 of ``--steps`` steps on the bytes of the standard library's source, each seed
-with its own weights and batches, under bf16-mixed for torch's and bf16-split for ours. Bytes: of
-the storages that the matrices' weights and state occupy.
+torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Ranks: a
+step of ours on two processes with one thread each, which talk over gloo and have the same
+gradients, where each orthogonalizes every matrix and where they divide them. Losses: the mean of
+the last 20 of ``--steps`` steps on the bytes of the standard library's source, each seed with its
+own weights and batches, under bf16-mixed for torch's and bf16-split for ours; and the bytes of the
+storages that the matrices' weights and state occupy. Each part writes a file of results.
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 from common import save, summary
@@ -29,6 +36,8 @@ from halfstep.trainer.models.gpt.gpt import GPT
 
 VOCABULARY, ROWS, LENGTH = 8192, 8, 128
 RATE, MATCH = 2e-3, "match_rms_adamw"
+LOW = {"update": "split", "moments": "8bit"}
+RANKS, ALONE, DIVIDED = 2, "each rank all matrices", "each rank its share"
 OURS, THEIRS = "halfstep Muon, split, 8-bit momentum", "torch Muon fp32"
 
 
@@ -51,24 +60,13 @@ def theirs(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [matrices, torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)]
 
 
-def times(rounds: int) -> dict[str, dict[str, float]]:
-    made = {}
-    for name, dtype in ((OURS, torch.bfloat16), (THEIRS, torch.float32)):
-        model = model_of(0).to(dtype)
-        generator = torch.Generator().manual_seed(1)
-        for p in model.parameters():
-            p.grad = (torch.randn(p.shape, generator=generator) * 1e-3).to(dtype)
-        low = {"update": "split", "moments": "8bit"}
-        made[name] = ours(model, **low) if name == OURS else theirs(model)
-    taken: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(rounds + 2):  # two to make the state and touch its memory
-        for name, optimizers in made.items():
-            begin = time.perf_counter()
-            for optimizer in optimizers:
-                optimizer.step()
-            if number > 1:
-                taken[name].append(time.perf_counter() - begin)
-    return {name: summary(seconds) for name, seconds in taken.items()}
+def with_gradients(dtype: torch.dtype) -> GPT:
+    """The model with random gradients."""
+    model = model_of(0).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.grad = (torch.randn(p.shape, generator=generator) * 1e-3).to(dtype)
+    return model
 
 
 def tokens() -> torch.Tensor:
@@ -105,39 +103,115 @@ def loss_after(kind: str, seed: int, steps: int, data: torch.Tensor) -> tuple[fl
     return statistics.mean(losses[-20:]), size
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--busy", action="store_true", help="note that others use the machine")
-    parser.add_argument("--no-save", action="store_true")
-    arguments = parser.parse_args()
-    rates = times(arguments.rounds)
-    ratio = rates[OURS]["median_seconds"] / rates[THEIRS]["median_seconds"]
-    best = rates[OURS]["min_seconds"] / rates[THEIRS]["min_seconds"]
-    for name, row in rates.items():
-        print(
-            f"{name:<40} {row['median_seconds'] * 1e3:7.1f} ms, best {row['min_seconds'] * 1e3:.1f}"
-        )
-    print(f"ratio of medians {ratio:.3f}, of the best {best:.3f}; aim: at most 1.1", flush=True)
+def rank_times(rank: int, folder: str, rounds: int, out: Any) -> None:
+    """Steps of one of two ranks with equal gradients, that divide matrices and that do not."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
+    )
+    made = {name: with_gradients(torch.bfloat16) for name in (ALONE, DIVIDED)}
+    optimizers = {name: ours(model, **LOW) for name, model in made.items()}
+    optimizers[DIVIDED][0].ranks = dist.group.WORLD
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds + 2):
+        for name, (optimizer,) in optimizers.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizer.step()
+            dist.barrier()  # as long as the slower rank's
+            if number > 1:
+                taken[name].append(time.perf_counter() - begin)
+    pairs = zip(*(model.parameters() for model in made.values()), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
+    if rank == 0:
+        out.send((taken, same))
+    dist.destroy_process_group()
+
+
+def ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What dividing matrices over two ranks with one thread each saves of a step."""
+    context = mp.get_context("spawn")
+    end, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        every = [
+            context.Process(target=rank_times, args=(rank, folder, arguments.rounds, theirs))
+            for rank in range(RANKS)
+        ]
+        for process in every:
+            process.start()
+        taken, same = end.recv()
+        for process in every:
+            process.join()
+    found = {name: summary(seconds) for name, seconds in taken.items()}
+    ratio = shown(found, DIVIDED, ALONE)
+    print(f"the same bits: {same}", flush=True)
+    return {"times": found, "ratio": ratio, "same_bits": same}
+
+
+def times(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A step of the optimizers alone, ours and torch's in turn."""
+    made = {
+        OURS: ours(with_gradients(torch.bfloat16), **LOW),
+        THEIRS: theirs(with_gradients(torch.float32)),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(arguments.rounds + 2):  # two to make the state and touch its memory
+        for name, optimizers in made.items():
+            begin = time.perf_counter()
+            for optimizer in optimizers:
+                optimizer.step()
+            if number > 1:
+                taken[name].append(time.perf_counter() - begin)
+    found = {name: summary(seconds) for name, seconds in taken.items()}
+    return {"times": found, "ratio": shown(found, OURS, THEIRS)}
+
+
+def shown(found: dict[str, dict[str, float]], one: str, other: str) -> float:
+    """Print the times, and return the ratio of two medians."""
+    for name, row in found.items():
+        middle, best = row["median_seconds"] * 1e3, row["min_seconds"] * 1e3
+        print(f"{name:<40} {middle:7.1f} ms, best {best:.1f}")
+    ratio = found[one]["median_seconds"] / found[other]["median_seconds"]
+    best = found[one]["min_seconds"] / found[other]["min_seconds"]
+    print(f"{one} / {other}: {ratio:.3f}, of the best {best:.3f}", flush=True)
+    return ratio
+
+
+def losses(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What both have learnt after some steps, from several seeds."""
     data, found, size = tokens(), {}, {}
-    for kind in (OURS, THEIRS) if arguments.steps else ():
+    for kind in (OURS, THEIRS):
         found[kind] = []
         for seed in arguments.seeds:
             loss, size[kind] = loss_after(kind, seed, arguments.steps, data)
             found[kind].append(loss)
             print(f"{kind:<40} seed {seed}: loss {loss:.4f}, {size[kind]:.3f} bytes", flush=True)
-    results = {"times": rates, "ratio": ratio, "ratio_of_best": best, "losses": found,
-               "bytes_per_element_of_a_matrix": size, "steps": arguments.steps,
-               "seeds": arguments.seeds, "busy_machine": arguments.busy}  # fmt: skip
-    if found:
-        apart = [a - b for a, b in zip(found[OURS], found[THEIRS], strict=True)]
-        noise = statistics.stdev(found[THEIRS]) if len(apart) > 1 else float("nan")
-        results |= {"loss_apart": statistics.mean(apart), "noise_of_seeds": noise}
-        print(f"loss: {statistics.mean(apart):+.4f} apart, {noise:.4f} between torch's seeds")
-    if not arguments.no_save:
-        print(f"written: {save('muon-cpu', results, torch.device('cpu'))}")
+    apart = [a - b for a, b in zip(found[OURS], found[THEIRS], strict=True)]
+    noise = statistics.stdev(found[THEIRS]) if len(apart) > 1 else float("nan")
+    print(f"loss: {statistics.mean(apart):+.4f} apart, {noise:.4f} between torch's seeds")
+    return {
+        "losses": found, "loss_apart": statistics.mean(apart), "noise_of_seeds": noise,
+        "bytes_per_element_of_a_matrix": size, "steps": arguments.steps, "seeds": arguments.seeds,
+    }  # fmt: skip
+
+
+PARTS = {"times": times, "ranks": ranks, "losses": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--busy", action="store_true", help="note that others use the machine")
+    parser.add_argument("--no-save", action="store_true")
+    arguments = parser.parse_args()
+    for part in arguments.parts:
+        results = PARTS[part](arguments) | {"busy_machine": arguments.busy}
+        results["threads"] = 1 if part == "ranks" else torch.get_num_threads()
+        if not arguments.no_save:
+            print(f"written: {save(f'muon-cpu-{part}', results, torch.device('cpu'))}")
 
 
 if __name__ == "__main__":

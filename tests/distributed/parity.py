@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from tests.reference.adam import EPS
 from torch.distributed.tensor import DTensor
 
@@ -30,9 +31,13 @@ def sequences(step):
 
 
 def prepare(
-    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw", **options
-):
-    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
+    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw", divided=False,
+    **options,
+):  # fmt: skip
+    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names.
+
+    ``divided``: ranks divide the matrices of Muon, as they do in the trainer.
+    """
     value = parse_policy(policy)
     strategy = choose_strategy(
         Layout.parse(layout), value, torch.device("cpu"), sequence_parallel=sequence_parallel
@@ -43,6 +48,8 @@ def prepare(
     strategy.place_(model, plan_of(model))
     config = OptimizerConfig(name=kind, learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
+    if divided:
+        optimizer.ranks = dist.group.WORLD
     precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
     strategy.attach_(precision)
     return strategy, model, precision

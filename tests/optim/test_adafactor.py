@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from halfstep.errors import PrecisionError
 from halfstep.optim import Adafactor
-from halfstep.precision.masters.rounding import ROUNDING
 from optim import oracles
 from optim.test_optimizers import assert_same, everything, feed, numbers, parameter
 from reference.training import through_a_file
@@ -61,44 +59,6 @@ def test_twenty_steps_stay_close_to_torch_s(shape, options):
     assert not torch.equal(p, parameter(shape))
 
 
-@pytest.mark.usefixtures("each_kernel")
-def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
-    half = parameter((40, 24), dtype=torch.bfloat16)
-    full = nn.Parameter(half.detach().float())
-    ours, other = Adafactor([half], lr=1e-2, update="split"), Adafactor([full], lr=1e-2)
-    for step in range(20):
-        gradient = numbers((40, 24), step)
-        ours.step(gradients={half: gradient}, multiplier=0.25)
-        other.step(gradients={full: gradient}, multiplier=0.25)
-        assert torch.equal(ours.read_master(half), full.detach())
-    assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
-
-
-@pytest.mark.parametrize("way", ROUNDING)
-def test_training_goes_on_to_the_bit_after_save_and_load(way):
-    def made(seed: int) -> tuple[list[nn.Parameter], Adafactor]:
-        ps = [parameter((30, 20), seed, torch.bfloat16), parameter(130, seed, torch.bfloat16)]
-        ps.append(nn.Parameter(numbers((20, 30), seed).bfloat16().T))
-        return ps, Adafactor(ps, update=way, seed=3)
-
-    ps, optimizer = made(0)
-    for step in range(3):
-        feed(optimizer, step)
-        optimizer.step()
-    saved = through_a_file({"ps": [p.detach() for p in ps], "o": optimizer.state_dict()})
-    others, resumed = made(9)
-    with torch.no_grad():
-        for p, value in zip(others, saved["ps"], strict=True):
-            p.copy_(value)
-    resumed.load_state_dict(saved["o"])
-    for step in range(3, 6):
-        assert_same(everything(resumed), everything(optimizer))
-        for one in (optimizer, resumed):
-            feed(one, step)
-            one.step()
-    assert_same(everything(resumed), everything(optimizer))
-
-
 def test_the_state_of_torch_s_adafactor_goes_on_here_and_back():
     p, q = parameter((30, 20)), parameter((30, 20))
     ours, theirs = Adafactor([p]), torch.optim.Adafactor([q])
@@ -134,10 +94,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change):
     ("options", "message"),
     [
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"beta2_decay": 0.1}, "Invalid beta2_decay: 0.1; allowed: <= 0"),
-        ({"eps": (0.0, 1e-3)}, "Invalid epsilon1: 0.0; allowed: None, or > 0"),
-        ({"eps": (None, -1.0)}, "Invalid epsilon2"),
-        ({"d": 0.5}, "Invalid clipping threshold d: 0.5; allowed: >= 1"),
+        ({"beta2_decay": 0.1}, "beta2_decay should be <= 0 but is: 0.1"),
+        ({"eps": (0.0, 1e-3)}, "epsilon1 should be >= 0, here None or > 0, but is: 0.0"),
+        ({"eps": (None, -1.0)}, "epsilon2 should be >= 0"),
+        ({"d": 0.5}, "Clipping threshold d should be >= 1 but is: 0.5"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value"),
         ({"moments": "8bit"}, "moments='8bit': Adafactor keeps sums over rows and columns"),
         ({"moments": "bf16"}, "moments='bf16'.*allowed: fp32"),
@@ -155,12 +115,3 @@ def test_a_policy_with_low_moments_is_refused_by_name():
         optimizer.set_precision("split", "8bit")
     optimizer.set_precision("split", "fp32")
     assert optimizer.param_groups[0]["update"] == "split"
-
-
-def test_bytes_per_element_of_a_matrix():
-    p = parameter((256, 128), dtype=torch.bfloat16)
-    optimizer = Adafactor([p], update="split")
-    feed(optimizer, 0)
-    optimizer.step()
-    held = [value for key, value in optimizer.state[p].items() if key != "step"]
-    assert sum(x.nbytes for x in (p, *held)) == 4 * p.numel() + 4 * (256 + 128)

@@ -1,15 +1,12 @@
 """Muon against its definition in fp64, against torch.optim.Muon, and in every storage mode."""
 
-import copy
-import math
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, PrecisionError
-from halfstep.optim import Adafactor, AdamW, Muon, muon_groups
+from halfstep import PrecisionError
+from halfstep.optim import AdamW, Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
@@ -157,19 +154,6 @@ def test_learning_rates_are_adjusted_as_torch_adjusts_them():
             assert adjustment(kind, *shape) == theirs
 
 
-@pytest.mark.usefixtures("each_kernel")
-def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
-    half = parameter((40, 24), dtype=torch.bfloat16)
-    full = nn.Parameter(half.detach().float())
-    ours, other = Muon([half], update="split"), Muon([full])
-    for step in range(20):
-        gradient = numbers((40, 24), step)
-        ours.step(gradients={half: gradient})
-        other.step(gradients={full: gradient})
-        assert torch.equal(ours.read_master(half), full.detach())
-    assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
-
-
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_low_momentum_is_right_on_average(moments):
     """The direction uses the momentum before it is rounded: the first step is the same."""
@@ -305,7 +289,10 @@ def test_only_groups_of_adamw_fall_back_from_8_bits():
         ({"ns_steps": 0}, "Invalid ns_steps: 0; allowed: 1 to 99"),
         ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5; allowed: 1 to 99"),
         ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
-        ({"adjust_lr_fn": "rms"}, "Invalid adjust_lr_fn: 'rms'; allowed: original, match_rms_ad"),
+        (
+            {"adjust_lr_fn": "rms"},
+            "function rms is not supported.*original, match_rms_adamw",
+        ),
         ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
         ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
     ],
@@ -323,33 +310,6 @@ def test_what_is_no_matrix_is_refused_by_name():
     with pytest.raises(PrecisionError, match=r"parameter 0 has shape \(2, 3, 4\)"):
         optimizer.add_param_group({"params": [parameter((2, 3, 4))]})
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("way", ROUNDING)
-def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
-    def made(seed: int) -> tuple[list[nn.Parameter], Muon]:
-        ps = [parameter((30, 20), seed, torch.bfloat16), parameter(130, seed, torch.bfloat16)]
-        groups = [{"params": ps[:1]}, {"params": ps[1:], "use_muon": False}]
-        return ps, Muon(groups, update=way, moments=moments, seed=3)
-
-    ps, optimizer = made(0)
-    for step in range(3):
-        feed(optimizer, step)
-        optimizer.step()
-    saved = through_a_file({"ps": [p.detach() for p in ps], "o": optimizer.state_dict()})
-    others, resumed = made(9)
-    with torch.no_grad():
-        for p, value in zip(others, saved["ps"], strict=True):
-            p.copy_(value)
-    resumed.load_state_dict(saved["o"])
-    for step in range(3, 6):
-        assert_same(everything(resumed), everything(optimizer))
-        for one in (optimizer, resumed):
-            feed(one, step)
-            one.step()
-    assert_same(everything(resumed), everything(optimizer))
-    assert_same(everything(copy.deepcopy(optimizer)), everything(optimizer))
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -376,87 +336,3 @@ def test_the_state_of_torch_s_muon_goes_on_here(moments):
         theirs.load_state_dict(through_a_file(ours.state_dict()))  # and back
         assert torch.equal(theirs.state[q]["momentum_buffer"], ours.state[p]["momentum_buffer"])
     assert ((p - before) * (q.detach() - before)).sum() > 0.9 * (q.detach() - before).square().sum()
-
-
-def test_bytes_per_element_of_a_matrix():
-    """2 for the weight, the remainder, the momentum; a block top is 1 byte in 128."""
-    for way, moments, wanted in [
-        ("split", "8bit", 5 + 1 / 128), ("split24", "8bit", 4 + 1 / 128), ("split", "bf16", 6),
-        ("kahan", "8bit", 5 + 1 / 128), ("stochastic", "8bit", 3 + 1 / 128), ("split", "fp32", 8),
-    ]:  # fmt: skip
-        p = parameter((256, 128), dtype=torch.bfloat16)
-        optimizer = Muon([p], update=way, moments=moments)
-        feed(optimizer, 0)
-        optimizer.step()
-        held = [value for key, value in optimizer.state[p].items() if key != "step"]
-        assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == wanted * p.numel()
-
-
-# --- under Precision ----------------------------------------------------------------------------
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-
-
-def trained(policy: str, kind: str, steps: int, **options) -> tuple[Precision, list[float]]:
-    model = mlp()
-    made = Muon(muon_groups(model)) if kind == "muon" else Adafactor(model.parameters())
-    precision = Precision(policy, model, made, **options)
-    return precision, [train_step(precision, number).loss for number in range(steps)]
-
-
-def train_step(precision: Precision, number: int, poison: float = 1.0):
-    x = normal((32, 8), number)
-    with precision.autocast():
-        loss = (precision.model(x) - x[:, :4]).square().mean() * poison
-    return precision.step(loss)
-
-
-def bits(precision: Precision) -> dict[str, torch.Tensor]:
-    (optimizer,) = precision.optimizers
-    return everything(optimizer) | {f"m.{n}": v.clone() for n, v in precision.masters.items()}
-
-
-CASES = [
-    *(("muon", policy) for policy in ("fp32", "bf16-split,moments=8bit", "bf16-master")),
-    ("muon", "bf16-sr,moments=8bit"),
-    *(("adafactor", policy) for policy in ("fp32", "bf16-split24", "bf16-kahan,moments=fp32")),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*Said once", "ignore:back to a copy")
-@pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_a_step_that_is_skipped_changes_no_bit(kind, policy):
-    precision, losses = trained(policy, kind, 3, on_nonfinite="skip:2")
-    before = bits(precision)
-    assert not train_step(precision, 3, math.nan).applied
-    assert_same(bits(precision), before)
-    assert train_step(precision, 4).applied
-    assert losses[2] < losses[0]
-
-
-@pytest.mark.filterwarnings("ignore:back to a copy")
-@pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_rollback_brings_every_bit_back(kind, policy):
-    precision, _ = trained(policy, kind, 3, on_nonfinite="rollback:3")
-    before = bits(precision)
-    for number in (3, 4):
-        assert train_step(precision, number).applied
-    result = train_step(precision, 5, math.nan)
-    assert (result.rolled_back, result.steps_undone) == (True, 2)
-    assert_same(bits(precision), before)
-    fresh, _ = trained(policy, kind, 3)
-    for one in (precision, fresh):
-        assert train_step(one, 7).applied
-    assert_same(bits(precision), bits(fresh))
-
-
-def test_a_policy_that_adafactor_cannot_honour_is_refused_by_name():
-    model = mlp()
-    with pytest.raises(PrecisionError, match="moments='8bit': Adafactor keeps sums"):
-        Precision("bf16-split,moments=8bit", model, Adafactor(model.parameters()))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    with pytest.raises(PrecisionError, match=r"one of halfstep\.optim; Muon does not.*bf16-master"):
-        Precision("bf16-split", model, torch.optim.Muon([model[0].weight]))

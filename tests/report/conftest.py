@@ -48,8 +48,8 @@ def tensor(name="layer", kind="activation_gradient", exponents=None, absmax=1e-6
     return {**made, "exponents": counts, **more}
 
 
-def watch(path, *tensors, policy="fp16-mixed", scale=1.0, step=1):
+def watch(path, *tensors, policy="fp16-mixed", scale=1.0, step=1, **more):
     """Append a watched step to a run's folder."""
-    table = {"step": step, "applied": True, "loss_scale": scale, "policy": policy}
+    table = {"step": step, "applied": True, "loss_scale": scale, "policy": policy, **more}
     with (path / "numerics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({**table, "tensors": tensors}) + "\n")

@@ -252,3 +252,32 @@ def test_a_browser_runs_nothing_of_a_hostile_run(folder, tmp_path):
     assert "Training report" in done.stdout
     assert "<title>owned" not in done.stdout
     assert "<h1>new" not in done.stdout
+
+
+def test_recipes_below_16_bits_are_a_table_with_bias_and_spread_apart(folder):
+    """In all three forms, and of the newest watched step."""
+    path = folder([line(step) for step in range(1, 30)])
+    rows = [
+        {"layer": f"layer.{i}", "product": product, "recipe": "nvfp4", "bias": 0.01 * (i + 1),
+         "spread": 0.05 * (product != "fprop")}
+        for i in range(3) for product in ("fprop", "dgrad", "wgrad")
+    ]  # fmt: skip
+    watch(path, tensor(), products=[{**rows[0], "bias": 0.9}])
+    watch(path, tensor(), products=rows, step=2)
+    report = make_report([read_run(path)])
+    page, text = report.to_html(), report.to_markdown()
+    assert "What this run would lose below 16 bits" in page
+    order = re.findall(r'<td class="name">(layer\.\d)</td><td>([^<]*)</td><td>([^<]*)</td>', page)
+    assert order == [(f"layer.{i}", f"{i + 1}.0%", f"{i + 1}.0% ± 5.0%") for i in (2, 1, 0)]
+    assert "<b>2.0% ± 5.0%</b>" in page
+    assert "| layer.2 | 3.0% | 3.0% ± 5.0% | 3.0% ± 5.0% |" in text.replace("\\", "")
+    assert report.to_json()["runs"][0]["low_bit"] == rows
+    chinese = make_report([read_run(path)], "zh").to_html()
+    assert "改用 16 位以下的格式" in chinese
+
+
+def test_a_run_without_recipes_has_no_such_table(folder):
+    path = folder([line(step) for step in range(1, 30)])
+    watch(path, tensor())
+    report = make_report([read_run(path)])
+    assert "below 16 bits" not in report.to_html() + report.to_markdown()

@@ -13,6 +13,7 @@ from halfstep.diagnostics.memory.table import PARTS, memory_from_json
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.kernels.forward import compiled
+from halfstep.optim.storage.state import REMAINDER
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.optimizer import OptimizerConfig
@@ -199,11 +200,35 @@ def test_a_module_of_the_users_own_is_called_in_steps_alone(tmp_path, monkeypatc
     own.train()
 
 
-@pytest.mark.parametrize(("name", "kept"), [("adamw", 2), ("sgd", 1), ("lion", 1), ("rmsprop", 2),
-                                            ("adafactor", 2 / 64)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("adamw", 2), ("sgd", 1), ("lion", 1), ("rmsprop", 2),
+     ("muon", {"weight": 1, "bias": 2}), ("adafactor", {"weight": 2 / 64, "bias": 1})],
+)  # fmt: skip
 def test_the_averages_that_an_optimizer_keeps(name, kept):
-    found = averages(OptimizerConfig(name=name))
+    found = averages(OptimizerConfig(name=name), nn.Linear(64, 64))
     assert found == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *(("muon", policy) for policy in ("bf16-mixed", "bf16-mixed,moments=8bit", "bf16-master",
+                                          "bf16-split24,moments=8bit", "bf16-split,moments=bf16")),
+        *(("adafactor", policy) for policy in ("bf16-mixed", "bf16-master", "bf16-split")),
+        ("adamw", "bf16-split,moments=8bit"),
+    ],
+)  # fmt: skip
+def test_moments_are_estimated_to_the_byte(corpus, name, policy):
+    """Of matrices, embeddings and vectors, whose last blocks of 8 bits are not full."""
+    session = open_session(small_config(corpus, policy, optimizer__name=name), no_progress)
+    attempt(session)
+    (optimizer,) = session.precision.optimizers
+    held = [value.nbytes for state in optimizer.state.values()
+            for key, value in state.items() if key not in ("step", REMAINDER)]  # fmt: skip
+    assert session.memory.part("moments") == sum(held)
+    forms = {"8bit": "8bit", "bf16": "bf16"}.get(policy.partition("moments=")[2], "fp32")
+    assert set(session.memory.bytes["moments"]) == {forms}
 
 
 def test_no_random_number_is_drawn_and_no_model_touched(corpus):

@@ -198,9 +198,11 @@ class Estimate:
     """Number of parameters: 1.3B, 124M, 7e9."""
     config: str = ""
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
-    precision: tuple[str, ...] = ("fp32", "bf16-mixed", "bf16-master", "bf16-split",
-                                  "bf16-split,moments=8bit")  # fmt: skip
-    """Policies, separated by spaces."""
+    precision: tuple[str, ...] = ()
+    """Policies, separated by spaces; default: fp32, bf16-mixed, bf16-master and bf16-split, which
+    but for Adafactor also with moments=8bit."""
+    optimizer: str = ""
+    """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0
     """Sequences of one micro-batch on one rank; 0: the configuration's."""
     parallel: str = ""
@@ -265,7 +267,7 @@ class Bench:
     """The configurations whose keys are options too: each key once, whichever task has it."""
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
-        r"|lost_update_every|watch|save_every|keep|capture|output_dir|patience|report_to|parallel"
+        r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
         r"|sequence_parallel|agree_every|rank_timeout|background_save)"
     )
     """Keys that say how long a run is and what it leaves, which a measurement has its own of."""

@@ -11,9 +11,12 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.memory import memory_bytes
+
+_POLICIES = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit")
 
 
 def run(arguments: Estimate) -> int:
@@ -29,23 +32,34 @@ def run(arguments: Estimate) -> int:
             "are summed before the first update; leave one of the two out"
         )
     device = choose_device("auto")
-    policies = [parse_policy(text, device) for text in arguments.precision]
+    spec = arguments.config or "gpt-small-cpu"
+    changes = [("optimizer.name", arguments.optimizer)] if arguments.optimizer else []
+    optimizer = load_config(spec, changes).optimizer
+    usual = _POLICIES[:-1] if optimizer.name == "adafactor" else _POLICIES
+    policies = [parse_policy(text, device) for text in arguments.precision or usual]
     for policy in policies if release else ():
         require_unscaled(policy)
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
-        found = estimate_count(count, policies, layout, release_gradients=release)
+        found = estimate_count(count, policies, layout, optimizer, release_gradients=release)
     else:
-        spec = arguments.config or "gpt-small-cpu"
         found = estimate_config(
-            spec, policies, arguments.batch_size, layout, device, release_gradients=release
+            spec,
+            policies,
+            arguments.batch_size,
+            layout,
+            device,
+            optimizer,
+            release_gradients=release,
         )
     if arguments.json:
         rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": rows}, indent=1))
     else:
         print(_text(found, have, layout, release))
+        if arguments.params and optimizer.name == "adafactor":
+            print("Adafactor's sums are left out: 4 bytes for each row and column of a matrix.")
     return 0
 
 

@@ -18,11 +18,12 @@ class Onlooker:
     Its bound methods are the module's forward hooks, and return None.
     """
 
-    def told(self, output: Tensor) -> Callable[[Tensor], None]:
+    def told(self, output: Tensor, taken: Tensor | None = None) -> Callable[[Tensor], None]:
         """Look at an output that a kernel computed for the module.
 
         Args:
             output: As the module would return it; valid during the call.
+            taken: What the module would get, likewise; None where the kernel does not say.
 
         Returns:
             A function that looks at the gradient with respect to it, for each backward.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.optim.base import Members
 from halfstep.optim.directed import DirectedOptimizer
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.options import check_rate, plain_options, require_option
@@ -79,10 +80,14 @@ class Adafactor(DirectedOptimizer):
                 sharded over ranks, or the reasons of :class:`AdamW`.
         """
         check_rate(lr)
-        require_option(beta2_decay <= 0, "beta2_decay", beta2_decay, "<= 0")
-        require_option(eps[0] is None or eps[0] > 0, "epsilon1", eps[0], "None, or > 0")
-        require_option(eps[1] >= 0, "epsilon2", eps[1], ">= 0")
-        require_option(d >= 1, "clipping threshold d", d, ">= 1")
+        for holds, name, value, allowed in (
+            (beta2_decay <= 0, "beta2_decay", beta2_decay, "<= 0"),
+            (eps[0] is None or eps[0] > 0, "epsilon1", eps[0], ">= 0, here None or > 0,"),
+            (eps[1] >= 0, "epsilon2", eps[1], ">= 0"),
+            (d >= 1, "Clipping threshold d", d, ">= 1"),
+        ):
+            if not holds:
+                raise PrecisionError(f"{name} should be {allowed} but is: {value}")
         require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         options = {
             "lr": lr,
@@ -96,12 +101,12 @@ class Adafactor(DirectedOptimizer):
         super().__init__(params, options, update=update, moments=moments, seed=seed)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_moments(group["moments"])
+        check_moments(group["moments"])
         super()._check_group(group)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse as every optimizer here, and moments that are not fp32."""
-        _check_moments(moments)
+        check_moments(moments)
         super().check_precision(update, moments)
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
@@ -112,6 +117,16 @@ class Adafactor(DirectedOptimizer):
                 for name, shape in _shapes(parameter).items()
             }
         return state
+
+    def _averages(self, group: Mapping[str, Any], parameter: Tensor) -> float:
+        sums = sum(math.prod(shape) for shape in _shapes(parameter).values())
+        return sums / max(1, parameter.numel())
+
+    def _directions(
+        self, group: dict[str, Any], plan: Plan, members: Members
+    ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor, float]]:
+        for parameter, task in members:
+            yield parameter, task, *self._direction(group, plan, parameter, task)
 
     def _direction(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -171,7 +186,8 @@ def _root_mean_square(values: Tensor) -> float:
     return norm / math.sqrt(max(1, values.numel()))
 
 
-def _check_moments(moments: Moments | None) -> None:
+def check_moments(moments: str | None) -> None:
+    """Refuse moments that are not fp32."""
     if moments not in (None, "fp32"):
         raise PrecisionError(
             f"moments={moments!r}: Adafactor keeps sums over rows and columns, in fp32, of which "

@@ -123,13 +123,23 @@ class LowPrecisionOptimizer(Optimizer):
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
         self._kernels, self._kept = {}, {}
+        # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
+        defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
-            for key, value in self.defaults.items():
+            for key, value in defaults.items():
                 group.setdefault(key, value)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
         return self.algorithm
+
+    def averages(self, model: nn.Module) -> dict[str, float]:
+        """Tensors of a parameter's size that its moments are, by name: for halfstep.estimate."""
+        held = {p: self._averages(group, p) for _, group, p in self._members()}
+        return {name: held[p] for name, p in model.named_parameters() if p in held}
+
+    def _averages(self, group: Mapping[str, Any], parameter: Tensor) -> float:
+        return len(self.algorithm_of(group).moments)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.

@@ -6,7 +6,7 @@ done with it is element-wise again, and so one kernel stores it in any rounding 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -58,18 +58,17 @@ class DirectedOptimizer(LowPrecisionOptimizer):
         """Whether a group's parameters are moved along a direction, rather than by AdamW."""
         return self.algorithm_of(group) is not ADAMW
 
-    def _direction(
-        self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
-    ) -> tuple[Tensor, float]:
-        """The direction of a parameter's update, of its shape, and a factor of it."""
+    def _directions(
+        self, group: dict[str, Any], plan: Plan, members: Members
+    ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor, float]]:
+        """Each member with the direction of its update, of its shape, and a factor of that."""
         raise NotImplementedError
 
     def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
         if not self.is_directed(group):
             super()._run(group, plan, members)
             return
-        for parameter, task in members:
-            direction, factor = self._direction(group, plan, parameter, task)
+        for parameter, task, direction, factor in self._directions(group, plan, members):
             if self.on_direction is not None:
                 self.on_direction(parameter, direction, factor)
             move = StepTask(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.optim.base import Members
 from halfstep.optim.directed import DirectedOptimizer
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.options import check_rate, checked_betas, require_option
@@ -93,6 +95,9 @@ class Muon(DirectedOptimizer):
 
     algorithm = MUON
     gathers = True
+    ranks: dist.ProcessGroup | None = None
+    """The ranks that divide matrices among them, where all of them step together with the same
+    gradients: each orthogonalizes its share and sends the directions to the others. To be set."""
 
     def __init__(
         self,
@@ -169,9 +174,36 @@ class Muon(DirectedOptimizer):
         """Muon, or AdamW in groups with ``use_muon=False``."""
         return MUON if group["use_muon"] else ADAMW
 
-    def _direction(
+    def _directions(
+        self, group: dict[str, Any], plan: Plan, members: Members
+    ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor, float]]:
+        size, rank = 1, 0
+        if self.ranks is not None:
+            size, rank = dist.get_world_size(self.ranks), dist.get_rank(self.ranks)
+        steps, coefficients, eps = (group[key] for key in ("ns_steps", "ns_coefficients", "eps"))
+        # A turn has a matrix for each rank, of like sizes, as no rank goes on before the last.
+        ordered = sorted(members, key=_products, reverse=True)
+        for at in range(0, len(ordered), size):
+            turn = ordered[at : at + size]
+            found = [self._averaged(group, plan, parameter, task) for parameter, task in turn]
+            if rank < len(turn):
+                found[rank] = newton_schulz(found[rank], steps, coefficients, eps)
+            if size > 1:
+                found = [direction.contiguous() for direction in found]
+                sent = [
+                    dist.broadcast(direction, group=self.ranks, group_src=owner, async_op=True)
+                    for owner, direction in enumerate(found)
+                ]
+                for work in sent:
+                    work.wait()
+            for (parameter, task), direction in zip(turn, found, strict=True):
+                factor = adjustment(group["adjust_lr_fn"], *direction.shape)
+                yield parameter, task, part_like(direction, whole_of(parameter)), factor
+
+    def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
-    ) -> tuple[Tensor, float]:
+    ) -> Tensor:
+        """Average the gradient into the momentum: the whole matrix to orthogonalize, in bf16."""
         layout = dense(parameter)
         momentum = torch.zeros_like(layout, dtype=torch.bfloat16)  # in the weight's memory order
         average = replace(
@@ -185,11 +217,13 @@ class Muon(DirectedOptimizer):
             [replace(task, weight=weight, remainder=None, native=None)], average
         )
         owner = whole_of(parameter)
-        shared = is_sharded(owner)
-        whole = whole_like(momentum, owner) if shared else momentum
-        direction = newton_schulz(whole, group["ns_steps"], group["ns_coefficients"], group["eps"])
-        factor = adjustment(group["adjust_lr_fn"], *whole.shape)
-        return part_like(direction, owner) if shared else direction, factor
+        return whole_like(momentum, owner) if is_sharded(owner) else momentum
+
+
+def _products(member: tuple[nn.Parameter, StepTask]) -> int:
+    """Multiplications of a step of :func:`newton_schulz`: two by the matrix, and A A."""
+    short, long = sorted(whole_of(member[0]).shape)
+    return short * short * (2 * long + short)
 
 
 def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
@@ -203,9 +237,11 @@ def _check_options(group: dict[str, Any]) -> None:
     """Refuse options of Muon that mean nothing, and parameters that are no matrices."""
     kind, steps = group["adjust_lr_fn"], group["ns_steps"]
     allowed = get_args(Adjustment)
-    require_option(
-        kind in (None, *allowed), "adjust_lr_fn", repr(kind), f"{', '.join(allowed)} or None"
-    )
+    if kind not in (None, *allowed):
+        raise PrecisionError(
+            f"Adjust learning rate function {kind} is not supported: adjust_lr_fn may be "
+            f"{', '.join(allowed)} or None"
+        )
     good = type(steps) is int and 0 < steps < _MOST_STEPS
     require_option(good, "ns_steps", steps, f"1 to {_MOST_STEPS - 1}")
     good = len(group["ns_coefficients"]) == len(COEFFICIENTS)
@@ -216,9 +252,9 @@ def _check_options(group: dict[str, Any]) -> None:
         if parameter.dim() != 2:
             name = group.get("param_names", {at: f"parameter {at}"})[at]
             raise PrecisionError(
-                f"{name} has shape {tuple(parameter.shape)}, and Muon is for matrices: make it "
-                "with halfstep.optim.muon_groups(model), or give this one a group of its own with "
-                "use_muon=False, which AdamW updates"
+                f"Muon only supports 2D parameters, and {name} has shape {tuple(parameter.shape)}: "
+                "make it with halfstep.optim.muon_groups(model), or give this one a group of its "
+                "own with use_muon=False, which AdamW updates"
             )
 
 

@@ -28,6 +28,7 @@ from halfstep.report.memory import memory_json, memory_view
 from halfstep.report.numbers import (
     FORMATS,
     different,
+    low_bit,
     product_bars,
     stored_bars,
     what_ifs,
@@ -115,6 +116,9 @@ class Report:
                     "events": [_strict(asdict(event)) for event in events(row.record)],
                     "causes": _strict([*row.record.causes]),
                     "damaged": dict(row.record.damaged),
+                    "low_bit": [
+                        one.to_dict() for step in row.record.numerics[-1:] for one in step.products
+                    ],
                     **memory_json(row.record, self.language),
                 }
                 for row in self.rows
@@ -293,6 +297,7 @@ _FILTERS: Mapping[str, Callable[..., Any]] = {
     "line": _one_line,
     "flat": lambda table: [*flattened(table).items()],
     "maps": lambda step: exponent_maps(step.tensors, step.loss_scale),
+    "low_bit": low_bit,
     "what_ifs": what_ifs,
     "what_ran": what_ran,
     "stored": what_is_stored,

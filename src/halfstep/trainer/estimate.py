@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +22,12 @@ from halfstep.diagnostics.memory.table import Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
@@ -43,21 +45,31 @@ def estimate_count(
     count: int,
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
     *,
     release_gradients: bool = False,
 ) -> list[Memory]:
     """What training holds for that many parameters, under each policy, without a batch.
 
-    Gradients that are released during backward are left out: the largest one is not known.
+    All count as hidden matrices, of shapes that are not known: without Adafactor's sums, and where
+    gradients are released during backward, without the largest one.
     """
+    _check_moments(optimizer, policies)
     with torch.device("meta"):
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
-    found = [estimate(model, policy, None, ranks=ranks) for policy in policies]
+    kept = 0 if optimizer.name == "adafactor" else averages(optimizer, model)
+    found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in policies]
     if release_gradients:
-        kept = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
-        found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, kept, strict=True)]
+        rest = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
+        found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, rest, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
+
+
+def _check_moments(optimizer: OptimizerConfig, policies: Sequence[PrecisionPolicy]) -> None:
+    for policy in policies if optimizer.name == "adafactor" else ():
+        if policy.needs_own_optimizer:
+            check_moments(policy.moment_format)
 
 
 def estimate_config(
@@ -66,6 +78,7 @@ def estimate_config(
     rows: int,
     layout: Layout,
     device: torch.device,
+    optimizer: OptimizerConfig | None = None,
     *,
     release_gradients: bool = False,
 ) -> list[Memory]:
@@ -77,11 +90,13 @@ def estimate_config(
         rows: Sequences of one micro-batch; 0: the configuration's.
         layout: How ranks share the work.
         device: What it is for.
+        optimizer: None: the configuration's.
         release_gradients: Release gradients during backward, whatever the configuration says.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration, or that the
             layout does not fit.
+        PrecisionError: For moments that the optimizer does not keep.
     """
     config = load_config(spec)
     if not isinstance(config, TrainConfig) or config.run.init_from:
@@ -89,6 +104,8 @@ def estimate_config(
             f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
             "batch) answers for any model, or give --params"
         )
+    optimizer = optimizer or config.optimizer
+    _check_moments(optimizer, policies)
     shape = config.model
     vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
     with torch.device("meta"):
@@ -98,7 +115,7 @@ def estimate_config(
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
     of_rank = _OfRank(
-        model, (tokens, tokens), layout, averages(config.optimizer), device, run.grad_accum,
+        model, (tokens, tokens), layout, averages(optimizer, model), device, run.grad_accum,
         release=release_gradients or config.optimizer.release_gradients,
     )  # fmt: skip
     return [of_rank.memory(policy) for policy in policies]
@@ -121,7 +138,7 @@ def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
     splits = task.plan(layout).tensor if layout.tensor > 1 else {}
     of_rank = _OfRank(
         task.model, task.shapes(rows) if plain else None, layout,
-        0 if task.own_optimizer else averages(config.optimizer), device,
+        0 if task.own_optimizer else averages(config.optimizer, task.model), device,
         run.grad_accum, splits, config.optimizer.release_gradients and layout.size == 1,
     )  # fmt: skip
     found, have = of_rank.memory(policy), memory_bytes(device)
@@ -144,7 +161,7 @@ class _OfRank:
     model: nn.Module
     batch: Batch | None
     layout: Layout
-    averages: float
+    averages: float | Mapping[str, float]
     device: torch.device
     micro_batches: int = 1
     splits: Any = None
@@ -256,7 +273,8 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         on = _typed(task, "model.activation_checkpointing", "true")
         yield of_rank.memory(policy, least=True, recompute=True), on, now
     ours = config.optimizer.name in OWN and not task.own_optimizer
-    for name in _LEANER if ours else ():
+    leaner_ones = _LEANER[:1] if config.optimizer.name == "adafactor" else _LEANER
+    for name in leaner_ones if ours else ():
         leaner = parse_policy(name, of_rank.device)
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now

@@ -329,7 +329,10 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     if not every:
         return nullcontext()
     file, start = path / NUMERICS, session.step
-    return watch(session.task.model, session.precision, every=every, to=file, start=start)
+    formats = session.config.run.watch_formats
+    return watch(
+        session.task.model, session.precision, every=every, to=file, start=start, formats=formats
+    )
 
 
 def _due(step: int, every: int) -> bool:

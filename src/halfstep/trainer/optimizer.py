@@ -78,14 +78,15 @@ def make_optimizer(
     return make(groups, **arguments)
 
 
-def averages(config: OptimizerConfig) -> float:
-    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 0.03 for Adafactor.
+def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
+    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
 
-    Counted on a small parameter, so that it holds for any optimizer; for Muon those of a matrix, as
-    nothing that fits may be refused.
+    By parameter for Muon and Adafactor, where it depends on the shape; for any other counted on a
+    small parameter.
     """
-    if config.name == "muon":
-        return 1.0
+    if config.name in ("muon", "adafactor"):  # torch's Adafactor keeps the same sums
+        own = _make_muon(model, config, 0) if config.name == "muon" else _adafactor(model)
+        return own.averages(model)
     probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
     (weight,) = probe.parameters()
     optimizer = make_optimizer(probe, config, POLICIES["fp32"])
@@ -95,7 +96,11 @@ def averages(config: OptimizerConfig) -> float:
     return sum(t.numel() for t in kept) / weight.numel()
 
 
-def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> Optimizer:
+def _adafactor(model: nn.Module) -> optim.Adafactor:
+    return optim.Adafactor([p for p in model.parameters() if p.requires_grad])
+
+
+def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Muon:
     """Halfstep's Muon in every policy, as torch's takes matrices only."""
     return optim.Muon(
         optim.muon_groups(model, eps=config.eps),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.diagnostics.memory.table import Memory
@@ -22,6 +23,7 @@ from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.muon import Muon
 from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
@@ -275,6 +277,8 @@ def open_session(
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
+        if isinstance(optimizer, Muon):
+            optimizer.ranks = dist.group.WORLD
     ema = EMA(model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
         policy,

@@ -7,6 +7,7 @@ what autograd would save is counted as :class:`MemoryMeter` counts it in a real 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from halfstep.diagnostics.memory.saved import Bytes, SavedTensors
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
 from halfstep.kernels.forward import compiled, on_shapes
+from halfstep.optim.storage.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.casting.cast import cast_floating
@@ -44,7 +46,7 @@ def estimate(
     logits: int = 0,
     ranks: int = 1,
     device: str | torch.device | None = None,
-    averages: float = 2,
+    averages: float | Mapping[str, float] = 2,
     micro_batches: int = 1,
     release_gradients: bool = False,
     least: bool = False,
@@ -63,7 +65,8 @@ def estimate(
         ranks: Ranks that weights, masters, gradients and moments are sharded over.
         device: What it is for; None: the device that this machine would train on.
         averages: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1 for SGD
-            with momentum.
+            with momentum; or of each parameter by its name, as ``optimizer.averages(model)`` of
+            halfstep's optimizers gives them (Muon: 1 of a matrix; Adafactor: its sums).
         micro_batches: Micro-batches of a step, whose gradients add up in ``grad_dtype``.
         release_gradients: Whether gradients are released during backward
             (:class:`halfstep.Precision`): the largest alone counts then. An operation that makes
@@ -118,7 +121,11 @@ def estimate(
 
 
 def _state(
-    model: nn.Module, policy: PrecisionPolicy, ranks: int, averages: float, several: bool
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    ranks: int,
+    averages: float | Mapping[str, float],
+    several: bool,
 ) -> Bytes:
     """The bytes between steps: of weights, masters, gradients and moments."""
     kept = place(policy, model).kept()
@@ -144,7 +151,10 @@ def _state(
         add("masters", "remainder", count * each["remainder"])
         add("gradients", grad, count * each["gradients"])
         moments = "fp32" if is_kept and not policy.needs_own_optimizer else policy.moment_format
-        add("moments", moments, count * each["moments"] * averages / 2)
+        number = averages
+        if isinstance(number, Mapping):
+            number = number.get(names[id(parameter)], 0)
+        add("moments", moments, number * _moment_bytes(count, moments))
     for buffer in model.buffers():
         add("weights", dtype_name(buffer.dtype), buffer.nbytes)
     return found
@@ -161,6 +171,13 @@ def _largest_gradient(model: nn.Module, policy: PrecisionPolicy) -> dict[str, in
             sizes[name] = (round(parameter.numel() * each), form)
     size, form = max(sizes.values(), default=(0, "fp32"))
     return {form: size}
+
+
+def _moment_bytes(count: float, form: str) -> float:
+    """The bytes of a moment of so many elements, with the tops of 8-bit blocks."""
+    if form == "8bit":
+        return count + math.ceil(count / BLOCK)
+    return count * {"fp32": 4, "bf16": 2, "fp16": 2}[form]
 
 
 class _How(NamedTuple):

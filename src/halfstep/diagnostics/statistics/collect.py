@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.statistics.product_error import ProductError, ProductErrors
 from halfstep.diagnostics.statistics.rounding_error import rounding_errors
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics, merged
 from halfstep.kernels.exponents import add_, add_difference_, empty_row
@@ -32,6 +33,8 @@ from halfstep.kernels.onlookers import Onlooker
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
 from halfstep.precision.ownership import is_ours
+from halfstep.precision.policy.recipe import SCHEMES
+from halfstep.precision.policy.rules import is_linear
 
 _Key = tuple[Kind, str, torch.dtype, torch.device, float, int]
 
@@ -50,6 +53,7 @@ class Collector:
             formats: Names of block formats whose rounding of each tensor is measured.
         """
         self._formats = formats
+        self._products = ProductErrors([name for name in formats if name in SCHEMES])
         self._rounding: dict[tuple[Kind, str], dict[str, tuple[float, float, float]]] = {}
         self._ask, self._scale = scale, 0.0
         self._rows: dict[_Key, Tensor] = {}
@@ -59,7 +63,7 @@ class Collector:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks
-            one = _Module(self, name or type(module).__name__)
+            one = _Module(self, name or type(module).__name__, module)
             enter, leave = Hook(one.enter), Hook(one.leave)
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -141,8 +145,8 @@ class Collector:
         # A checkpoint's forward has no gradients on, but is inside of one that has.
         counted.append(not _in_backward() and (torch.is_grad_enabled() or outer))
 
-    def leave(self, name: str, output: Any) -> None:
-        """It has ended with this output."""
+    def leave(self, name: str, output: Any, linear: nn.Module | None, args: Any) -> None:
+        """It has ended with this output; ``linear`` is the module where it is such a layer."""
         if torch.compiler.is_compiling():
             return
         running = self._running.counted
@@ -151,13 +155,32 @@ class Collector:
             evaluated = not counted and not tensor.requires_grad
             if not evaluated and not is_functorch_wrapped_tensor(tensor):
                 self._output(f"{name}{key}", tensor, counted)
+                if linear is not None and counted and tensor.requires_grad and args:
+                    then = self._products.called(name, linear, args[0])
+                    if then is not None:
+                        self._handles.append(tensor.register_hook(then))  # type: ignore[no-untyped-call]
 
-    def told(self, name: str, x: Tensor) -> Callable[[Tensor], None]:
+    def told(
+        self, name: str, x: Tensor, linear: nn.Module | None, taken: Tensor | None
+    ) -> Callable[[Tensor], None]:
         """A kernel computed a module's output; count it, and return what counts its gradient."""
         self.enter()
+        then = None
         if self._running.counted.pop():
             self.add("activation", name, x)
-        return partial(self._gradient, name)
+            if linear is not None and taken is not None:
+                then = self._products.called(name, linear, taken)
+
+        def differentiated(gradient: Tensor) -> None:
+            self._gradient(name, gradient)
+            if then is not None:
+                then(gradient)
+
+        return differentiated
+
+    def products(self) -> list[ProductError]:
+        """What recipes would change of the products of linear layers."""
+        return self._products.read()
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
         version = -1 if x.is_inference() else x._version
@@ -179,17 +202,18 @@ class Collector:
 class _Module(Onlooker):
     """Tells the collector of one module."""
 
-    def __init__(self, collector: Collector, name: str) -> None:
+    def __init__(self, collector: Collector, name: str, module: nn.Module) -> None:
         self._collector, self._name = collector, name
+        self._linear = module if is_linear(module) else None
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._collector.enter()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._collector.leave(self._name, output)
+        self._collector.leave(self._name, output, self._linear, args)
 
-    def told(self, output: Tensor) -> Callable[[Tensor], None]:
-        return self._collector.told(self._name, output)
+    def told(self, output: Tensor, taken: Tensor | None = None) -> Callable[[Tensor], None]:
+        return self._collector.told(self._name, output, self._linear, taken)
 
 
 class _Running(threading.local):

@@ -177,6 +177,7 @@ class Watch:
             loss_scale=scale if math.isfinite(scale) else math.nan,
             policy=str(self._source.policy) if isinstance(self._source, Precision) else "",
             tensors=tuple(tensors),
+            products=tuple(collector.products()),
         )
         if self._to is not None:
             try:
@@ -234,6 +235,8 @@ def watch(
             Precision, or all of ``torch.distributed``'s default group. Rank 0 writes the file.
         formats: Names of block formats, as ``("mxfp8", "nvfp4")``: some rows of each tensor are
             rounded to them on each rank's own, and rank 0's relative errors are in ``rounding``.
+            Of names that are recipes, ``products`` of the report has what each would change of
+            the products of each linear layer.
 
     Returns:
         The context. Its ``report()`` gives the newest watched step as values, and ``print`` shows

@@ -131,11 +131,13 @@ class _Told:
         self._leading, self._grad = x_BTC.shape[:-1], torch.is_grad_enabled()
         self._after: dict[str, list[Callable[[Tensor], None]]] = {}
 
-    def output(self, layer: str, x: Tensor, bias: Tensor | None = None) -> None:
+    def output(
+        self, layer: str, x: Tensor, taken: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         """Tell a layer's output, ``(N, ...)``, to which its bias may not have been added yet."""
         x = (x if bias is None else x + bias.to(x.dtype)).view(*self._leading, -1)
         with torch.set_grad_enabled(self._grad):  # as around the block
-            self._after[layer] = [one.told(x) for one in self._layers[layer]]
+            self._after[layer] = [one.told(x, taken) for one in self._layers[layer]]
 
     def gradient(self, layer: str, gradient: Tensor) -> None:
         """Tell the gradient with respect to a layer's output."""
@@ -144,7 +146,7 @@ class _Told:
                 look(gradient.view(*self._leading, -1))
 
 
-def _nobody(layer: str, x: Tensor, bias: Tensor | None = None) -> None:
+def _nobody(layer: str, x: Tensor, taken: Tensor | None = None, bias: Tensor | None = None) -> None:
     """Nobody looks on."""
 
 
@@ -164,17 +166,19 @@ class _Block(torch.autograd.Function):
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
         tell("norm1", h)
-        tell("qkv", qkv)
+        tell("qkv", qkv, h)
         q, k, v = _heads(qkv, batch, head_dim)
         mixed, lse = attend(q, k, v, None, 0.0, True, 1 / math.sqrt(head_dim), 0)
         added = torch.mm(_flat(mixed), w.proj.t())
+        tell("proj", added, _flat(mixed), w.proj_bias)
         middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
         u = torch.mm(h, w.up.t())
-        tell("proj", added, w.proj_bias)
         tell("norm2", h)
-        tell("up", u, w.up_bias)
-        added = torch.mm(gelu_of_rows(u, w.up_bias), w.down.t())
-        tell("down", added, w.down_bias)
+        tell("up", u, h, w.up_bias)
+        active = gelu_of_rows(u, w.up_bias)
+        added = torch.mm(active, w.down.t())
+        tell("down", added, active, w.down_bias)
+        del active
         # shaped before, as FSDP2 wants a result that is no view
         y = add(middle.view(x_BTC.shape), added, w.down_bias)
         ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
