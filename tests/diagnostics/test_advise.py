@@ -1,5 +1,6 @@
 """``halfstep.advise``: sensitivities against whole passes, the knapsack against all policies."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,7 +14,7 @@ from torch import nn
 import halfstep
 from halfstep.diagnostics.advise.choice import Option, cheapest
 from halfstep.diagnostics.advise.layers import gradient_under, policy_of
-from halfstep.diagnostics.advise.proof import Trials
+from halfstep.diagnostics.advise.proof import Gap, Trials
 from halfstep.diagnostics.advise.sensitivity import _bias_and_variance, sensitivities
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import PRODUCTS
@@ -163,6 +164,14 @@ def test_three_planted_layers_are_named_and_no_other(seed, tmp_path):
     assert low == {p.name: str(p.recipe) for p in place(parse_policy(found.policy), model).low}
 
 
+def test_measured_rates_decide_what_is_worth_choosing():
+    rates = {"bf16": 700, "mxfp8": 1000, "nvfp4": 900}
+    found = halfstep.advise(plain(), data(0), loss_fn, steps=0, rates=rates)
+    assert set(found.formats.values()) == {"mxfp8"}
+    assert found.saved == pytest.approx(0.3)
+    assert "30% less time in linear layers by the given rates" in found.verdict
+
+
 def test_a_policy_is_proved_over_the_noise_floor():
     model, batches = plain(), data(0)
     found = halfstep.advise(model, batches, loss_fn, tolerance=0.5, steps=8)
@@ -180,9 +189,21 @@ def test_no_gap_is_seen_where_there_is_none_and_a_large_one_is():
     assert trials.gap("bf16-mixed").mean == 0.0
     assert trials.gap("bf16-mixed").bound == trials.floor() > 0.0
     model, _ = planted(2)
-    trials = Trials(model, data(2), loss_fn, _sgd, "bf16-mixed", 8, (0, 1, 2))
-    gap = trials.gap("bf16-mixed,recipe=nvfp4,simulate=yes")
-    assert gap.bound > gap.mean > trials.floor()
+    trials = Trials(model, data(2), loss_fn, torch.optim.AdamW, "bf16-mixed", 8, (0, 1, 2))
+    low = "bf16-mixed,recipe=nvfp4,simulate=yes"
+    gap = trials.gap(low)
+    assert gap.bound > gap.mean > 3 * trials.floor()
+    assert trials.gap(low, limit=0.01) == Gap(trials.gap_on(0, low), math.inf)
+
+
+def test_seeds_draw_other_orders_and_other_random_bits():
+    model, batches = plain(), data(0)[:1]  # one batch: the order is the same for all
+    trials = Trials(model, batches, loss_fn, _sgd, "bf16-mixed", 4, (0, 1))
+    low = "bf16-mixed,recipe=nvfp4,simulate=yes"
+    assert trials._loss("bf16-mixed", 0) == trials._loss("bf16-mixed", 1)
+    assert trials._loss(low, 0) == trials._loss(low, 0) != trials._loss(low, 1)
+    trials = Trials(model, data(0), loss_fn, _sgd, "bf16-mixed", 4, (0, 1))
+    assert trials._loss("bf16-mixed", 0) != trials._loss("bf16-mixed", 1)
 
 
 def test_a_run_that_breaks_has_an_infinite_gap():
@@ -210,19 +231,27 @@ def test_a_budget_that_ends_says_unproved():
     assert "the time ended" in found.verdict
 
 
-def test_layers_that_overflow_in_fp16_keep_fp32():
+def test_layers_that_overflow_in_fp16_keep_fp32(tmp_path):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     with torch.no_grad():
         model[1].weight.mul_(1e6)
         model[2].weight.mul_(1e-6)
     batches = data(0)
-    found = halfstep.advise(model, batches, loss_fn, ("fp32", "fp16"), steps=0, device="h100")
+    found = halfstep.advise(model, batches, loss_fn, ("fp32", "fp16"), steps=0, rates="h100")
     kept = {layer for (layer, _), form in found.formats.items() if form == "fp32"}
     assert "1" in kept  # its outputs are beyond 65,504
     assert "2" in kept  # its inputs are
     assert "0" not in kept
     assert "of its results overflow" in found.evidence("1")
-    assert parse_policy(found.policy).rules
+    file = tmp_path / "policy.toml"
+    found.write(file)
+    assert parse_policy(str(file)) == parse_policy(found.policy)
+    kept |= {"0", "3"}  # more layers in fp32 than in fp16 are still exceptions from fp16
+    formats = {key: "fp32" if key[0] in kept - {"0"} else "fp16" for key in found.formats}
+    found = dataclasses.replace(found, formats=formats, policy=policy_of(formats, "fp32"))
+    assert set(found.exceptions) == {"1", "2", "3"}
+    found.write(file)
+    assert parse_policy(str(file)) == parse_policy(found.policy)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +260,28 @@ def test_layers_that_overflow_in_fp16_keep_fp32():
         ({"formats": ("bf16", "nvpf4")}, "allowed: bf16 and then fp8, "),
         ({"formats": ("bf16", "fp16")}, "or fp32 and then fp16"),
         ({"tolerance": 0.0}, "above 0, such as 0.003"),
-        ({"seeds": (0,)}, "with 2 seeds or more"),
-        ({"device": "b100"}, "allowed: h100, h200, b200"),
+        ({"seeds": (0,)}, "2 different seeds"),
+        ({"seeds": (1, 1, 1)}, "2 different seeds"),
+        ({"rates": "b100"}, "allowed: h100, h200, b200"),
+        ({"rates": "h100"}, "formats mxfp8, nvfp4 have no rate: h100 does not multiply them"),
+        ({"rates": {"bf16": 1, "mxfp8": 2}}, "formats nvfp4 have no rate: none is given"),
+        ({"rates": {"bf16": 1, "mxfp8": 0, "nvfp4": 2}}, "rate 0 of mxfp8; allowed: a number abo"),
+        ({"batches": iter(())}, "every run takes them again, so give a list"),
+        ({"batches": []}, "at least one batch"),
+        ({"loss_fn": lambda model, batch: loss_fn(model, batch) * math.nan}, "the loss is nan"),
+        (
+            {"loss_fn": lambda model, batch: loss_fn(model, batch) - 9, "steps": 4},
+            "stays above 0",
+        ),
+        ({"model": nn.Sequential(nn.Conv1d(4, 4, 1))}, "has none that is a torch.nn.Linear"),
+        ({"loss_fn": lambda model, batch: loss_fn(model, batch) * 0}, "is 0 for every weight"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, words):
     with pytest.raises(PrecisionError, match=words):
-        halfstep.advise(plain(), data(0), loss_fn, steps=0, **given)
+        halfstep.advise(
+            **{"model": plain(), "batches": data(0), "loss_fn": loss_fn, "steps": 0, **given}
+        )
 
 
 def test_a_loss_that_is_no_function_is_refused():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,14 @@ def run(arguments: Advise) -> int:
     """Print the advice, and write it as a policy file; 3 where it is not proved."""
     tolerance = _share(arguments.tolerance)
     formats = [f for word in arguments.formats for f in word.split(",") if f]
+    rates = _rates(arguments.rates)
     out = Path(arguments.out) if arguments.out else None
-    if out is not None and (out.suffix != ".toml" or not out.parent.is_dir()):
-        raise ConfigError(f"--out {out}; allowed: a file .toml in a folder that exists")
+    if out is not None and (out.suffix != ".toml" or out.is_dir() or not _writable(out.parent)):
+        raise ConfigError(f"--out {out}; allowed: a file .toml in a folder that can be written")
     with opened(arguments, REFERENCES.get(formats[0] if formats else "", "fp32"), "advise") as made:
         made.precision.close()
         task, config = made.task, made.config
-        count = max(1, arguments.batches)
-        rows = [range(task.batch_size(made.step + number)) for number in range(count)]
+        rows = [range(task.batch_size(made.step + n)) for n in range(arguments.batches)]
         batches = [
             to_device(task.batch(made.step + number, part), made.device)
             for number, part in enumerate(rows)
@@ -49,19 +52,23 @@ def run(arguments: Advise) -> int:
             loss,
             formats,
             tolerance,
-            device=arguments.rates,
+            rates=rates,
             steps=arguments.steps,
             seeds=range(arguments.seeds),
             seconds=arguments.seconds,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
+    print(json.dumps(_plain(found), indent=1) if arguments.json else f"{found}", flush=True)
     if out is not None:
         found.write(out)
-    print(json.dumps(_plain(found), indent=1) if arguments.json else f"{found}")
-    if out is not None and not arguments.json:
-        print(f"\nWritten: {out}")
+        if not arguments.json:
+            print(f"\nWritten: {out}")
     return 0 if found.proved else UNPROVED
+
+
+def _writable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _share(text: str) -> float:
@@ -71,14 +78,29 @@ def _share(text: str) -> float:
         raise ConfigError(f"--tolerance {text}; allowed: such as 0.3% or 0.003") from None
 
 
+def _rates(text: str) -> str | dict[str, float]:
+    if not text.endswith(".toml"):
+        return text
+    try:
+        return tomllib.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--rates {text}: {error}") from None
+
+
+def _finite(gap: float) -> float | None:
+    """The gap, or None where a run broke: JSON has no infinity."""
+    return gap if math.isfinite(gap) else None
+
+
 def _plain(found: Advice) -> dict[str, Any]:
     return {
         "verdict": found.verdict,
         "proved": found.proved,
         "policy": found.policy,
         "saved": found.saved,
-        "gap": None if found.gap is None else found.gap.mean,
-        "bound": None if found.gap is None else found.gap.bound,
+        "gap": None if found.gap is None else _finite(found.gap.mean),
+        "bound": None if found.gap is None else _finite(found.gap.bound),
         "floor": found.floor,
+        "needed": {name: _finite(gap) for name, gap in found.needed.items()},
         "exceptions": {name: list(forms) for name, forms in found.exceptions.items()},
     }

@@ -125,17 +125,23 @@ class Advise(OneStep):
     tolerance: str = "0.3%"
     """How much higher than the reference's the loss may be."""
     rates: str = "b200"
-    """The device whose peak rates count: b200, h200 or h100."""
+    """Whose peak rates count: b200, h200 or h100; or a .toml file with a rate for each format."""
     steps: int = 60
     """Optimizer steps of each run of the proof; 0: none is made."""
     seeds: int = 3
-    """Pairs of runs, each with another order of the batches."""
+    """Pairs of runs, each with another order of the batches; as many fresh ones prove a choice."""
     seconds: float = 600.0
     """No run is begun or continued after this many seconds."""
     batches: int = 16
     """Batches of the data that runs take, again and again."""
     out: str = ""
     """Write the policy into this .toml file, which --precision reads."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless there is a step to look at and a batch to take it on."""
+        super().__post_init__()
+        if self.batches < 1:
+            raise ConfigError(f"--batches {self.batches}; allowed: 1 and more")
 
 
 @dataclass(frozen=True, kw_only=True)

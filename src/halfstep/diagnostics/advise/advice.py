@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.diagnostics.advise.choice import Option, cheapest, rates_of
+from halfstep.diagnostics.advise.choice import Chooser, rates_of
 from halfstep.diagnostics.advise.layers import (
     HALF,
     REFERENCES,
@@ -23,17 +23,14 @@ from halfstep.diagnostics.advise.layers import (
     linear_layers,
     policy_of,
 )
-from halfstep.diagnostics.advise.proof import Gap, MakeOptimizer, OutOfTime, Trials
+from halfstep.diagnostics.advise.proof import Gap, MakeOptimizer, Trials
+from halfstep.diagnostics.advise.search import Search
 from halfstep.diagnostics.advise.sensitivity import Sensitivity, sensitivities
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import Text
 
-Key = tuple[str, str]
-"""A layer's name and a product's."""
-_TIGHTER = 0.5
-"""By what a limit that could not be proved is multiplied."""
+_FP16 = "fp16-mixed"
 _FLUSHED = 0.01
 """From which share of flushed gradients on they are evidence."""
 
@@ -47,11 +44,12 @@ class Advice:
         policy: The same as a policy, to give to ``halfstep.Precision``.
         sensitivities: What each layer, product and format costs the gradient.
         error: What the chosen ones add up to.
-        saved: Share of the time of linear layers that is saved, by a table of peak rates.
-        device: Of those rates.
-        gap: How much higher its loss was than the reference's, with the bound at 95 %; None where
-            no run was made.
+        saved: Share of the time of linear layers that is saved, by the rates of the formats.
+        gap: How much higher its loss was than the reference's, and what another run's gap stays
+            below at 95 %; None where no run was made.
         floor: The least tolerance that the runs could prove; None where no run was made.
+        needed: By layer, how much higher the loss was with that layer in the cheapest formats,
+            where it was tried and did not hold.
         tolerance: What was asked for.
         proved: Whether the bound lies within the tolerance.
         verdict: All this in a sentence.
@@ -62,16 +60,18 @@ class Advice:
     sensitivities: tuple[Sensitivity, ...]
     error: float
     saved: float
-    device: str
     gap: Gap | None
     floor: float | None
+    needed: Mapping[str, float]
     tolerance: float
     proved: bool
     verdict: str
 
     @property
     def base(self) -> str:
-        """The format that most operations have."""
+        """The format that most operations have; fp16 wherever fp32 is the reference."""
+        if self.policy.startswith(_FP16):
+            return HALF
         flops = {(s.layer, s.product): s.flops for s in self.sensitivities}
         count: Counter[str] = Counter()
         for key, form in self.formats.items():
@@ -85,7 +85,7 @@ class Advice:
         return {n: forms for n, forms in layers.items() if set(forms) != {self.base}}
 
     def evidence(self, layer: str) -> str:
-        """Why a layer is an exception: what the base format would cost it, and the median layer."""
+        """Why a layer is an exception: what cheaper formats cost it, and the median layer."""
         rows = {(s.layer, s.product, s.format): s for s in self.sensitivities}
         parts = []
         for product in PRODUCTS:
@@ -97,7 +97,8 @@ class Advice:
                 parts.append(f"{product}: its features fill no whole blocks of {self.base}")
                 continue
             shown = max(row, rows[layer, product, form], key=lambda row: row.error)
-            every = [s.error for s in rows.values() if (s.product, s.format) == _kind(shown)]
+            kind = (product, shown.format)
+            every = [s.error for s in rows.values() if (s.product, s.format) == kind]
             text = f"{product}: gradient error {shown.error:.2g} in {shown.format}"
             text += f", median layer {sorted(every)[len(every) // 2]:.2g}"
             if row.overflowed:
@@ -105,17 +106,22 @@ class Advice:
             if row.flushed > _FLUSHED:
                 text += f", {row.flushed:.2g} of its gradients flushed to 0"
             parts.append(text)
+        if layer in self.needed:
+            parts.insert(0, f"in the cheapest formats {self._shown(self.needed[layer])}")
         return "; ".join(parts)
+
+    def _shown(self, gap: float) -> str:
+        if gap == math.inf:
+            return "a run breaks"
+        return f"loss {gap:+.2%}" if gap > self.tolerance else "not proved"
 
     def toml(self) -> str:
         """The policy file, with a line of evidence for each exception."""
-        half = self.base in (HALF, "fp32")
-        name = {KEPT: REFERENCES[KEPT], HALF: "fp16-mixed"}.get(self.base, self.base)
-        low = any(form in SCHEMES for form in self.formats.values())
+        name = {KEPT: REFERENCES[KEPT], HALF: _FP16}.get(self.base, self.base)
         lines = [f"# {self.verdict}", f'base = "{name}"']
-        if low:
+        if any(form in SCHEMES for form in self.formats.values()):
             lines.append("simulate = true  # where the device does not multiply these formats")
-        if self.exceptions and not (half and self.base == "fp32"):
+        if self.exceptions:
             lines.append("\n[rules]")
             for layer, forms in self.exceptions.items():
                 lines.append(f"# {self.evidence(layer)}")
@@ -142,7 +148,7 @@ def advise(
     formats: Sequence[str] = ("bf16", "mxfp8", "nvfp4"),
     tolerance: float = 0.003,
     *,
-    device: str = "b200",
+    rates: str | Mapping[str, float] = "b200",
     steps: int = 60,
     seeds: Sequence[int] = (0, 1, 2),
     seconds: float = 600.0,
@@ -154,8 +160,8 @@ def advise(
     """Find the cheapest formats of a model's linear layers that keep its loss within a tolerance.
 
     Sensitivities come from products computed alone, the choice from a knapsack over them, and the
-    proof from short runs of the chosen policy beside the reference. Where a proof fails, less error
-    is allowed and the next choice tried.
+    proof from short runs of the chosen policy beside the reference. Where a choice does not hold,
+    less error is allowed; exceptions that the loss does not need are taken back.
 
     Args:
         model: Plain, on its device, with weights worth measuring: errors of a model that was just
@@ -166,9 +172,11 @@ def advise(
         formats: The reference first: ``"bf16"`` with recipes such as ``"mxfp8"`` and ``"nvfp4"``,
             or ``"fp32"`` with ``"fp16"``, which answers which modules keep fp32.
         tolerance: How much higher the loss may be, relative: 0.003 for 0.3 %.
-        device: Whose peak rates count: ``"b200"``, ``"h200"`` or ``"h100"``.
+        rates: Whose peak rates count, ``"b200"``, ``"h200"`` or ``"h100"``; or rates of your own
+            by format, in any unit.
         steps: Optimizer steps of each run of the proof; 0 leaves the proof out.
-        seeds: One pair of runs for each; at least two.
+        seeds: One pair of runs for each; at least two. What is chosen by runs is proved on as many
+            fresh ones, from the largest one on.
         seconds: When no further run is begun or continued.
         optimizer: Makes the optimizer of a run; default: AdamW with a learning rate of 0.001.
         measured_on: On how many batches sensitivities are measured.
@@ -192,31 +200,33 @@ def advise(
     """
     _check(formats, tolerance, steps, seeds, batches)
     until = time.monotonic() + seconds
+    rate = rates_of(rates, formats)
     linear_layers(model)  # refused here where there is none
-    rates = rates_of(device)
     say(f"measuring {len(formats) - 1} formats")
     found = sensitivities(model, batches[:measured_on], loss_fn, formats)
-    chooser = _Chooser(found, formats, {form: rates.get(form, 1.0) for form in formats})
+    chooser = Chooser(found, rate)
     trials = Trials(
         model, batches, loss_fn, optimizer or _adamw, REFERENCES[formats[0]], steps, seeds, until
     )
-    search = _Search(chooser, trials, tolerance, say)
-    limit = math.inf if max_error is None else max_error
-    chosen, gap, floor, reason = search.run(limit, once=max_error is not None)
-    proved = gap is not None and gap.bound <= tolerance
-    saved = chooser.saved(chosen)
-    verdict = (
-        f"{'proved' if proved else 'unproved'}: {saved:.0%} less time in linear layers on {device} "
-        f"(peak rates), {reason}"
-    )
+    search = Search(chooser, trials, tolerance, say)
+    reason = search.run(math.inf if max_error is None else max_error, once=max_error is not None)
+    saved = chooser.saved(search.chosen)
+    proved = "proved" if search.proved else "unproved"
+    whose = f"on {rates} (peak rates)" if isinstance(rates, str) else "by the given rates"
+    verdict = f"{proved}: {saved:.0%} less time in linear layers {whose}, {reason}"
     return Advice(
-        chosen, policy_of(chosen, formats[0]), tuple(found), chooser.error(chosen), saved, device,
-        gap, floor, tolerance, proved, verdict,
-    )  # fmt: skip
-
-
-def _kind(row: Sensitivity) -> Key:
-    return row.product, row.format
+        formats=search.chosen,
+        policy=policy_of(search.chosen, formats[0]),
+        sensitivities=tuple(found),
+        error=chooser.error(search.chosen),
+        saved=saved,
+        gap=search.gap,
+        floor=search.floor,
+        needed=search.needed,
+        tolerance=tolerance,
+        proved=search.proved,
+        verdict=verdict,
+    )
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -235,94 +245,13 @@ def _check(
         )
     if not tolerance > 0:
         raise PrecisionError(f"tolerance={tolerance}; allowed: above 0, such as 0.003 for 0.3 %")
-    if steps < 0 or (0 < steps < 4) or len(seeds) < 2 or not len(batches):
+    if not isinstance(batches, Sequence):
         raise PrecisionError(
-            f"steps={steps}, {len(seeds)} seeds, {len(batches)} batches; allowed: 4 steps or more, "
-            "or 0 for no proof, with 2 seeds or more and at least one batch"
+            f"batches is a {type(batches).__name__}; every run takes them again, so give a list: "
+            "list(batches), or some of them by itertools.islice"
         )
-
-
-class _Chooser:
-    """The knapsack of a model's layers; fp16 and fp32 are chosen for whole layers."""
-
-    def __init__(
-        self, found: Sequence[Sensitivity], formats: Sequence[str], rates: dict[str, float]
-    ) -> None:
-        self.by_key: dict[Key, dict[str, Sensitivity]] = {}
-        for row in found:
-            self.by_key.setdefault((row.layer, row.product), {})[row.format] = row
-        self.reference, self.rates = formats[0], rates
-        self.items: dict[str, list[Key]] = {}
-        for key in self.by_key:
-            together = key[0] if self.reference == "fp32" else "/".join(key)
-            self.items.setdefault(together, []).append(key)
-
-    def choose(self, limit: float) -> dict[Key, str]:
-        """The cheapest formats up to an error; the reference where nothing else is below it."""
-        options = [
-            [
-                Option(
-                    form,
-                    sum(self.by_key[key][form].flops for key in keys) / rate,
-                    sum(self.by_key[key][form].error for key in keys),
-                )
-                for form, rate in self.rates.items()
-                if all(form in self.by_key[key] for key in keys)
-            ]
-            for keys in self.items.values()
-        ]
-        picked = cheapest(options, limit)
-        assert picked is not None  # the reference has no error
-        pairs = zip(self.items.values(), picked, strict=True)
-        return {key: option.format for keys, option in pairs for key in keys}
-
-    def error(self, chosen: Formats) -> float:
-        return sum(self.by_key[key][form].error for key, form in chosen.items())
-
-    def saved(self, chosen: Formats) -> float:
-        flops = {key: rows[self.reference].flops for key, rows in self.by_key.items()}
-        rates = self.rates
-        took = sum(flops[key] / rates[form] for key, form in chosen.items())
-        return 1 - took * rates[self.reference] / sum(flops.values())
-
-
-@dataclass
-class _Search:
-    """Tries choices, cheapest first, until one is proved or the time is over."""
-
-    chooser: _Chooser
-    trials: Trials
-    tolerance: float
-    say: Callable[[str], None]
-
-    def run(
-        self, limit: float, *, once: bool
-    ) -> tuple[dict[Key, str], Gap | None, float | None, str]:
-        """The last choice, its gap, the floor, and a clause about both."""
-        chosen, gap, floor = self.chooser.choose(limit), None, None
-        if not self.trials.steps:
-            return chosen, None, None, "for no run was made"
-        runs = f"{len(self.trials.seeds)} seeds of {self.trials.steps} steps"
-        try:
-            floor = self.trials.floor()
-            if self.tolerance < floor:
-                raise PrecisionError(
-                    f"tolerance {self.tolerance:.3%} lies under the noise floor of {runs}, "
-                    f"{floor:.3%}: nothing could be proved. Take more steps or seeds, or a higher "
-                    "tolerance"
-                )
-            while True:
-                self.say(f"proving {self.chooser.saved(chosen):.0%} less time")
-                policy = policy_of(chosen, self.chooser.reference)
-                parse_policy(policy)
-                gap = self.trials.gap(policy)
-                shown = f"loss {gap.mean:+.3%}, at 95 % at most {gap.bound:+.3%}, over {runs}"
-                if gap.bound <= self.tolerance or once:
-                    return chosen, gap, floor, shown
-                tried, gap = chosen, None
-                limit = min(limit, self.chooser.error(tried))
-                while chosen == tried:
-                    limit = limit * _TIGHTER if limit > 1e-9 else 0.0
-                    chosen = self.chooser.choose(limit)
-        except OutOfTime:
-            return chosen, None, floor, f"for the time ended before {runs} of it were over"
+    if steps < 0 or (0 < steps < 4) or len(set(seeds)) < 2 or not batches:
+        raise PrecisionError(
+            f"steps={steps}, seeds={[*seeds]}, {len(batches)} batches; allowed: 4 steps or more, "
+            "or 0 for no proof, with 2 different seeds or more and at least one batch"
+        )

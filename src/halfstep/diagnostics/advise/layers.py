@@ -11,6 +11,7 @@ Shapes: N tokens, K input features, O output features.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,8 +74,18 @@ class Step:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that a rule can give a format, by their first name."""
-    every = place(parse_policy("bf16-mixed,recipe=fp8,simulate=yes"), model)
+    """The linear layers that a rule can give a format, by their first name.
+
+    Raises:
+        PrecisionError: If there is none.
+    """
+    try:
+        every = place(parse_policy("bf16-mixed,recipe=fp8,simulate=yes"), model)
+    except PrecisionError as error:
+        raise PrecisionError(
+            "advise chooses formats for linear layers, and the model has none that is a "
+            "torch.nn.Linear, keeps its forward and shares no embedding's weight"
+        ) from error
     return {placement.name: placement.module for placement in every.low}
 
 
@@ -152,13 +163,17 @@ def take_step(model: nn.Module, batch: Any, loss_fn: LossFn, reference: str) -> 
         gradient = _gradients(precision.model)
         precision.discard()
         again = backward(precision, loss_fn, batch, 0)
+    if not math.isfinite(loss):
+        raise PrecisionError(f"the loss is {loss} in {policy}; advise needs one that is finite")
     if loss != again:
         raise PrecisionError(
             f"loss_fn returned {loss:.9g} and then {again:.9g} for the same batch, weights and "
             "seed; advise compares formats by their errors, so make it a function of these alone"
         )
-    if loss - loss != 0:
-        raise PrecisionError(f"the loss is {loss} in {policy}; advise needs a model that is finite")
+    if not any(bool(grad.any()) for grad in gradient.values()):
+        raise PrecisionError(
+            "loss_fn's gradient is 0 for every weight, so no error of it can be measured"
+        )
     called = [layer for layer in layers.values() if layer.calls]
     largest = max((float(g.abs().max()) for layer in called for _, g in layer.calls), default=0.0)
     scale = 2.0 ** min(24, torch.tensor(_LARGEST / max(largest, 1e-30)).log2().floor().item())

@@ -1,9 +1,14 @@
 """Trains a policy and its reference side by side, from the same weights on the same batches.
 
-The gap is the relative difference of the mean loss over the last quarter of the steps, averaged
-over seeds, which decide the order of the batches. The *floor* is what the same comparison shows
-where nothing is to be found: the reference against a twin of itself, whose weights begin off by a
-rounding to bf16. Both are judged by Student's t at 95 %, one-sided.
+The gap is the relative difference of the mean loss over the last quarter of the steps, one for each
+seed, which decides the order of the batches, dropout and the bits of stochastic rounding. What is
+bounded is the gap of *one more* seed, for that is what the next run has: Student's t at 95 %,
+one-sided, of a prediction (Hahn and Meeker, Statistical Intervals, section 4.8)::
+
+    bound = mean + t(n - 1) * deviation * sqrt(1 + 1 / n)
+
+The *floor* is what the same comparison shows where nothing is to be found: the reference against a
+twin of itself, whose weights begin off by a rounding to bf16.
 """
 
 from __future__ import annotations
@@ -35,11 +40,16 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How much higher a policy's loss is than the reference's, relative: mean and bound."""
+    """How much higher a policy's loss is than the reference's, relative.
+
+    Attributes:
+        mean: Over the seeds that ran.
+        bound: What one more seed's gap stays below, at 95 %; at least the largest that was seen,
+            and infinite where a seed was over the limit.
+    """
 
     mean: float
     bound: float
-    """The mean and its uncertainty at 95 %."""
 
 
 @dataclass
@@ -53,7 +63,7 @@ class Trials:
         optimizer: Makes the optimizer of a run.
         reference: The policy to compare with.
         steps: Steps of each run.
-        seeds: The seed of each pair of runs.
+        seeds: The seeds on which choices are tried.
         until: When to end, by ``time.monotonic``.
     """
 
@@ -67,36 +77,54 @@ class Trials:
     until: float = math.inf
     _references: dict[int, float] = field(default_factory=dict)
     _twins: list[float] = field(default_factory=list)
+    _slowest: float = 0.0
+
+    @property
+    def fresh(self) -> range:
+        """As many seeds that no choice was tried on."""
+        first = max(self.seeds) + 1
+        return range(first, first + len(self.seeds))
+
+    def has_time_for(self, runs: int) -> bool:
+        """Whether so many runs, each as slow as the slowest, end before the time does."""
+        return time.monotonic() + runs * self._slowest < self.until
 
     def floor(self) -> float:
         """The least tolerance that these runs could prove.
 
         Raises:
             OutOfTime: If the time ends before.
-            PrecisionError: If the reference itself does not come to the end.
+            PrecisionError: If the reference breaks, or its loss is not above 0.
         """
         for seed in self.seeds[len(self._twins) :]:
             twin = self._loss(self.reference, seed, disturbed=True)
             self._twins.append(twin / self._reference(seed) - 1)
-        return self._uncertainty(self._twins, 0.0)
+        return _uncertainty(self._twins, 0.0)
 
-    def gap(self, policy: str) -> Gap:
+    def gap(self, policy: str, seeds: Sequence[int] = (), limit: float = math.inf) -> Gap:
         """Compare a policy with the reference.
+
+        Args:
+            policy: As ``Precision`` reads it.
+            seeds: Other seeds than the usual ones.
+            limit: The gap of a seed from which on no further seed runs.
 
         Raises:
             OutOfTime: If the time ends before.
-            PrecisionError: If the reference itself does not come to the end.
+            PrecisionError: If the reference breaks, or its loss is not above 0.
         """
-        gaps = [self._loss(policy, s) / self._reference(s) - 1 for s in self.seeds]
+        gaps: list[float] = []
+        for seed in seeds or self.seeds:
+            gaps.append(self.gap_on(seed, policy))
+            if gaps[-1] > limit or gaps[-1] == math.inf:
+                return Gap(statistics.fmean(gaps), math.inf)
         mean = statistics.fmean(gaps)
-        if not math.isfinite(mean):
-            return Gap(math.inf, math.inf)
-        return Gap(mean, mean + max(self._uncertainty(gaps, mean), self.floor()))
+        bound = mean + max(_uncertainty(gaps, mean), self.floor())
+        return Gap(mean, max(bound, *gaps))
 
-    def _uncertainty(self, gaps: Sequence[float], mean: float) -> float:
-        free = len(gaps) - 1
-        spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / free)
-        return _T95[min(free, len(_T95)) - 1] * spread / math.sqrt(len(gaps))
+    def gap_on(self, seed: int, policy: str) -> float:
+        """The gap of a policy on one seed."""
+        return self._loss(policy, seed) / self._reference(seed) - 1
 
     def _reference(self, seed: int) -> float:
         if seed not in self._references:
@@ -106,11 +134,17 @@ class Trials:
                     f"the run in {self.reference} to compare with breaks before {self.steps} steps "
                     "are over: give advise an optimizer= with a lower learning rate"
                 )
+            if loss <= 0:
+                raise PrecisionError(
+                    f"the loss is {loss:.3g} in {self.reference}; a tolerance is a share of the "
+                    "loss, so let loss_fn return one that stays above 0"
+                )
             self._references[seed] = loss
         return self._references[seed]
 
     def _loss(self, policy: str, seed: int, *, disturbed: bool = False) -> float:
         """The mean loss of a run's last quarter; infinite where it cannot go on."""
+        began = time.monotonic()
         model = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(seed)
         order = [
@@ -122,6 +156,7 @@ class Trials:
             _disturb_(model, generator)
         trained = [p for p in model.parameters() if p.requires_grad]
         precision = Precision(policy, model, self.optimizer(trained))
+        precision.clock.rank = seed % 2**15  # other random bits for each seed
         last = []
         try:
             for step in range(self.steps):
@@ -135,8 +170,16 @@ class Trials:
             return math.inf
         finally:
             precision.close()
+        self._slowest = max(self._slowest, time.monotonic() - began)
         mean = statistics.fmean(last)
         return mean if math.isfinite(mean) else math.inf
+
+
+def _uncertainty(gaps: Sequence[float], mean: float) -> float:
+    """How far above the mean one more gap lies at 95 %."""
+    count = len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / (count - 1))
+    return _T95[min(count - 1, len(_T95)) - 1] * deviation * math.sqrt(1 + 1 / count)
 
 
 @torch.no_grad()
