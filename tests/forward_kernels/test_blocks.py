@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import BLOCK_FORMATS, BlockFormat
-from halfstep.kernels.blocks import kernel, operand
+from halfstep.kernels.blocks import kernel, operand, scaled_
 from halfstep.precision.masters.rounding import random_bits, random_key
 from reference import blocks
 
@@ -126,6 +126,43 @@ def test_layouts_shapes_and_threads(form):
     if form.block in (None, (1, 32)):
         agree(form, x[:3, :32], -1, torch.float32)
         agree(form, x[:32, :5], -2, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-2d"])
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_scales_of_blocks_multiply_as_by_the_definition(name, dim):
+    form = BLOCK_FORMATS[name]
+    x = torch.from_numpy(blocks.piece("blocks apart", 256)).bfloat16()
+    x[200, 17] = torch.inf
+    for view in (x, x.t()):
+        values, left = operand(form, view, dim, torch.float32, scaled=True)
+        assert left is None
+        apart, scales = form.operand(view, dim)
+        together = form.join(form.split(apart, dim) * form.spread(scales, dim), dim)
+        assert torch.equal(bits_of(values), bits_of(together))
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (64, 128), (1, 1)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("scales", [(0.3, None), (None, 7e-5), (1.7, 2e-3), (1e30, 1e30)])
+def test_a_product_is_scaled_in_one_pass(shape, with_bias, scales):
+    patterns = torch.from_numpy(blocks.bf16_patterns()).bfloat16().flatten()
+    product = patterns[: shape[0] * shape[1]].view(shape).clone()
+    bias = patterns[-shape[1] :].flip(0) if with_bias else None
+    left, right = (None if scale is None else torch.tensor(scale) for scale in scales)
+    wide = product.float()
+    for scale in (left, right):
+        wide = wide if scale is None else wide * scale
+    wide = wide if bias is None else wide + bias
+    found = scaled_(product, left, right, bias)
+    assert found is product
+    assert torch.equal(bits_of(found), bits_of(wide.bfloat16()))
+
+
+def test_a_product_that_the_kernel_does_not_take_stays_as_it_is():
+    product = torch.ones(4, 6, dtype=torch.bfloat16).t()
+    assert scaled_(product, torch.tensor(2.0), None, None) is None
+    assert (product == 1).all()
 
 
 def test_what_the_kernel_does_not_take_is_left_to_the_definition():

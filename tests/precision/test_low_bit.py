@@ -8,7 +8,6 @@ from torch import nn
 import halfstep
 from halfstep.errors import PrecisionError
 from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.linear import hadamard
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.spelling import parse_policy
 from reference.blocks import quantize
@@ -113,16 +112,6 @@ def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
         plain = products("bf16-mixed", layer(), x, g)
         same = [np.array_equal(a, b) for a, b in zip(found, plain, strict=True)]
         assert same == [i == product for i in range(3)]
-
-
-def test_the_hadamard_matrix_is_orthogonal_and_cancels_in_the_product():
-    matrix = hadamard().double()
-    assert torch.equal(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
-    assert (matrix.abs() == 0.25).all()
-    # numbers of few bits stay exact when they are mixed, so the product without rounding is equal
-    x = torch.randint(-3, 4, (32, 8)).bfloat16().double()
-    mixed = (matrix @ x.view(2, 16, 8)).view(32, 8)
-    assert torch.equal(mixed.T @ mixed, x.T @ x)
 
 
 def test_outliers_cost_less_where_tokens_are_mixed():

@@ -1,226 +1,382 @@
 // Rounds a matrix to a format whose numbers share scales, and multiplies by the scales again, in one
 // pass over its memory: what formats/blocks.py defines in torch's operations, bit for bit. A block is
-// a rectangle of `high` rows and `wide` columns; a band is a row of blocks. Nothing here may be
-// contracted to a fused multiply-add, or the bits differ.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+// a rectangle of `high` rows and `wide` columns; a band is a row of blocks, and a batch 16 blocks of
+// it side by side, one in each lane. Nothing here may be contracted to a fused multiply-add, or the
+// bits differ.
+#include <type_traits>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
 constexpr uint32_t ABS = 0x7fffffffu, INF = 0x7f800000u;
 constexpr float LARGEST = 3.40282346638528859812e38f;
+constexpr int64_t LONG = 4096;  // how much of a tensor that is one block a thread takes at a time
+constexpr int MIXED = 16;       // tokens that a Hadamard matrix mixes
 
 enum Kind { FP32, BF16 };
 enum Rule { FLOOR, RCEIL, AMAX, TWO_LEVEL, GIVEN };
-
-inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
-inline float float_of(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-
-inline uint32_t mix(uint32_t x) {  // as in precision/masters/rounding.py
-    x ^= x >> 16; x *= 0x7FEB352Du; x ^= x >> 15; x *= 0x846CA68Bu; return x ^ (x >> 16);
-}
 
 struct Element {
     int32_t mantissa, least;  // stored mantissa bits; the exponent field of the smallest normal number
     float top;                // the largest number
 };
 
-// A number's neighbour in the element format: to the nearest, or by 24 random bits.
-template <bool kRandom>
-inline float rounded(float y, Element e, uint32_t noise) {
-    y = y > e.top ? e.top : y;
-    y = y < -e.top ? -e.top : y;
-    const uint32_t bits = bits_of(y), magnitude = bits & ABS;
-    int32_t field = (int32_t)(magnitude >> 23);
-    field = field < e.least ? e.least : field;
-    const float steps = float_of(magnitude) * float_of((uint32_t)(254 + e.mantissa - field) << 23);
-    float whole;
-    if (kRandom) {
-        whole = std::floor(steps);
-        whole += (float)(noise >> 8) * 0x1p-24f < steps - whole ? 1.0f : 0.0f;
-    } else {
-        whole = std::rint(steps);
-    }
-    const float result = whole * float_of((uint32_t)(field - e.mantissa) << 23);
-    return float_of(bits_of(result) | (bits & ~ABS));
-}
-
-struct Scale {
-    float encode, decode, left;  // to the grid; back from it, into the result; what is left over
-};
-
-inline float power(int32_t code) { return float_of(code ? (uint32_t)code << 23 : 0x400000u); }
-
+// What blocks.py hands over; its fields are those of _Job there.
 struct Job {
+    const void* x;
+    void* out;
+    float* left;     // the scales that are left: one for each block (AMAX), or one of the tensor
+    int64_t given, rows, columns;  // rows of x; those of out, of which the further ones are zero
+    int64_t high, wide;            // of a block; 0: the whole tensor is one
+    const float* signs;            // of the tokens that a Hadamard matrix mixes first; or null
     Element element;
-    int32_t rule;
-    float outer, rest;      // TWO_LEVEL: the scale of the tensor, and its reciprocal
-    float encode, decode;   // GIVEN: for every block
+    int32_t kind, out_kind, rule;
+    int32_t scaled;        // whether AMAX multiplies by the scales of the blocks, and leaves none
+    int32_t has_amax;      // whether `amax` stands for the tensor's largest magnitude
+    float amax;
+    int32_t random;        // whether `key` rounds stochastically
     uint32_t key;
+    int32_t threads;
 };
 
-inline Scale scale_of(uint32_t magnitude, const Job& job) {
-    const float nan = NAN, amax = float_of(magnitude), top = job.element.top;
-    if (magnitude >= INF) return {nan, nan, nan};
-    if (job.rule == FLOOR || job.rule == RCEIL) {
-        int32_t code = (int32_t)(magnitude >> 23) - ((int32_t)(bits_of(top) >> 23) - 127);
-        if (job.rule == RCEIL) {
-            const uint32_t wanted = bits_of(amax * (float)(1.0 / (double)top));
-            const uint32_t fraction = wanted & 0x7fffffu;
-            code = (int32_t)(wanted >> 23);
-            code += code == 0 ? fraction > 0x400000u : fraction != 0;
+// A scale: to the grid; back from it, into the result; what is left over. One block in each lane.
+struct Scales {
+    Floats encode, decode, left;
+};
+
+struct Outer {
+    float scale, inverse;
+};
+
+inline float float_of(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline Words magnitude(Floats x) { return (Words)x & ABS; }
+inline Words larger(Words a, Words b) { return a > b ? a : b; }
+
+inline Words mix(Words x) {  // as in precision/masters/rounding.py
+    x ^= x >> 16; x *= 0x7FEB352Du; x ^= x >> 15; x *= 0x846CA68Bu; return x ^ (x >> 16);
+}
+
+inline Floats floor_of(Floats x) {  // of 0 <= x < 2^23, or NaN
+    Floats near = (x + 0x1p23f) - 0x1p23f;
+    return near - (near > x ? all(1.0f) : Floats{});
+}
+
+// The element format, and the random bits that round to it, in registers.
+template <bool kRandom>
+struct Grid {
+    Floats top, bottom;
+    Ints least;
+    int32_t mantissa;
+    uint32_t key;
+
+    Grid(Element e, uint32_t key)
+        : top(all(e.top)), bottom(all(-e.top)), least(Ints{} + e.least), mantissa(e.mantissa), key(key) {}
+
+    // A number's neighbour: to the nearest, or by 24 random bits of the element's position.
+    Floats neighbour(Floats y, uint32_t position) const {
+        y = y > top ? top : y;
+        y = y < bottom ? bottom : y;
+        const Words size = magnitude(y), sign = (Words)y & ~ABS;
+        Ints field = (Ints)(size >> 23);
+        field = field < least ? least : field;
+        Floats result;
+        if (kRandom) {
+            const Words noise = mix(((Words)COUNT + position) ^ key) >> 8;
+            const Floats steps = (Floats)size * (Floats)((254 + mantissa - field) << 23);
+            const Floats whole = floor_of(steps), one = all(1.0f);
+            const Floats part = __builtin_convertvector((Ints)noise, Floats) * 0x1p-24f;
+            const Floats up = part < steps - whole ? one : Floats{};
+            result = (whole + up) * (Floats)((field - mantissa) << 23);
+        } else {  // at 2^23 gaps, fp32 itself rounds to a whole number of them, ties to even
+            const Floats far = (Floats)((field + (23 - mantissa)) << 23);
+            result = ((Floats)size + far) - far;
         }
-        code = code < 0 ? 0 : code;
-        return {power(254 - code), power(code), 1.0f};
+        return (Floats)((Words)result | sign);
     }
-    if (job.rule == AMAX) {
-        const double counted = (double)amax < 1e-12 ? 1e-12 : (double)amax;
-        const float encode = (float)((double)top / counted);
-        return {encode, 1.0f, 1.0f / encode};
-    }
+};
+
+inline Floats power(Ints code) {  // 2^(code - 127)
+    return (Floats)(code == 0 ? Ints{} + 0x400000 : code << 23);
+}
+
+// The scale of a tensor whose largest magnitude is `amax`: BlockFormat.of_tensor.
+inline Outer of_tensor(float amax, const Job& job) {
+    float scale;
     if (job.rule == TWO_LEVEL) {
+        scale = 448.0f * job.element.top / amax;
+        scale = amax == 0 ? 1.0f : scale > LARGEST ? LARGEST : scale;
+    } else {
+        const double counted = (double)amax < 1e-12 ? 1e-12 : (double)amax;
+        scale = (float)((double)job.element.top / counted);
+    }
+    return {scale, 1.0f / scale};
+}
+
+inline Scales scales_of(Words most, const Job& job, Outer outer) {
+    const Floats amax = (Floats)most, one = all(1.0f);
+    const float top = job.element.top, part = (float)(1.0 / (double)top);
+    Scales s = {one, one, one};
+    if (job.rule == FLOOR || job.rule == RCEIL) {
+        Ints code = (Ints)(most >> 23) - ((Ints)((Words)all(top) >> 23) - 127);
+        if (job.rule == RCEIL) {
+            const Ints wanted = (Ints)(amax * part), fraction = wanted & 0x7fffff;
+            code = wanted >> 23;
+            code -= code == 0 ? fraction > 0x400000 : fraction != 0;
+        }
+        code = code < 0 ? Ints{} : code;
+        s = {power(254 - code), power(code), one};
+    } else if (job.rule == AMAX) {
+        for (int i = 0; i < LANES; i++) {
+            const Outer own = of_tensor(amax[i], job);
+            s.encode[i] = own.scale, s.left[i] = own.inverse;
+        }
+        if (job.scaled) s.decode = s.left;
+    } else if (job.rule == TWO_LEVEL) {
         const Element e4m3 = {3, 121, 448.0f};
-        const float wanted = amax * (job.outer * (float)(1.0 / (double)top));
-        const float decode = rounded<false>(wanted, e4m3, 0);
-        const float encode = 1.0f / (decode * job.rest);
-        return {encode > LARGEST ? LARGEST : encode, decode, 1.0f};
+        s.decode = Grid<false>(e4m3, 0).neighbour(amax * (outer.scale * part), 0);
+        s.encode = 1.0f / (s.decode * outer.inverse);
+        s.encode = s.encode > LARGEST ? all(LARGEST) : s.encode;
+    } else {
+        return {all(outer.scale), one, one};
     }
-    return {job.encode, job.decode, 1.0f};
+    const Words lost = (Words{} + INF) <= most;
+    const Floats nan = all(NAN);
+    return {lost ? nan : s.encode, lost ? nan : s.decode, lost ? nan : s.left};
 }
 
-inline uint16_t bf16(float x) {  // ties to even
-    const uint32_t b = bits_of(x), up = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-    return (uint16_t)((b & ABS) > INF ? 0x7fc0u : up);
+inline void put(float* to, Floats x, int count) {
+    count == LANES ? store(to, x) : write_some(to, count, x);
 }
 
-inline void put(float* to, float x) { *to = x; }
-inline void put(uint16_t* to, float x) { *to = bf16(x); }
-inline float get(const float* from) { return *from; }
-inline float get(const uint16_t* from) { return float_of((uint32_t)*from << 16); }
+inline void put(uint16_t* to, Floats x, int count) {
+    // to nearest even; vectors.h lets the CPU convert, which flushes numbers below 2^-126
+    const Floats near = x != x ? all(NAN) : (Floats)rounded(x);
+    const Halves half = __builtin_convertvector((Words)near >> 16, Halves);
+    if (count == LANES) store(to, half);
+    else std::memcpy(to, &half, sizeof(uint16_t) * count);
+}
 
-// The largest magnitudes of a band's blocks, as bits: NaN is above infinity, and that above all.
-template <int kWide, class T>
-void largest_of(const T* x, int64_t high, int64_t columns, int64_t wide, uint32_t* most) {
-    if (kWide) wide = kWide;
-    std::memset(most, 0, 4 * (columns / wide));
-    for (int64_t row = 0; row < high; row++, x += columns) {
-        if (kWide == 1) {
-            for (int64_t c = 0; c < columns; c++) {
-                const uint32_t m = bits_of(get(x + c)) & ABS;
-                most[c] = m > most[c] ? m : most[c];
-            }
-            continue;
+template <class T>
+inline Floats get(const T* from, int count) {
+    return count == LANES ? read(from) : read_some(from, count, 0.0f);
+}
+
+// Every second lane of two vectors, from the first or the second.
+#if defined(__clang__)
+#define HALVED(a, b, i) __builtin_shufflevector(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, \
+    i + 14, i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
+#else
+#define HALVED(a, b, i) __builtin_shuffle(a, b, (Words)(2 * COUNT + i))
+#endif
+inline Words evens(Words a, Words b) { return HALVED(a, b, 0); }
+inline Words odds(Words a, Words b) { return HALVED(a, b, 1); }
+
+// The largest lane of each of 16 vectors, in their order.
+inline Words tops(Words (&each)[LANES]) {
+    for (int left = LANES; left > 1; left /= 2)
+        for (int i = 0; i < left / 2; i++) {
+            const Words a = each[2 * i], b = each[2 * i + 1];
+            each[i] = larger(evens(a, b), odds(a, b));
         }
-        for (int64_t g = 0; g < columns / wide; g++) {
-            uint32_t top = most[g];
-            for (int64_t c = 0; c < wide; c++) {
-                const uint32_t m = bits_of(get(x + g * wide + c)) & ABS;
-                top = m > top ? m : top;
-            }
-            most[g] = top;
+    return each[0];
+}
+
+// Tokens multiplied by the Hadamard matrix of blocks' product (low_bit/hadamard.py), in the order
+// that is defined there, and rounded to bf16.
+inline void mix_tokens(Floats* rows, const float* signs) {
+    for (int i = 0; i < MIXED; i++) rows[i] *= signs[i];
+    for (int half = 1; half < MIXED; half *= 2)
+        for (int i = 0; i < MIXED; i++) {
+            if (i & half) continue;
+            const Floats a = rows[i], b = rows[i + half];
+            rows[i] = a + b, rows[i + half] = a - b;
+        }
+    for (int i = 0; i < MIXED; i++) rows[i] = (Floats)rounded(rows[i]);
+}
+
+// 16 blocks of one column each, in registers or the nearest cache.
+template <class T>
+struct Columns {
+    const T* x;
+    const Job& job;
+    std::vector<Floats> rows;
+
+    Columns(const Job& job) : x((const T*)job.x), job(job), rows(job.high) {}
+
+    int64_t blocks() const { return job.columns; }
+
+    Words largest(int64_t band, int64_t first, int count) {
+        const int64_t top = band * job.high;
+        for (int64_t i = 0; i < job.high; i++) {
+            const bool there = top + i < job.given;
+            rows[i] = there ? get(x + (top + i) * job.columns + first, count) : Floats{};
+        }
+        if (job.signs) mix_tokens(rows.data(), job.signs);
+        Words most{};
+        for (const Floats& row : rows) most = larger(most, magnitude(row));
+        return most;
+    }
+
+    template <bool kRandom, class Out>
+    void round(Out* out, int64_t band, int64_t first, int count, const Scales& s) {
+        const Grid<kRandom> grid(job.element, job.key);
+        int64_t at = band * job.high * job.columns + first;
+        for (const Floats& row : rows) {
+            put(out + at, grid.neighbour(row * s.encode, (uint32_t)at) * s.decode, count);
+            at += job.columns;
         }
     }
-}
+};
 
-template <int kWide, bool kRandom, class T, class Out>
-void round_band(const T* x, Out* out, int64_t high, int64_t columns, int64_t wide, const Job& job,
-                const float* encode, const float* decode, uint32_t first) {
-    if (kWide) wide = kWide;
-    const Element element = job.element;
-    for (int64_t row = 0; row < high; row++, x += columns, out += columns, first += columns) {
-        if (kWide == 1) {
-            for (int64_t c = 0; c < columns; c++) {
-                const uint32_t noise = kRandom ? mix((first + (uint32_t)c) ^ job.key) : 0;
-                put(out + c, rounded<kRandom>(get(x + c) * encode[c], element, noise) * decode[c]);
-            }
-            continue;
-        }
-        for (int64_t g = 0; g < columns / wide; g++) {
-            const float by = encode[g], back = decode[g];
-            for (int64_t c = g * wide; c < (g + 1) * wide; c++) {
-                const uint32_t noise = kRandom ? mix((first + (uint32_t)c) ^ job.key) : 0;
-                put(out + c, rounded<kRandom>(get(x + c) * by, element, noise) * back);
-            }
+// 16 blocks whose rows are numbers side by side.
+template <class T>
+struct Rectangles {
+    const T* x;
+    const Job& job;
+
+    Rectangles(const Job& job) : x((const T*)job.x), job(job) {}
+
+    int64_t blocks() const { return (job.columns + job.wide - 1) / job.wide; }
+
+    template <class F>
+    inline void each(int64_t band, int64_t block, F visit) const {
+        const int64_t columns = job.columns, begin = block * job.wide, rest = columns - begin;
+        const int64_t wide = job.wide < rest ? job.wide : rest;
+        int64_t row = band * job.high * columns + begin;
+        for (int64_t i = job.high; i > 0; i--, row += columns) {
+            int64_t at = row;
+            for (; at + LANES <= row + wide; at += LANES) visit(at, LANES);
+            if (at < row + wide) visit(at, (int)(row + wide - at));
         }
     }
-}
 
-template <int kWide, class T, class Out>
-void run(const T* x, Out* out, float* left, int64_t rows, int64_t columns, int64_t high, int64_t wide,
-         const Job& job, bool random, int32_t threads) {
-    const int64_t bands = rows / high, groups = columns / wide;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    Words largest(int64_t band, int64_t first, int count) {
+        Words most[LANES] = {};
+        for (int i = 0; i < count; i++)
+            each(band, first + i, [&](int64_t at, int n) {
+                most[i] = larger(most[i], magnitude(get(x + at, n)));
+            });
+        return tops(most);
+    }
+
+    template <bool kRandom, class Out>
+    void round(Out* out, int64_t band, int64_t first, int count, const Scales& s) {
+        const Grid<kRandom> grid(job.element, job.key);
+        for (int i = 0; i < count; i++) {
+            const Floats encode = all(s.encode[i]), decode = all(s.decode[i]);
+            each(band, first + i, [&](int64_t at, int n) {
+                put(out + at, grid.neighbour(get(x + at, n) * encode, (uint32_t)at) * decode, n);
+            });
+        }
+    }
+};
+
+// The largest magnitude of the blocks whose numbers are all finite, or NaN's bits where `strict` and
+// some number is not.
+template <class Blocks>
+uint32_t largest_of(const Job& job, bool strict) {
+    uint32_t most = 0;
+    const int64_t bands = job.rows / job.high, blocks = Blocks(job).blocks();
+#pragma omp parallel num_threads(job.threads) reduction(max : most) if (job.threads > 1)
     {
-        std::vector<uint32_t> most(groups);
-        std::vector<float> encode(groups), decode(groups);
-#pragma omp for
-        for (int64_t band = 0; band < bands; band++) {
-            const int64_t at = band * high * columns;
-            if (job.rule != GIVEN) largest_of<kWide>(x + at, high, columns, wide, most.data());
-            for (int64_t g = 0; g < groups; g++) {
-                const Scale scale = scale_of(most[g], job);
-                encode[g] = scale.encode, decode[g] = scale.decode;
-                if (left) left[band * groups + g] = scale.left;
+        Blocks own(job);
+        Words found{};
+#pragma omp for collapse(2)
+        for (int64_t band = 0; band < bands; band++)
+            for (int64_t first = 0; first < blocks; first += LANES) {
+                const int count = (int)(blocks - first < LANES ? blocks - first : LANES);
+                const Words top = own.largest(band, first, count);
+                found = larger(found, strict ? top : top & (Words)(top < INF));
             }
-            auto* band_of = random ? round_band<kWide, true, T, Out> : round_band<kWide, false, T, Out>;
-            band_of(x + at, out + at, high, columns, wide, job, encode.data(), decode.data(),
-                    (uint32_t)at);
-        }
+        for (int i = 0; i < LANES; i++) most = found[i] > most ? found[i] : most;
+    }
+    return most;
+}
+
+template <class Blocks, bool kRandom, class Out>
+void round_all(const Job& job, Outer outer) {
+    const int64_t bands = job.rows / job.high, blocks = Blocks(job).blocks();
+#pragma omp parallel num_threads(job.threads) if (job.threads > 1)
+    {
+        Blocks own(job);
+#pragma omp for collapse(2)
+        for (int64_t band = 0; band < bands; band++)
+            for (int64_t first = 0; first < blocks; first += LANES) {
+                const int count = (int)(blocks - first < LANES ? blocks - first : LANES);
+                const Words most = job.rule == GIVEN ? Words{} : own.largest(band, first, count);
+                const Scales s = scales_of(most, job, outer);
+                if (job.rule == AMAX && !job.scaled)
+                    std::memcpy(job.left + band * blocks + first, &s.left, 4 * count);
+                own.template round<kRandom>((Out*)job.out, band, first, count, s);
+            }
     }
 }
 
-template <class T, class Out>
-void by_width(const T* x, Out* out, float* left, int64_t rows, int64_t columns, int64_t high,
-              int64_t wide, const Job& job, bool random, int32_t threads) {
-    auto* chosen = wide == 1 ? run<1, T, Out> : wide == 16 ? run<16, T, Out>
-                 : wide == 32 ? run<32, T, Out> : wide == 128 ? run<128, T, Out> : run<0, T, Out>;
-    chosen(x, out, left, rows, columns, high, wide, job, random, threads);
+// Numbers in a row, whatever the matrix's shape.
+inline Job in_a_row(Job job) {
+    job.columns *= job.rows;
+    job.rows = job.given = job.high = 1;
+    job.wide = LONG;
+    return job;
+}
+
+// The scale of the tensor; its inverse is left. Blocks that are not finite do not count, as their
+// own scales are NaN, but one block that is everything has no other scale.
+template <class Blocks, class T>
+Outer outer_of(const Job& job) {
+    uint32_t most = INF;
+    if (!job.signs && job.given == job.rows) most = largest_of<Rectangles<T>>(in_a_row(job), true);
+    if (most >= INF && job.rule == TWO_LEVEL) most = largest_of<Blocks>(job, false);
+    Outer outer = of_tensor(job.has_amax ? job.amax : float_of(most), job);
+    if (most >= INF) outer = {NAN, NAN};
+    *job.left = outer.inverse;
+    return outer;
+}
+
+template <class Blocks, class T>
+void run(const Job& job) {
+    const bool tensor = job.rule == TWO_LEVEL || job.rule == GIVEN;
+    const Outer outer = tensor ? outer_of<Blocks, T>(job) : Outer{1.0f, 1.0f};
+    auto to = [&](auto* out) {
+        typedef std::remove_pointer_t<decltype(out)> Out;
+        if (job.random) round_all<Blocks, true, Out>(job, outer);
+        else round_all<Blocks, false, Out>(job, outer);
+    };
+    if (job.out_kind == FP32) to((float*)job.out);
+    else to((uint16_t*)job.out);
+}
+
+template <class T>
+void by_shape(const Job& job) {
+    if (job.rule == GIVEN) run<Rectangles<T>, T>(in_a_row(job));
+    else if (job.wide == 1) run<Columns<T>, T>(job);
+    else run<Rectangles<T>, T>(job);
 }
 
 }  // namespace
 
 extern "C" {
 
-// The largest magnitude of the blocks whose numbers are all finite; `all_finite` says if all are.
-float halfstep_largest(const void* x, int32_t kind, int64_t rows, int64_t columns, int64_t high,
-                       int64_t wide, int32_t* all_finite, int32_t threads) {
-    uint32_t most = 0;
-    int32_t finite = 1;
-#pragma omp parallel num_threads(threads) reduction(max : most) reduction(min : finite) if (threads > 1)
-    {
-        std::vector<uint32_t> found(columns / wide);
-#pragma omp for
-        for (int64_t band = 0; band < rows / high; band++) {
-            const int64_t at = band * high * columns;
-            auto over = [&](auto* from) {
-                auto* chosen = wide == 1 ? largest_of<1, std::remove_pointer_t<decltype(from)>>
-                                         : largest_of<0, std::remove_pointer_t<decltype(from)>>;
-                chosen(from, high, columns, wide, found.data());
-            };
-            if (kind == FP32) over((float*)x + at); else over((uint16_t*)x + at);
-            for (uint32_t m : found) {
-                if (m >= INF) finite = 0;
-                else if (m > most) most = m;
-            }
-        }
-    }
-    *all_finite = finite;
-    return float_of(most);
+void halfstep_round_blocks(const Job* job) {
+    if (job->kind == FP32) by_shape<float>(*job);
+    else by_shape<uint16_t>(*job);
 }
 
-void halfstep_round_blocks(const void* x, int32_t kind, void* out, int32_t out_kind, float* left,
-                           int64_t rows, int64_t columns, int64_t high, int64_t wide, int32_t mantissa,
-                           int32_t least, float top, int32_t rule, float outer, float rest,
-                           float encode, float decode, int32_t random, uint32_t key, int32_t threads) {
-    const Job job = {{mantissa, least, top}, rule, outer, rest, encode, decode, key};
-    auto to = [&](auto* from) {
-        if (out_kind == FP32)
-            by_width(from, (float*)out, left, rows, columns, high, wide, job, random, threads);
-        else
-            by_width(from, (uint16_t*)out, left, rows, columns, high, wide, job, random, threads);
-    };
-    if (kind == FP32) to((const float*)x); else to((const uint16_t*)x);
+// A product in bf16, times the scales of its operands and plus a bias, rounded once: in place.
+void halfstep_scale_rows(uint16_t* y, int64_t rows, int64_t columns, const float* left,
+                         const float* right, const uint16_t* bias, int32_t threads) {
+    const float a = left ? *left : 1.0f, b = right ? *right : 1.0f;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        uint16_t* at = y + row * columns;
+        for (int64_t c = 0; c < columns; c += LANES) {
+            const int count = (int)(columns - c < LANES ? columns - c : LANES);
+            Floats wide = get(at + c, count) * a * b;
+            if (bias) wide += get(bias + c, count);
+            put(at + c, wide, count);
+        }
+    }
 }
 }

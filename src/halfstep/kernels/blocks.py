@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +18,32 @@ from halfstep.kernels.library import load_library
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = {"floor": 0, "rceil": 1, "amax": 2, "two-level": 3}
 _GIVEN = 4
+_ADDRESS, _COUNT, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Job(ctypes.Structure):
+    """The arguments of the kernel; ``blocks.cpp`` says what they are."""
+
+    _fields_ = (
+        *(("x", _ADDRESS), ("out", _ADDRESS), ("left", _ADDRESS)),
+        *(("given", _COUNT), ("rows", _COUNT), ("columns", _COUNT)),
+        *(("high", _COUNT), ("wide", _COUNT), ("signs", _ADDRESS)),
+        *(("mantissa", _INT), ("least", _INT), ("top", _REAL)),
+        *(("kind", _INT), ("out_kind", _INT), ("rule", _INT), ("scaled", _INT)),
+        *(("has_amax", _INT), ("amax", _REAL)),
+        *(("random", _INT), ("key", ctypes.c_uint32), ("threads", _INT)),
+    )
 
 
 @cache
 def kernel() -> ctypes.CDLL | str:
     """The compiled kernel's library, or the reason why there is none."""
-    found = load_library(("kernels/blocks.cpp",), fused=False)
+    found = load_library(("kernels/blocks.cpp", "kernels/vectors.h"), fused=False)
     if not isinstance(found, str):
-        address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        real = ctypes.c_float
-        found.halfstep_largest.argtypes = (address, number, *(count,) * 4, address, number)
-        found.halfstep_largest.restype = real
-        found.halfstep_round_blocks.argtypes = (
-            *(address, number, address, number, address, *(count,) * 4, number, number, real),
-            *(number, real, real, real, real, number, ctypes.c_uint32, number),
-        )
+        found.halfstep_round_blocks.argtypes = (ctypes.POINTER(_Job),)
         found.halfstep_round_blocks.restype = None
+        found.halfstep_scale_rows.argtypes = (_ADDRESS, _COUNT, _COUNT, *(_ADDRESS,) * 3, _INT)
+        found.halfstep_scale_rows.restype = None
     return found
 
 
@@ -44,55 +55,85 @@ def operand(
     *,
     key: int | None = None,
     amax: Tensor | None = None,
+    rows: int | None = None,
+    signs: Tensor | None = None,
+    scaled: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
     """What :meth:`BlockFormat.operand` returns, bit for bit, or None where the kernel cannot run.
 
     Args:
         form: The format.
-        x: (rows, columns) on a CPU, fp32 or bf16, which ``form.check`` has passed.
+        x: (rows, columns) on a CPU, fp32 or bf16; ``form.check`` has passed the result's shape.
         dim: -1 or -2, along which blocks lie.
         dtype: Of the values: fp32 or bf16.
         key: Of the random bits of stochastic rounding, ``random_key(seed, step, stream)``; None
             rounds to nearest.
         amax: As there.
+        rows: How many rows the result has: those of ``x``, and zeros.
+        signs: fp32, (16,): each 16 rows go through the Hadamard matrix of these signs first,
+            :func:`~halfstep.precision.low_bit.hadamard.mixed`. Of bf16 and blocks of 16 along -2.
+        scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
     """
     library = kernel()
     known = x.dtype in _KINDS and dtype in _KINDS and x.device.type == "cpu" and x.numel() > 0
     if isinstance(library, str) or not known:
         return None
-    if key is None and not x.is_contiguous() and x.t().is_contiguous():
-        found = operand(form, x.t(), -3 - dim, dtype, amax=amax)
+    given, columns = x.shape
+    rows = given if rows is None else rows
+    plain = key is None and signs is None and rows == given
+    if plain and not x.is_contiguous() and x.t().is_contiguous():
+        found = operand(form, x.t(), -3 - dim, dtype, amax=amax, scaled=scaled)
         assert found is not None, "the kernel has no other conditions"
         values, left = found
         return values.t(), left.t() if left is not None and left.ndim == 2 else left
     x = x.contiguous()
-    rows, columns = x.shape
     high, wide = form.block or (1, columns)
     if dim == -2 and form.block is not None:
         high, wide = wide, high
-    kind, threads = _KINDS[x.dtype], torch.get_num_threads()
-    outer, rest = torch.ones(()), None
+    values, left = torch.empty(rows, columns, dtype=dtype), None
     if form.has_tensor_scale:
-        finite = ctypes.c_int32()
-        shape = (rows, columns, high, wide)
-        largest = library.halfstep_largest(
-            x.data_ptr(), kind, *shape, ctypes.byref(finite), threads
-        )
-        by = torch.tensor(largest) if amax is None else amax.float()
-        outer, rest = form.of_tensor(by)
-        if form.block is None and not finite.value:
-            outer = rest = torch.full((), torch.nan)
-    values = torch.empty(rows, columns, dtype=dtype)
-    left = None
-    if form.rule == "amax" and form.block is not None:
+        left = torch.empty(())
+    elif form.rule == "amax" and not scaled:
         left = torch.empty(rows // high, columns // wide)
     element = form.element
-    library.halfstep_round_blocks(
-        *(x.data_ptr(), kind, values.data_ptr(), _KINDS[dtype]),
-        *(None if left is None else left.data_ptr(), rows, columns, high, wide),
+    job = _Job(
+        *(x.data_ptr(), values.data_ptr(), None if left is None else left.data_ptr()),
+        *(given, rows, columns, high, wide, None if signs is None else signs.data_ptr()),
         *(element.mantissa_bits, 127 + element.min_exponent, element.max),
-        _GIVEN if form.block is None else _RULES[form.rule],
-        *(outer.item(), 1.0 if rest is None else rest.item(), outer.item(), 1.0),
-        *(key is not None, key or 0, threads),
+        *(_KINDS[x.dtype], _KINDS[dtype], _GIVEN if form.block is None else _RULES[form.rule]),
+        *(scaled, amax is not None, 0.0 if amax is None else amax.item()),
+        *(key is not None, key or 0, torch.get_num_threads()),
     )
-    return values, rest if form.has_tensor_scale else left
+    library.halfstep_round_blocks(job)
+    return values, left
+
+
+def scaled_(
+    product: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """A product in bf16, times the scales of its operands and plus a bias, in place.
+
+    All of it is fp32, ``product * left * right + bias``, and rounded once at the end.
+
+    Args:
+        product: bf16, (rows, columns).
+        left: fp32, 0-dim, or None.
+        right: The same.
+        bias: bf16, (columns,), or None.
+
+    Returns:
+        ``product``, or None where the kernel cannot run: it is as it was then.
+    """
+    library = kernel()
+    if isinstance(library, str) or product.device.type != "cpu" or not product.is_contiguous():
+        return None
+    bias = None if bias is None else bias.contiguous()
+    library.halfstep_scale_rows(
+        *(product.data_ptr(), *product.shape),
+        *(_address(left), _address(right), _address(bias), torch.get_num_threads()),
+    )
+    return product
+
+
+def _address(x: Tensor | None) -> Any:
+    return None if x is None else x.data_ptr()

@@ -36,7 +36,7 @@ from halfstep.precision.step import Precision
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _CODES = (torch.uint8, torch.int8, torch.int16)  # of 8-bit moments, and of remainders
 _SIMULATED = simulate.SimulatedProducts.run.__code__
-_PRODUCT, _MIXED = linear.run_product.__code__, linear.mixed.__code__
+_PRODUCT = linear.run_product.__code__
 _ROOT = Path(__file__).parents[2]
 _UPDATES = (  # code that runs in a step's update, or in the check before it
     *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
@@ -167,8 +167,8 @@ class Trace(TorchDispatchMode):
         op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
         outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
         if low_bit is not None:
-            if not low_bit or not (is_product(op) or op.startswith("scaled_mm")):
-                return result  # it rounds or mixes operands
+            if not (is_product(op) or op.startswith("scaled_mm")):
+                return result  # it rounds operands
             op, inputs, outputs = _of_recipe(low_bit)
         key = (place.module, place.class_name, direction, op, inputs, outputs)
         self._calls[key] += 1
@@ -211,14 +211,14 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
 
     Returns:
         The locals of the 16-bit simulation that runs, if any; those of a product of a layer below
-        16 bits, empty while it mixes tokens; and whether an update runs.
+        16 bits; and whether an update runs.
     """
     frame: FrameType | None = sys._getframe(2)
     simulated, low_bit, updates = None, None, False
     while frame is not None:
         code = frame.f_code
-        if low_bit is None and code in (_PRODUCT, _MIXED):
-            low_bit = frame.f_locals if code is _PRODUCT else {}
+        if low_bit is None and code is _PRODUCT:
+            low_bit = frame.f_locals
         if code is _SIMULATED and simulated is None:
             simulated = frame.f_locals
         if code.co_filename.startswith(_UPDATES) and code.co_name != "backward":

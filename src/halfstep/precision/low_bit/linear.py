@@ -13,9 +13,7 @@ Shapes: N tokens, K input features, O output features.
 
 from __future__ import annotations
 
-import math
 import zlib
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,19 +24,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS
+from halfstep.formats import BLOCK_FORMATS, FP32
+from halfstep.kernels.blocks import scaled_
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
-from halfstep.precision.low_bit.product import Draw, operand, quantized
+from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement
 
 _LOW = torch.bfloat16
-HADAMARD = 16
-"""Tokens that a Hadamard matrix mixes. **Source:** arXiv 2509.25149, appendix C.4."""
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""**Source:** TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``."""
 
 
 class LowBitLinear(Region):
@@ -143,17 +138,20 @@ def run_product(
         if product == "fprop":
             return F.linear(a, b, bias_O)
         return (a if product == "dgrad" else a.t()) @ b
-    if product == "wgrad":
-        a, b = _whole_blocks(scheme, a), _whole_blocks(scheme, b)
-        if scheme.hadamard:
-            a, b = mixed(a), mixed(b)
     (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
     left, right = getattr(scheme, left), getattr(scheme, right)
     draw = None if product == "fprop" else _draw(scheme, layer, product)
+    # tokens that fill the last block are zeros, which add nothing to the product
+    rows = -(-a.shape[0] // scheme.block) * scheme.block if product == "wgrad" else None
+    mix = product == "wgrad" and scheme.hadamard
     if not why_not_native(scheme.name, a.device):
+        if rows is not None:
+            a, b = filled(a, rows, mix), filled(b, rows, mix)
         wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
-    (x, x_scale), (y, y_scale) = _rounded(left, a, i, draw), _rounded(right, b, j)
+    with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
+        x, x_scale = _rounded(left, a, i, draw, rows, mix)
+        y, y_scale = _rounded(right, b, j, None, rows, mix)
     return _simulated((x if i else x.t(), x_scale), (y.t() if j else y, y_scale), bias_O)
 
 
@@ -161,29 +159,33 @@ Operand = tuple[Tensor, Tensor | None]
 """Numbers in bf16 and the scale of all of them, if there is one; or in fp32, scaled by blocks."""
 
 
-def _rounded(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Operand:
+def _rounded(
+    name: str, x: Tensor, dim: int, draw: Draw | None, rows: int | None, mix: bool
+) -> Operand:
     """A matrix in a block format, whose blocks lie along a dim."""
     form = BLOCK_FORMATS[name]
-    values, left = operand(form, x, dim - 2, _LOW, draw)
-    if left is None or not left.dim():
-        return values, left
-    blocks = form.split(values.float(), dim) * form.spread(left, dim)
-    return form.join(blocks, dim), None
+    by_blocks = form.scale is FP32 and form.block is not None
+    dtype = torch.float32 if by_blocks else _LOW
+    return operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=by_blocks)
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """``a @ b`` in bf16, by a product that accumulates in fp32."""
     (left, left_scale), (right, right_scale) = a, b
-    scales = [scale for scale in (left_scale, right_scale) if scale is not None]
     if left.dtype == right.dtype == _LOW:
-        if not scales:
+        if left_scale is None and right_scale is None:
             return left @ right if bias is None else torch.addmm(bias, left, right)
-        wide = (left @ right).float()
+        product = left @ right
+        with torch._C.DisableTorchFunction():
+            found = scaled_(product, left_scale, right_scale, bias)
+        if found is not None:
+            return found
+        wide = product.float()
     else:
         with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
             wide = left.float() @ right.float()
-    for scale in scales:
-        wide *= scale
+    for scale in (left_scale, right_scale):
+        wide = wide if scale is None else wide.mul_(scale)
     return (wide if bias is None else wide + bias).to(_LOW)
 
 
@@ -192,27 +194,3 @@ def _draw(scheme: Scheme, layer: LowBitLinear, product: str) -> Draw | None:
     if not scheme.stochastic:
         return None
     return layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
-
-
-def _whole_blocks(scheme: Scheme, x_NF: Tensor) -> Tensor:
-    """``x`` with tokens of zeros up to a whole number of blocks; they add nothing to a product."""
-    missing = -len(x_NF) % scheme.block
-    return F.pad(x_NF, (0, 0, 0, missing)) if missing else x_NF
-
-
-def mixed(x_NF: Tensor) -> Tensor:
-    """``x`` with each 16 tokens multiplied by the random Hadamard matrix, rounded to bf16."""
-    blocks = x_NF.reshape(-1, HADAMARD, x_NF.shape[1])
-    return (hadamard().to(x_NF.device) @ blocks).reshape(x_NF.shape)
-
-
-@cache
-def hadamard() -> Tensor:
-    """The orthogonal matrix (16, 16) of +-1/4 whose columns change sign by fixed random bits.
-
-    **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4.
-    """
-    matrix = torch.ones(1, 1)
-    while len(matrix) < HADAMARD:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return (matrix * torch.tensor(_SIGNS) / math.sqrt(HADAMARD)).to(_LOW)

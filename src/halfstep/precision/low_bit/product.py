@@ -21,11 +21,13 @@ or 32 numbers and cut them off: their sums have an error of their own (docs/low-
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import E8M0, BlockFormat, Quantized, block_format
 from halfstep.kernels import blocks
+from halfstep.precision.low_bit.hadamard import SIGNS, mixed
 from halfstep.precision.masters.rounding import random_bits, random_key
 
 Draw = tuple[int, int, int]
@@ -94,7 +96,15 @@ def block_product(
 
 
 def operand(
-    form: BlockFormat, x: Tensor, dim: int, dtype: torch.dtype, draw: Draw | None = None
+    form: BlockFormat,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    draw: Draw | None = None,
+    *,
+    rows: int | None = None,
+    mix: bool = False,
+    scaled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """:meth:`BlockFormat.operand` of a matrix, by the compiled kernel where it can run.
 
@@ -104,16 +114,32 @@ def operand(
         dim: -1 or -2, along which blocks lie.
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
+        rows: How many rows the result has: those of ``x``, and zeros.
+        mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
+        scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
 
     Returns:
         The values, and the scales that are left to multiply by.
     """
-    form.check(x.shape, x.dtype, dim)
-    found = blocks.operand(form, x, dim, dtype, key=None if draw is None else random_key(*draw))
+    given, columns = x.shape
+    rows = given if rows is None else rows
+    form.check((rows, columns), x.dtype, dim)
+    key, signs = None if draw is None else random_key(*draw), SIGNS if mix else None
+    found = blocks.operand(form, x, dim, dtype, key=key, rows=rows, signs=signs, scaled=scaled)
     if found is None:
+        x = filled(x, rows, mix)
         values, left = form.operand(x, dim, bits=None if draw is None else bits_of(draw, x))
+        if scaled and left is not None and left.ndim:
+            by_block = form.split(values, dim) * form.spread(left, dim)
+            values, left = form.join(by_block, dim), None
         found = values.to(dtype), left
     return found
+
+
+def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
+    """``x`` with rows of zeros up to a number, and its tokens mixed if they are to be."""
+    x = F.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
+    return mixed(x) if mix else x
 
 
 def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
