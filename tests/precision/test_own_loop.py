@@ -456,9 +456,10 @@ def test_a_with_block_closes_at_its_end():
 
 def test_a_with_block_closes_on_an_error_and_does_not_hide_it(monkeypatch):
     model = net()
-    with pytest.raises(KeyError, match="mine") as told:
-        with Precision("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1)):
-            raise KeyError("mine")
+    first = Precision("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(KeyError, match="mine") as told, first:
+        raise KeyError("mine")
+    assert not first._released.alive
     assert not hasattr(told.value, "__notes__")
     second = Precision("bf16-pure", model, torch.optim.SGD(model.parameters(), lr=0.1))
 
