@@ -311,3 +311,87 @@ def test_lora_is_kept_by_the_line_that_the_error_gives():
     low = [name for name, module in model.named_modules() if low_bit_of(module)]
     assert len(low) == 8
     assert any(name.endswith("c_attn.base_layer") for name in low)
+
+
+RECIPES = ("fp8", "fp8-block", "mxfp8", "nvfp4")
+
+
+def wide(recipe, x):
+    """Output and gradients of a layer with features for every recipe's blocks."""
+    torch.manual_seed(0)
+    model, precision = made(f"{recipe},simulate=yes", model=nn.Sequential(nn.Linear(128, 128)))
+    x = x.requires_grad_() if x.is_floating_point() else x
+    with precision.autocast():
+        y = model(x)
+    precision.backward(y.float().square().sum())
+    return y.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "laid",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.stack((x, x), 2).flatten(1)[:, ::2],
+        lambda x: x[:1].expand(len(x), -1),
+        lambda x: x.view(5, 8, 128).transpose(0, 1),
+    ],
+    ids=["transposed", "every second number", "expanded", "transposed dims"],
+)
+def test_any_memory_order_has_the_bits_of_a_contiguous_input(recipe, laid):
+    x = laid(torch.randn(40, 128, generator=torch.Generator().manual_seed(1)))
+    assert not x.is_contiguous()
+    one, two = wide(recipe, x.detach()), wide(recipe, x.detach().contiguous())
+    assert torch.equal(one[0], two[0])
+    assert all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_single_vector_is_one_token_and_none_leaves_no_gradient(recipe):
+    x = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    one, two = wide(recipe, x.clone()), wide(recipe, x[None].clone())
+    assert torch.equal(one[0], two[0][0])
+    assert all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+    for shape in ((0, 128), (3, 0, 128)):
+        y, found = wide(recipe, torch.zeros(shape))
+        assert y.shape == shape
+        assert not any(g.any() for g in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float64, torch.uint8]
+)
+def test_an_input_that_is_no_activation_is_refused_by_the_layer(recipe, dtype):
+    """torch refuses them under bf16-mixed; as bf16 numbers, integers would lose their last bits."""
+    message = (
+        rf"layer 0 multiplies below 16 bits \({recipe}\).*\(4, 128\) is {dtype}; allowed: fp32"
+    )
+    with pytest.raises(PrecisionError, match=message):
+        wide(recipe, torch.ones(4, 128).to(dtype))
+
+
+def test_a_number_is_torchs_error():
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        wide("mxfp8", torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_in_fp64_is_refused_by_the_weight(recipe):
+    with pytest.raises(PrecisionError, match=r"0\.weight is fp64.*model\.float\(\)"):
+        halfstep.Precision(
+            f"{recipe},simulate=yes", (m := nn.Sequential(nn.Linear(128, 128).double())),
+            torch.optim.SGD(m.parameters(), lr=0.1),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_token_that_is_not_finite_is_not_rounded_to_a_finite_one(recipe, number):
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+    x[3, 5] = number
+    y, found = wide(recipe, x)
+    assert not y[3].isfinite().any()
+    assert not found[0].isfinite().all()
+    if recipe in ("mxfp8", "fp8-block"):  # scales are of blocks: other tokens stay as they are
+        assert y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()

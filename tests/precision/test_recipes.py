@@ -186,6 +186,27 @@ def test_every_scheme_is_of_formats_that_exist_and_says_where_it_comes_from():
         assert scheme.source
 
 
+@pytest.mark.parametrize(
+    ("policy", "scales", "since"),
+    [
+        ("fp8", "fp32 for the tensor; bits per element of inputs 8, weights 8, gradients 8", "8.9"),
+        ("fp8-block", "fp32 for each block; bits per element of inputs 8.25, weights 8.002, gradie",
+         "9.0"),
+        ("mxfp8", "e8m0 for each block; bits per element of inputs 8.25, weights 8.25", "10.0"),
+        ("nvfp4", "e4m3fn for each block and fp32 for the tensor; bits per element of inputs 4.5, "
+         "weights 4.031, gradients 4.5", "10.0"),
+    ],
+)  # fmt: skip
+def test_explain_says_what_scales_cost_and_where_products_are_native(policy, scales, since):
+    """Also of a recipe that only a rule or the end of a schedule has."""
+    for spelled in (policy, f"bf16-mixed,schedule=50%:{policy}"):
+        text = str(halfstep.explain(f"{spelled},simulate=yes"))
+        assert f"scales   {policy:<8} {scales}" in text
+        assert f"native   {policy:<8} on CUDA, from compute capability {since} on" in text
+        assert "bytes    16 " in text
+    assert "scales" not in str(halfstep.explain("bf16-mixed"))
+
+
 def test_explain_says_which_products_run_in_which_blocks():
     text = str(halfstep.explain("nvfp4,simulate=yes,schedule=85%:bf16/-/-"))
     assert "fprop    nvfp4    inputs e2m1 in 1x16 blocks x weights e2m1 in 16x16 blocks" in text

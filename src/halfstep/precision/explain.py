@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
+from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.shown import Text, bars
@@ -202,11 +204,29 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         extra = extra if scheme.stochastic else []
         extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []
         rows.append((product, scheme.name, f"{texts[0]} x {texts[1]}{''.join(extra)}"))
+    for scheme in dict.fromkeys(s for recipe in policy.recipes() for s in recipe.schemes()):
+        rows.append(("scales", scheme.name, _scales(scheme)))
+        since = "{}.{}".format(*scheme.since)
+        rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))
     if policy.simulate:
         rows.append(("simulate", "yes", "where the device has no such products"))
     for switch in policy.schedule:
         rows.append(("from", f"{switch.percent:g}%", f"of the run on: {switch.recipe}"))
     return rows
+
+
+def _scales(scheme: Scheme) -> str:
+    """The formats of a scheme's scales, and what an operand takes with them."""
+    form = BLOCK_FORMATS[scheme.inputs]
+    scale = f"{form.scale.name} for each block" if form.block else f"{form.scale.name}"
+    if form.has_tensor_scale:
+        scale += " and fp32 for the tensor" if form.block else " for the tensor"
+    bits = []
+    for operand in ("inputs", "weights", "gradients"):
+        form = BLOCK_FORMATS[getattr(scheme, operand)]
+        shared = math.prod(form.block) if form.block else math.inf
+        bits.append(f"{operand} {form.element.bits + form.scale.bits / shared:.4g}")
+    return f"{scale}; bits per element of {', '.join(bits)}"
 
 
 def _islands(policy: PrecisionPolicy) -> str:

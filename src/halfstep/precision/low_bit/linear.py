@@ -34,6 +34,7 @@ from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import Placement
 
 _LOW = torch.bfloat16
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowBitLinear(Region):
@@ -66,13 +67,23 @@ class LowBitLinear(Region):
                 f"keep_bf16={self.name or '*'}, or use data parallelism"
             )
         (x,) = (*args, *kwargs.values())
+        self._check(x, recipe)
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
-        if x.shape[-1] != weight_OK.shape[1]:
+        if not x.dim() or x.shape[-1] != weight_OK.shape[1]:
             return self.inside(args, kwargs)  # torch says what is wrong with it
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+
+    def _check(self, x: Tensor, recipe: Recipe) -> None:
+        """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
+        if x.dtype not in _INPUTS:
+            raise PrecisionError(
+                f"layer {self.name or 'of the model'} multiplies below 16 bits ({recipe}), and its "
+                f"input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 and fp16. "
+                "Convert it with x.float(), if that is meant"
+            )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
