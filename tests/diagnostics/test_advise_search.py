@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from halfstep.diagnostics.advise.choice import Chooser, rates_of
-from halfstep.diagnostics.advise.proof import _T95, Gap, OutOfTime, _uncertainty
+from halfstep.diagnostics.advise.proof import _T95, Gap, OutOfTime, Trials, _uncertainty
 from halfstep.diagnostics.advise.search import Search
 from halfstep.diagnostics.advise.sensitivity import Sensitivity
 from halfstep.errors import PrecisionError
@@ -20,7 +20,7 @@ TOLERANCE = 0.05
 class Known:
     """Trials whose gaps are the sum of what each layer in NVFP4 costs, without noise."""
 
-    steps, seeds, fresh = 10, (0, 1, 2), range(3, 6)
+    steps, seeds, after = 10, (0, 1, 2), Trials.after
 
     def __init__(self, costs, *, floor=0.001, lucky=(), time_for=math.inf):
         self.costs, self._floor, self.lucky, self.time_for = costs, floor, lucky, time_for
@@ -75,11 +75,18 @@ def test_what_the_loss_needs_is_kept_though_gradients_say_otherwise():
 
 def test_luck_on_the_seeds_that_chose_is_found_out_on_others():
     errors = dict.fromkeys(NAMES, 0.01) | dict.fromkeys(HURT, 1.0)
-    found = search(HURT, errors, lucky=[set(NAMES) - {"b", "e"}])
+    lucky = set(NAMES) - {"b", "e"}
+    found = search(HURT, errors, lucky=[lucky])
     found.run(math.inf, once=False)
     assert found.proved
     assert kept(found) == {"b", "e", "f"}
-    assert (set(NAMES) - {"b", "e"}, (3, 4, 5)) in found.trials.tried
+    assert (lucky, (3, 4, 5)) in found.trials.tried
+    # where luck began, nothing cheaper was known to hold: the search begins anew on those seeds
+    found = search(HURT | {"a": 0.06}, errors | {"b": 2.0, "e": 2.0}, lucky=[lucky])
+    found.run(math.inf, once=False)
+    assert found.proved
+    assert kept(found) == {"a", "b", "e", "f"}
+    assert found.trials.tried[-1][1] == (6, 7, 8)
 
 
 def test_the_first_choice_that_holds_needs_no_other_seeds():

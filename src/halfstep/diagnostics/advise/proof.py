@@ -63,7 +63,7 @@ class Trials:
         optimizer: Makes the optimizer of a run.
         reference: The policy to compare with.
         steps: Steps of each run.
-        seeds: The seeds on which choices are tried.
+        seeds: The seeds on which choices are tried first.
         until: When to end, by ``time.monotonic``.
     """
 
@@ -79,11 +79,10 @@ class Trials:
     _twins: list[float] = field(default_factory=list)
     _slowest: float = 0.0
 
-    @property
-    def fresh(self) -> range:
-        """As many seeds that no choice was tried on."""
-        first = max(self.seeds) + 1
-        return range(first, first + len(self.seeds))
+    def after(self, seeds: Sequence[int]) -> range:
+        """As many seeds, beyond the largest of these."""
+        first = max(seeds) + 1
+        return range(first, first + len(seeds))
 
     def has_time_for(self, runs: int) -> bool:
         """Whether so many runs, each as slow as the slowest, end before the time does."""

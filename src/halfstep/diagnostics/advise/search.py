@@ -4,7 +4,8 @@
 2. Layers are given back to the cheapest format, one after the other, where the choice still holds
    without the exception. What is left as an exception is what the loss needs.
 3. Trying many choices finds one that held by luck. So the last is proved on seeds that no choice
-   was tried on; where it fails, the one before.
+   was tried on; where it fails, the one before. Where all fail, the search goes on with less error
+   on these seeds, and proves on others.
 """
 
 from __future__ import annotations
@@ -86,13 +87,14 @@ class Search:
         return f"{shown}, over {runs}"
 
     def _prove_the_cheapest_that_holds(self) -> None:
-        if not self._halve_until_it_holds(self.trials.seeds):
-            return
-        for choice in [self.chosen, *self._given_back()][::-1]:
-            self.chosen = choice
-            if self._holds(self.trials.fresh):
-                return
-        self._halve_until_it_holds(self.trials.fresh)
+        seeds = self.trials.seeds
+        while self._halve_until_it_holds(seeds):
+            fresh = self.trials.after(seeds)
+            for choice in [self.chosen, *self._given_back(seeds)][::-1]:
+                self.chosen = choice
+                if self._holds(fresh):
+                    return
+            seeds = fresh
 
     def _halve_until_it_holds(self, seeds: Sequence[int]) -> bool:
         while self._halve():
@@ -116,18 +118,18 @@ class Search:
             self.chosen = self.chooser.choose(limit)
         return self.chosen != before
 
-    def _given_back(self) -> list[Choice]:
+    def _given_back(self, seeds: Sequence[int]) -> list[Choice]:
         """Cheaper and cheaper choices that hold, each without one exception more."""
         found: list[Choice] = []
         last, fastest = self.chosen, self.chooser.choose(math.inf)
-        runs = 3 * len(self.trials.seeds)  # one third to try, and two for the proof
+        runs = 3 * len(seeds)  # one third to try, and two for the proof
         for layer in self.chooser.by_error(fastest):
             choice = {key: (fastest if key[0] == layer else last)[key] for key in last}
             if choice == last:
                 continue
             if not self.trials.has_time_for(runs):
                 break
-            gap = self._gap_of(choice, self.trials.seeds, self.tolerance)
+            gap = self._gap_of(choice, seeds, self.tolerance)
             if gap.bound <= self.tolerance:
                 found.append(choice)
                 last = choice
