@@ -40,10 +40,10 @@ void interleave(const uint16_t* from, int64_t stride, int rows, int columns, uin
                 int64_t to_stride) {
     for (int row = 0; row < rows; row += 2)
         for (int c = 0; c < columns; c += LANES) {
-            Words low = __builtin_convertvector(load<Halves>(from + row * stride + c), Words);
+            Words low = words(load<Halves>(from + row * stride + c));
             Words high{};
             if (row + 1 < rows)
-                high = __builtin_convertvector(load<Halves>(from + (row + 1) * stride + c), Words);
+                high = words(load<Halves>(from + (row + 1) * stride + c));
             store(to + row / 2 * to_stride + c, low | (high << 16));
         }
 }

@@ -153,7 +153,7 @@ inline void put(float* to, Floats x, int count) {
 inline void put(uint16_t* to, Floats x, int count) {
     // to nearest even; vectors.h lets the CPU convert, which flushes numbers below 2^-126
     const Floats near = x != x ? all(NAN) : (Floats)rounded(x);
-    const Halves half = __builtin_convertvector((Words)near >> 16, Halves);
+    const Halves half = low_halves((Words)near >> 16);
     if (count == LANES) store(to, half);
     else std::memcpy(to, &half, sizeof(uint16_t) * count);
 }

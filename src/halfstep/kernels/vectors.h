@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -40,6 +40,23 @@ inline Floats choose(Ints mask, Floats a, Floats b) {
 
 inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
 
+// 16 bits as the low halves of words, and back; GCC by itself takes several instructions.
+inline Words words(Halves x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+
+inline Halves low_halves(Words x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+    return __builtin_convertvector(x, Halves);
+#endif
+}
+
 // fp32 to bf16, to nearest even, in the high half of each word. A NaN that came from bf16 numbers
 // or from arithmetic stays one.
 inline Words rounded(Floats x) {
@@ -51,15 +68,14 @@ inline Halves halves(Floats x) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)x);
 #else
-    return __builtin_convertvector(rounded(x) >> 16, Halves);
+    return low_halves(rounded(x) >> 16);
 #endif
 }
 
 // Two rows as pairs: the first in the low halves.
 inline Words pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
-    Words low = __builtin_convertvector(halves(first), Words);
-    return low | (__builtin_convertvector(halves(second), Words) << 16);
+    return words(halves(first)) | (words(halves(second)) << 16);
 #else
     return (rounded(first) >> 16) | rounded(second);
 #endif
@@ -95,7 +111,7 @@ inline Floats exp2_(Floats x) {
 }
 
 // bf16 and fp32 numbers as fp32 lanes, whichever they are.
-inline Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+inline Floats widen(Halves x) { return (Floats)(words(x) << 16); }
 
 inline Floats read(const uint16_t* from) { return widen(load<Halves>(from)); }
 inline Floats read(const float* from) { return load<Floats>(from); }
