@@ -7,6 +7,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
+from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.spelling import parse_policy
@@ -100,6 +101,16 @@ def test_each_product_is_that_of_operands_rounded_by_definition(scheme, tokens):
         left = by_definition(np.ascontiguousarray(G.T), scheme, "gradients")
         right = by_definition(np.ascontiguousarray(X.T), scheme, "inputs")
         assert close(dw, left @ right.T, np.abs(G).max() * tokens).all()
+
+
+def test_scales_of_blocks_without_bf16_products(monkeypatch):
+    """As on a CPU without such instructions: fp32 operands that hold the scales."""
+    fast = products("fp8-block,simulate=yes", layer(), *tensors())
+    monkeypatch.setattr(linear, "has_products", lambda: False)
+    test_each_product_is_that_of_operands_rounded_by_definition("fp8-block", TOKENS)
+    slow = products("fp8-block,simulate=yes", layer(), *tensors())
+    for a, b in zip(fast, slow, strict=True):
+        assert (a != b).mean() < 0.01  # sums of another order, rounded to bf16
 
 
 def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():

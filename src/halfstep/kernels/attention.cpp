@@ -13,51 +13,6 @@ namespace {
 constexpr int TILE = 64;  // queries and keys of a tile
 constexpr int VECTORS = TILE / LANES;
 
-// The sum of two products a column, in fp32; a pair is two bf16 numbers, the first in the low half.
-inline Floats dot(Floats sum, uint32_t pair, Words columns) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair),
-                                    (__m512bh)columns);
-#else
-    uint32_t low = pair << 16, high = pair & 0xffff0000u;
-    float first, second;
-    std::memcpy(&first, &low, 4);
-    std::memcpy(&second, &high, 4);
-    return sum + first * (Floats)(columns << 16) + second * (Floats)(columns & 0xffff0000u);
-#endif
-}
-
-// 16 words of two vectors by their constant positions in both.
-#if defined(__clang__) || __GNUC__ >= 12
-#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIXED(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
-#endif
-
-// 16 x 16 words, rows become columns: rows that are 1, 2, 4 and 8 apart exchange halves.
-inline void transpose16(Words r[LANES]) {
-    for (int i = 0; i < LANES; i += 2) {
-        Words a = r[i], b = r[i + 1];
-        r[i] = MIXED(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        r[i + 1] = MIXED(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-    for (int i = 0; i < LANES; i += (i & 1) ? 3 : 1) {
-        Words a = r[i], b = r[i + 2];
-        r[i] = MIXED(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        r[i + 2] = MIXED(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    for (int i = 0; i < LANES; i += (i & 3) == 3 ? 5 : 1) {
-        Words a = r[i], b = r[i + 4];
-        r[i] = MIXED(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        r[i + 4] = MIXED(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 8; i++) {
-        Words a = r[i], b = r[i + 8];
-        r[i] = MIXED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        r[i + 8] = MIXED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-}
-
 // to[c][row] = from[row][c] for `rows` rows of `columns` words (a multiple of 8); rows beyond, up
 // to the next multiple of 16, become zeros.
 void transpose(const uint32_t* from, int64_t from_stride, int rows, int columns, uint32_t* to,
@@ -85,10 +40,10 @@ void interleave(const uint16_t* from, int64_t stride, int rows, int columns, uin
                 int64_t to_stride) {
     for (int row = 0; row < rows; row += 2)
         for (int c = 0; c < columns; c += LANES) {
-            Words low = __builtin_convertvector(load<Halves>(from + row * stride + c), Words);
+            Words low = words(load<Halves>(from + row * stride + c));
             Words high{};
             if (row + 1 < rows)
-                high = __builtin_convertvector(load<Halves>(from + (row + 1) * stride + c), Words);
+                high = words(load<Halves>(from + (row + 1) * stride + c));
             store(to + row / 2 * to_stride + c, low | (high << 16));
         }
 }

@@ -153,7 +153,7 @@ inline void put(float* to, Floats x, int count) {
 inline void put(uint16_t* to, Floats x, int count) {
     // to nearest even; vectors.h lets the CPU convert, which flushes numbers below 2^-126
     const Floats near = x != x ? all(NAN) : (Floats)rounded(x);
-    const Halves half = __builtin_convertvector((Words)near >> 16, Halves);
+    const Halves half = low_halves((Words)near >> 16);
     if (count == LANES) store(to, half);
     else std::memcpy(to, &half, sizeof(uint16_t) * count);
 }
@@ -163,22 +163,14 @@ inline Floats get(const T* from, int count) {
     return count == LANES ? read(from) : read_some(from, count, 0.0f);
 }
 
-// Every second lane of two vectors, from the first or the second.
-#if defined(__clang__)
-#define HALVED(a, b, i) __builtin_shufflevector(a, b, i, i + 2, i + 4, i + 6, i + 8, i + 10, i + 12, \
-    i + 14, i + 16, i + 18, i + 20, i + 22, i + 24, i + 26, i + 28, i + 30)
-#else
-#define HALVED(a, b, i) __builtin_shuffle(a, b, (Words)(2 * COUNT + i))
-#endif
-inline Words evens(Words a, Words b) { return HALVED(a, b, 0); }
-inline Words odds(Words a, Words b) { return HALVED(a, b, 1); }
-
 // The largest lane of each of 16 vectors, in their order.
 inline Words tops(Words (&each)[LANES]) {
     for (int left = LANES; left > 1; left /= 2)
         for (int i = 0; i < left / 2; i++) {
             const Words a = each[2 * i], b = each[2 * i + 1];
-            each[i] = larger(evens(a, b), odds(a, b));
+            each[i] = larger(
+                SHUFFLED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                SHUFFLED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
         }
     return each[0];
 }
@@ -355,6 +347,77 @@ void by_shape(const Job& job) {
     else run<Rectangles<T>, T>(job);
 }
 
+// A product's tile, whose sums stay in registers; and how many rows of A are packed together.
+constexpr int TILE_ROWS = 12, TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * LANES, TOGETHER = 48;
+
+// What blocks.py hands over; its fields are those of _Product there. A matrix is (rows, K), of bf16
+// numbers that are adjacent along K (`along`) or along its rows.
+struct Product {
+    const uint16_t *a, *b, *bias;   // (M, K), (N, K), (N,) or null
+    const float *a_scales, *b_scales;  // (M, K / length) and (N, K / length), with these strides
+    uint16_t* out;                     // (M, N)
+    int64_t m, n, k, length;
+    int64_t a_row, a_block, b_row, b_block;
+    int32_t a_along, b_along, threads;
+};
+
+// Pairs along K of some rows, each a word: `to[pair * width + row]`; further rows are 0.
+void pack(const uint16_t* from, bool along, int64_t rows, int64_t k, int64_t first, int64_t width,
+          uint32_t* to) {
+    for (int64_t begin = 0; begin < width; begin += LANES) {
+        const int64_t at = first + begin, left = rows - at;
+        const int count = (int)(left < 0 ? 0 : left < LANES ? left : LANES);
+        if (!along) {
+            for (int64_t p = 0; p < k / 2; p++) {
+                const uint16_t* row = from + 2 * p * rows + at;
+                const Words low = (Words)get(row, count), high = (Words)get(row + rows, count);
+                store(to + p * width + begin, (low >> 16) | high);
+            }
+            continue;
+        }
+        for (int64_t p = 0; p < k / 2; p += LANES) {
+            Words words[LANES] = {};
+            for (int i = 0; i < count; i++) words[i] = load<Words>(from + (at + i) * k + 2 * p);
+            transpose16(words);
+            for (int i = 0; i < LANES; i++) store(to + (p + i) * width + begin, words[i]);
+        }
+    }
+}
+
+// 12 rows of A times 32 columns of B, packed, whose scales multiply the sums of each block.
+inline void tile(const Product& job, const uint32_t* a, const uint32_t* b, const float* scales,
+                 int64_t row, int64_t column) {
+    Floats total[TILE_ROWS][TILE_VECTORS] = {};
+    const int64_t pairs = job.length / 2;
+    const int rows = (int)(job.m - row < TILE_ROWS ? job.m - row : TILE_ROWS);
+    for (int64_t block = 0; block < job.k / job.length; block++) {
+        Floats sum[TILE_ROWS][TILE_VECTORS] = {};
+        for (int64_t p = block * pairs; p < (block + 1) * pairs; p++) {
+            const Words left = load<Words>(b + p * TILE_COLUMNS);
+            const Words right = load<Words>(b + p * TILE_COLUMNS + LANES);
+#pragma GCC unroll 12
+            for (int i = 0; i < TILE_ROWS; i++) {
+                const uint32_t pair = a[p * TOGETHER + i];
+                sum[i][0] = dot(sum[i][0], pair, left);
+                sum[i][1] = dot(sum[i][1], pair, right);
+            }
+        }
+        for (int i = 0; i < rows; i++) {
+            const float own = job.a_scales[(row + i) * job.a_row + block * job.a_block];
+            for (int v = 0; v < TILE_VECTORS; v++)
+                total[i][v] += sum[i][v] * own * read(scales + block * TILE_COLUMNS + v * LANES);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            const int64_t at = column + v * LANES, left = job.n - at;
+            if (left <= 0) continue;
+            const int count = (int)(left < LANES ? left : LANES);
+            const Floats bias = job.bias ? get(job.bias + at, count) : Floats{};
+            put(job.out + (row + i) * job.n + at, job.bias ? total[i][v] + bias : total[i][v], count);
+        }
+}
+
 }  // namespace
 
 extern "C" {
@@ -377,6 +440,44 @@ void halfstep_scale_rows(uint16_t* y, int64_t rows, int64_t columns, const float
             if (bias) wide += get(bias + c, count);
             put(at + c, wide, count);
         }
+    }
+}
+
+// Whether products of bf16 numbers run on instructions of their own here.
+int32_t halfstep_has_dot() {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// A B^T in bf16, whose sums over each block of K are scaled and added up in fp32.
+void halfstep_block_product(const Product* given) {
+    const Product& job = *given;
+    const int64_t groups = (job.m + TOGETHER - 1) / TOGETHER, pairs = job.k / 2;
+    const int64_t panels = (job.n + TILE_COLUMNS - 1) / TILE_COLUMNS, blocks = job.k / job.length;
+    std::vector<uint32_t> a(groups * TOGETHER * pairs), b(panels * TILE_COLUMNS * pairs);
+    std::vector<float> scales(panels * TILE_COLUMNS * blocks);
+#pragma omp parallel num_threads(job.threads) if (job.threads > 1)
+    {
+#pragma omp for nowait
+        for (int64_t row = 0; row < groups * TOGETHER; row += TOGETHER)
+            pack(job.a, job.a_along, job.m, job.k, row, TOGETHER, a.data() + row * pairs);
+#pragma omp for
+        for (int64_t at = 0; at < panels * TILE_COLUMNS; at += TILE_COLUMNS) {
+            pack(job.b, job.b_along, job.n, job.k, at, TILE_COLUMNS, b.data() + at * pairs);
+            float* to = scales.data() + at * blocks;
+            for (int64_t block = 0; block < blocks; block++, to += TILE_COLUMNS)
+                for (int64_t i = 0; i < TILE_COLUMNS && at + i < job.n; i++)
+                    to[i] = job.b_scales[(at + i) * job.b_row + block * job.b_block];
+        }
+#pragma omp for
+        for (int64_t group = 0; group < groups * TOGETHER; group += TOGETHER)
+            for (int64_t at = 0; at < panels * TILE_COLUMNS; at += TILE_COLUMNS)
+                for (int64_t row = group; row < group + TOGETHER && row < job.m; row += TILE_ROWS)
+                    tile(job, a.data() + group * pairs + row - group, b.data() + at * pairs,
+                         scales.data() + at * blocks, row, at);
     }
 }
 }

@@ -35,6 +35,18 @@ class _Job(ctypes.Structure):
     )
 
 
+class _Product(ctypes.Structure):
+    """The arguments of a product; ``blocks.cpp`` says what they are."""
+
+    _fields_ = (
+        *(("a", _ADDRESS), ("b", _ADDRESS), ("bias", _ADDRESS)),
+        *(("a_scales", _ADDRESS), ("b_scales", _ADDRESS), ("out", _ADDRESS)),
+        *(("m", _COUNT), ("n", _COUNT), ("k", _COUNT), ("length", _COUNT)),
+        *(("a_row", _COUNT), ("a_block", _COUNT), ("b_row", _COUNT), ("b_block", _COUNT)),
+        *(("a_along", _INT), ("b_along", _INT), ("threads", _INT)),
+    )
+
+
 @cache
 def kernel() -> ctypes.CDLL | str:
     """The compiled kernel's library, or the reason why there is none."""
@@ -42,6 +54,8 @@ def kernel() -> ctypes.CDLL | str:
     if not isinstance(found, str):
         found.halfstep_round_blocks.argtypes = (ctypes.POINTER(_Job),)
         found.halfstep_round_blocks.restype = None
+        found.halfstep_block_product.argtypes = (ctypes.POINTER(_Product),)
+        found.halfstep_block_product.restype = None
         found.halfstep_scale_rows.argtypes = (_ADDRESS, _COUNT, _COUNT, *(_ADDRESS,) * 3, _INT)
         found.halfstep_scale_rows.restype = None
     return found
@@ -133,6 +147,55 @@ def scaled_(
         *(_address(left), _address(right), _address(bias), torch.get_num_threads()),
     )
     return product
+
+
+def has_products() -> bool:
+    """Whether :func:`block_product` can run: not where a mode wants to see torch's products."""
+    library = kernel()
+    if isinstance(library, str) or torch._C._len_torch_dispatch_stack():
+        return False
+    return bool(library.halfstep_has_dot())
+
+
+def block_product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], length: int, bias: Tensor | None
+) -> Tensor:
+    """``a @ b.t()`` in bf16 on a CPU, of numbers whose scales are fp32 numbers of blocks.
+
+    The sum over each block of K is made by bf16 products, in fp32, and multiplied by the two
+    scales; these sums and the bias are added in fp32, and rounded once.
+
+    Args:
+        a: bf16 (M, K), of any layout, and fp32 (M, K / length).
+        b: bf16 (N, K) and fp32 (N, K / length).
+        length: Of a block, a multiple of 32.
+        bias: bf16, (N,), or None.
+
+    Returns:
+        (M, N).
+    """
+    library = kernel()
+    assert not isinstance(library, str), "has_products() says whether there is a library"
+    (left, a_scales), (right, b_scales) = a, b
+    left, a_along = _laid(left)
+    right, b_along = _laid(right)
+    (m, k), n = left.shape, right.shape[0]
+    bias = None if bias is None else bias.contiguous()
+    out = torch.empty(m, n, dtype=torch.bfloat16)
+    job = _Product(
+        *(left.data_ptr(), right.data_ptr(), _address(bias)),
+        *(a_scales.data_ptr(), b_scales.data_ptr(), out.data_ptr(), m, n, k, length),
+        *(*a_scales.stride(), *b_scales.stride(), a_along, b_along, torch.get_num_threads()),
+    )
+    library.halfstep_block_product(job)
+    return out
+
+
+def _laid(x: Tensor) -> tuple[Tensor, bool]:
+    """A matrix whose numbers are adjacent along one dim, and whether that is the last."""
+    if not x.is_contiguous() and x.t().is_contiguous():
+        return x, False
+    return x.contiguous(), True
 
 
 def _address(x: Tensor | None) -> Any:

@@ -1,9 +1,9 @@
 // How a tensor's numbers are spread over the binary exponents, in one pass over its memory: a count
 // for each exponent of fp32, zeros, infinities, NaN, the largest finite magnitude and the sum of the
 // finite squares in fp64. bf16 numbers are the high halves of fp32 numbers: their fields are alike.
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
@@ -15,18 +15,10 @@ constexpr int ZEROS = 0, OF_FIELD = 23, INFINITE = 278, NOT_A_NUMBER = 279;
 constexpr int SQUARES = 280, LARGEST = 281, DIGITS = 283, COUNTS = 280;
 
 typedef double Doubles __attribute__((vector_size(64)));
-typedef float Floats __attribute__((vector_size(32)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(64)));
-typedef uint16_t Few __attribute__((vector_size(16)));
-typedef uint32_t Some __attribute__((vector_size(32)));
-
-template <class V, class P>
-inline V load(const P* from) {
-    V value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
+typedef float EightFloats __attribute__((vector_size(32)));
+typedef uint32_t EightWords __attribute__((vector_size(32)));
+typedef uint16_t EightHalves __attribute__((vector_size(16)));
+typedef uint16_t ManyHalves __attribute__((vector_size(64)));
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -39,17 +31,17 @@ struct Single {
     typedef Words Lanes;
     static constexpr int SHIFT = 23;
     static constexpr uint32_t MAGNITUDE = 0x7fffffffu, INF = 0x7f800000u, NORMAL = 0x00800000u;
-    static Floats read(const uint32_t* from) { return load<Floats>(from); }
+    static EightFloats read(const uint32_t* from) { return load<EightFloats>(from); }
     static uint32_t wide(uint32_t bits) { return bits; }
 };
 
 struct Brain {
     typedef uint16_t Bits;
-    typedef Halves Lanes;
+    typedef ManyHalves Lanes;
     static constexpr int SHIFT = 7;
     static constexpr uint16_t MAGNITUDE = 0x7fff, INF = 0x7f80, NORMAL = 0x0080;
-    static Floats read(const uint16_t* from) {
-        return (Floats)(__builtin_convertvector(load<Few>(from), Some) << 16);
+    static EightFloats read(const uint16_t* from) {
+        return (EightFloats)(__builtin_convertvector(load<EightHalves>(from), EightWords) << 16);
     }
     static uint32_t wide(uint16_t bits) { return (uint32_t)bits << 16; }
 };
@@ -155,7 +147,7 @@ struct Tally {
 };
 
 // An fp16 number as an fp32 one, without arithmetic on subnormal numbers, which a thread may flush.
-inline uint32_t widened(uint16_t half) {
+inline uint32_t of_fp16(uint16_t half) {
     const uint32_t magnitude = half & 0x7fffu, field = magnitude >> 10;
     uint32_t bits = (magnitude << 13) + (112u << 23);
     const float shifted = as_float((magnitude << 13) + (113u << 23)) - as_float(113u << 23);
@@ -185,12 +177,12 @@ void wide_block(const void* x, const void* less, int32_t kind, int64_t start, in
     const uint16_t *a = (const uint16_t*)x + start, *b = less ? (const uint16_t*)less + start : a;
     if (kind == BF16) {
         for (int i = 0; i < count; i++)
-            to[i] = as_bits(as_float(Brain::wide(a[i])) - as_float(Brain::wide(b[i])));
+            to[i] = as_bits(widened(a[i]) - widened(b[i]));
     } else if (less) {
         for (int i = 0; i < count; i++)
-            to[i] = as_bits(as_float(widened(a[i])) - as_float(widened(b[i])));
+            to[i] = as_bits(as_float(of_fp16(a[i])) - as_float(of_fp16(b[i])));
     } else {
-        for (int i = 0; i < count; i++) to[i] = widened(a[i]);
+        for (int i = 0; i < count; i++) to[i] = of_fp16(a[i]);
     }
 }
 

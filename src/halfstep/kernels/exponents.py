@@ -37,7 +37,7 @@ _AT_ONCE = 1 << 22
 @cache
 def kernel() -> ctypes.CDLL | str:
     """The compiled kernel's library, or the reason why there is none."""
-    found = load_library(("kernels/exponents.cpp",), fused=True)
+    found = load_library(("kernels/exponents.cpp", "kernels/vectors.h"), fused=True)
     if not isinstance(found, str):
         address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         found.halfstep_exponents.argtypes = (address, address, number, count, address, number)

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -40,6 +40,23 @@ inline Floats choose(Ints mask, Floats a, Floats b) {
 
 inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
 
+// 16 bits as the low halves of words, and back; GCC by itself takes several instructions.
+inline Words words(Halves x) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, Words);
+#endif
+}
+
+inline Halves low_halves(Words x) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+    return __builtin_convertvector(x, Halves);
+#endif
+}
+
 // fp32 to bf16, to nearest even, in the high half of each word. A NaN that came from bf16 numbers
 // or from arithmetic stays one.
 inline Words rounded(Floats x) {
@@ -51,15 +68,14 @@ inline Halves halves(Floats x) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)x);
 #else
-    return __builtin_convertvector(rounded(x) >> 16, Halves);
+    return low_halves(rounded(x) >> 16);
 #endif
 }
 
 // Two rows as pairs: the first in the low halves.
 inline Words pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
-    Words low = __builtin_convertvector(halves(first), Words);
-    return low | (__builtin_convertvector(halves(second), Words) << 16);
+    return words(halves(first)) | (words(halves(second)) << 16);
 #else
     return (rounded(first) >> 16) | rounded(second);
 #endif
@@ -95,7 +111,7 @@ inline Floats exp2_(Floats x) {
 }
 
 // bf16 and fp32 numbers as fp32 lanes, whichever they are.
-inline Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+inline Floats widen(Halves x) { return (Floats)(words(x) << 16); }
 
 inline Floats read(const uint16_t* from) { return widen(load<Halves>(from)); }
 inline Floats read(const float* from) { return load<Floats>(from); }
@@ -147,6 +163,51 @@ inline Words random_bits(uint64_t seed, uint32_t a, Words b, uint32_t c) {
 inline Floats kept(Words bits, float probability, float inverse) {
     Words threshold = Words{} + (uint32_t)(probability * 4294967296.0);
     return (Floats)((Ints)all(inverse) & (Ints)(bits >= threshold));
+}
+
+// The sum of two products a column, in fp32; a pair is two bf16 numbers, the first in the low half.
+inline Floats dot(Floats sum, uint32_t pair, Words columns) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)pair),
+                                    (__m512bh)columns);
+#else
+    uint32_t low = pair << 16, high = pair & 0xffff0000u;
+    float first, second;
+    std::memcpy(&first, &low, 4);
+    std::memcpy(&second, &high, 4);
+    return sum + first * (Floats)(columns << 16) + second * (Floats)(columns & 0xffff0000u);
+#endif
+}
+
+// 16 words of two vectors by their constant positions in both.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// 16 x 16 words, rows become columns: rows that are 1, 2, 4 and 8 apart exchange halves.
+inline void transpose16(Words r[LANES]) {
+    for (int i = 0; i < LANES; i += 2) {
+        Words a = r[i], b = r[i + 1];
+        r[i] = SHUFFLED(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        r[i + 1] = SHUFFLED(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    for (int i = 0; i < LANES; i += (i & 1) ? 3 : 1) {
+        Words a = r[i], b = r[i + 2];
+        r[i] = SHUFFLED(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        r[i + 2] = SHUFFLED(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    for (int i = 0; i < LANES; i += (i & 3) == 3 ? 5 : 1) {
+        Words a = r[i], b = r[i + 4];
+        r[i] = SHUFFLED(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        r[i + 4] = SHUFFLED(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 8; i++) {
+        Words a = r[i], b = r[i + 8];
+        r[i] = SHUFFLED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        r[i + 8] = SHUFFLED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
 }
 
 }  // namespace

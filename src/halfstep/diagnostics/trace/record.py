@@ -54,7 +54,7 @@ def trace(
     """Record what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
-    compiled kernel of halfstep would draw its own.
+    compiled kernel of halfstep would draw its own, and that ``fp8-block`` products are torch's.
 
     Args:
         model: The model whose modules are named. It has hooks until the context is left.

@@ -4,10 +4,10 @@ Both operands of the product are multiplied by it, and it cancels there, since i
 
     y = H S x / 4    S the diagonal matrix of fixed random signs, H Sylvester's matrix of +-1
 
-The arithmetic is defined here, so that every device and kernel has the same bits: ``x`` times +-1/4,
-four rounds of sums and differences in fp32 (of tokens 1, 2, 4 and 8 apart), and one rounding to bf16.
-Each term of a number goes through four additions, so that before the last rounding the number is off
-by at most 4 u / (1 - 4 u) times the sum of magnitudes, u = 2^-24.
+The arithmetic is defined here, so that every device and kernel has the same bits: ``x`` times
++-1/4, four rounds of sums and differences in fp32 (of tokens 1, 2, 4 and 8 apart), and one rounding
+to bf16. Each term of a number goes through four additions, so that before the last rounding the
+number is off by at most 4 u / (1 - 4 u) times the sum of magnitudes, u = 2^-24.
 
 **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4, for the 16 tokens;
 TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``, for the signs; Higham, "Accuracy

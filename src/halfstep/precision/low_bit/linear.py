@@ -4,9 +4,11 @@ Each operand is rounded to blocks along the dim that its product sums over. Wher
 such a product, it multiplies the codes (``native.py``). Elsewhere it is simulated: the rounded
 numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
 accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
-after: one rounding more than a tensor core's (``product.py`` has it with one, at the speed of
-fp32). Scales of blocks that are fp32 numbers (``fp8-block``) go into fp32 operands of an fp32
-product instead.
+after: one rounding more than a tensor core's. Scales of blocks that are fp32 numbers
+(``fp8-block``) multiply the fp32 sums of each block, as in a tensor core, where the CPU has bf16
+instructions and a C++ compiler; elsewhere they go into fp32 operands of an fp32 product.
+:func:`~halfstep.precision.low_bit.product.block_product` is the definition of all these products,
+at the speed of fp32; here are their fast paths.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32
-from halfstep.kernels.blocks import scaled_
+from halfstep.kernels.blocks import block_product, has_products, scaled_
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
@@ -161,40 +163,49 @@ def run_product(
         wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
     with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        x, x_scale = _rounded(left, a, i, draw, rows, mix)
-        y, y_scale = _rounded(right, b, j, None, rows, mix)
-    return _simulated((x if i else x.t(), x_scale), (y.t() if j else y, y_scale), bias_O)
+        x = _rounded(left, a, i, draw, rows, mix)
+        y = _rounded(right, b, j, None, rows, mix)
+    return _simulated(x, y, bias_O)
 
 
 Operand = tuple[Tensor, Tensor | None]
-"""Numbers in bf16 and the scale of all of them, if there is one; or in fp32, scaled by blocks."""
+"""Numbers in bf16, (M, K), and the scales of blocks or of all; or in fp32, scaled by blocks."""
 
 
 def _rounded(
     name: str, x: Tensor, dim: int, draw: Draw | None, rows: int | None, mix: bool
 ) -> Operand:
-    """A matrix in a block format, whose blocks lie along a dim."""
+    """A matrix in a block format along a dim, which then is the last."""
     form = BLOCK_FORMATS[name]
     by_blocks = form.scale is FP32 and form.block is not None
-    dtype = torch.float32 if by_blocks else _LOW
-    return operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=by_blocks)
+    scaled = by_blocks and not (x.device.type == "cpu" and has_products())
+    dtype = torch.float32 if scaled else _LOW
+    values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
+    if by_blocks and left is not None and form.block is not None:
+        left = left.repeat_interleave(form.block[0], 1 - dim)  # a row each, of tall blocks too
+    if dim:
+        return values, left
+    return values.t(), left.t() if left is not None and left.ndim else left
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-    """``a @ b`` in bf16, by a product that accumulates in fp32."""
+    """``a @ b.t()`` in bf16, by a product that accumulates in fp32."""
     (left, left_scale), (right, right_scale) = a, b
     if left.dtype == right.dtype == _LOW:
         if left_scale is None and right_scale is None:
-            return left @ right if bias is None else torch.addmm(bias, left, right)
-        product = left @ right
+            return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         with torch._C.DisableTorchFunction():
+            if left_scale is not None and right_scale is not None and left_scale.ndim:
+                length = left.shape[1] // left_scale.shape[1]
+                return block_product((left, left_scale), (right, right_scale), length, bias)
+            product = left @ right.t()
             found = scaled_(product, left_scale, right_scale, bias)
         if found is not None:
             return found
         wide = product.float()
     else:
         with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
-            wide = left.float() @ right.float()
+            wide = left.float() @ right.float().t()
     for scale in (left_scale, right_scale):
         wide = wide if scale is None else wide.mul_(scale)
     return (wide if bias is None else wide + bias).to(_LOW)
