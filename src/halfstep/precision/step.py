@@ -28,11 +28,11 @@ from halfstep.errors import PrecisionError, SpikeError
 from halfstep.precision import recovery
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip, no_own_weights
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
 from halfstep.precision.checks import (
     as_closure,
+    as_inputs,
     check_arguments,
     check_max_norm,
     check_parameters,
@@ -175,10 +175,12 @@ class Precision:
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        parts = self._spikes, model, self.optimizers, self._ema, self.ranks
+        kept = {"spikes": self._spikes, "amax_history": self.clock.history}
+        self._kept = {key: each for key, each in kept.items() if each}
+        parts = [*self._kept.values()], model, self.optimizers, self._ema, self.ranks
         self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        if self._spikes is None:  # the host tests for spikes, so it decides then
+        if not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
             self.path = device_path(self.optimizers, config, self.ranks, installed)
         self._scalers = OneScaler()
@@ -193,10 +195,8 @@ class Precision:
         stays = self.policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
         make_portable_(model, is_ours, low, weakref.WeakMethod(self.masters.exact))
-        left = None if stays else model
-        self._released = weakref.finalize(
-            self, release, self._door, self.masters.arrivals, hooks, left
-        )
+        held = self._door, self.masters.arrivals, hooks, None if stays else model
+        self._released = weakref.finalize(self, release, *held)
         self._begin(0)
 
     def autocast(self) -> Autocast:
@@ -230,26 +230,24 @@ class Precision:
         self._require_open()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
-        asked: Sequence[Tensor] = ()
-        if inputs is not None:
-            allowed = "a tensor, or a list of some"
-            require(inputs, (Tensor, list, tuple), "backward(inputs)", allowed)
-            asked = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        asked = () if inputs is None else as_inputs(inputs)
         self._scalers.require(loss)
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
+            self._drop_amaxes()
+        seen = self.clock.history.seen() if self.clock.history else 0
         with self._context.arithmetic():
-            held = self._loss_scale
             if self.uncalibrated:
-                self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
-            scale = held.value if self.path is None else self.path.scale(held)
+                self.uncalibrated = not calibrate_(self._loss_scale, self.policy, loss, self.ranks)
+            scale = self._loss_scale.value if not self.path else self.path.scale(self._loss_scale)
             with self.masters.arrivals.running(scale, loss, asked):
                 scaled = loss.reshape(()).float() * scale if self._scaled else loss.reshape(())
                 scaled.backward(  # type: ignore[no-untyped-call]
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if inputs is not None and not self.masters.trains(asked):
+            self._drop_amaxes(seen)
             return  # such as a gradient for an adversarial attack: it belongs to no step
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
@@ -270,6 +268,7 @@ class Precision:
         ``zero_grad()`` of the model or of all optimizers does the same.
         """
         self.masters.clear()
+        self._drop_amaxes()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
@@ -340,6 +339,8 @@ class Precision:
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
+            if self.clock.history:
+                self.clock.history.took(self.ranks)
         finally:
             self.discard()
         return self._applied(judged)
@@ -416,6 +417,8 @@ class Precision:
             try:
                 with self._door.open():
                     optimizer.step(evaluate)
+                if self.clock.history:
+                    self.clock.history.took(self.ranks)
             except recovery.BrokenClosure:
                 before.restore_()
                 with self.masters.installed(False):
@@ -461,7 +464,6 @@ class Precision:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        spikes = {} if self._spikes is None else {"spikes": self._spikes.state()}
         return {
             "policy": str(self.policy),
             "loss_scale": self._loss_scale.state_dict(),
@@ -469,7 +471,7 @@ class Precision:
             "skipped_total": self._skipped_total,
             "skipped_in_a_row": self._skipped_in_a_row,
             "masters": masters,
-            **spikes,
+            **{key: each.state() for key, each in self._kept.items()},
         }
 
     @torch.no_grad()
@@ -497,8 +499,8 @@ class Precision:
         self._skipped_total = state["skipped_total"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         self.clock.step = self._applied_total + self._skipped_total
-        if self._spikes is not None:
-            self._spikes.restore_(state.get("spikes"))
+        for key, each in self._kept.items():
+            each.restore_(state.get(key))
         if masters:
             self.masters.load_(masters)
         self._begin(self._applied_total)
@@ -517,6 +519,10 @@ class Precision:
         """
         self.masters.adopt()
         self.masters.take_all_()
+
+    def _drop_amaxes(self, after: int = 0) -> None:
+        if self.clock.history:
+            self.clock.history.drop(after)
 
     def _require_open(self) -> None:
         if not self._released.alive:
@@ -575,19 +581,12 @@ class Precision:
             self._loss_scale.update(found_nonfinite=True)
         self._after(False, ())
         return self._result(
-            judged,
-            scale,
-            calibrating,
-            applied=False,
-            reason=judged.reason,
-            rolled_back=undone > 0,
-            steps_undone=undone,
-            nonfinite_parameters=names,
-        )
+            judged, scale, calibrating, applied=False, reason=judged.reason,
+            rolled_back=undone > 0, steps_undone=undone, nonfinite_parameters=names,
+        )  # fmt: skip
 
-    def _result(
-        self, judged: Judged, scale: float, calibrating: bool, **outcome: Any
-    ) -> StepResult:
+    def _result(self, judged: Judged, scale: float, calibrating: bool, **rest: Any) -> StepResult:
+        history = self.clock.history
         return StepResult(
             loss=judged.loss,
             grad_norm=judged.norm,
@@ -596,5 +595,6 @@ class Precision:
             next_loss_scale=self._loss_scale.value,
             skipped_total=self._skipped_total,
             skipped_in_a_row=self._skipped_in_a_row,
-            **outcome,
+            saturated=history.saturated if history and rest["applied"] else {},
+            **rest,
         )

@@ -29,10 +29,11 @@ from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.delayed import Call
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.low_bit.product import Draw, operand, quantized
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
-from halfstep.precision.policy.rules import Placement
+from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
 HADAMARD = 16
@@ -52,9 +53,11 @@ class LowBitLinear(Region):
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
         self.recipe, self.clock = placement.recipe, clock
-        self.name = placement.name
-        self.stream = zlib.crc32(placement.name.encode())
+        self.name, self.key = placement.name, plain_name(placement.name)
+        self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
+        if clock.history:
+            clock.history.track(self.key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
@@ -108,7 +111,9 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
+        history = layer.clock.history
+        ctx.call = Call(history, layer.key) if history else None
+        return run_product(ctx.call, layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -117,11 +122,13 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
+            dx = run_product(ctx.call, ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
+            dw = run_product(ctx.call, ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
+        if ctx.call:
+            ctx.call.keep()
         return dx, dw, db, None, None
 
 
@@ -130,6 +137,7 @@ _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 
 
 def run_product(
+    call: Call | None,
     layer: LowBitLinear,
     recipe: Recipe,
     product: str,
@@ -147,13 +155,18 @@ def run_product(
         a, b = _whole_blocks(scheme, a), _whole_blocks(scheme, b)
         if scheme.hadamard:
             a, b = mixed(a), mixed(b)
-    (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
-    left, right = getattr(scheme, left), getattr(scheme, right)
+    kinds, (i, j) = OPERANDS[product], _SUMMED[product]
+    left, right = (getattr(scheme, kind) for kind in kinds)
+    amaxes: list[Tensor | None] = [None, None]
+    if call and scheme.history:
+        amaxes = [call.amax(kind, x) for kind, x in zip(kinds, (a, b), strict=True)]
     draw = None if product == "fprop" else _draw(scheme, layer, product)
     if not why_not_native(scheme.name, a.device):
-        wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
+        codes = quantized(left, a, i, draw, amaxes[0]), quantized(right, b, j, amax=amaxes[1])
+        wide = scaled_product(*codes)
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
-    (x, x_scale), (y, y_scale) = _rounded(left, a, i, draw), _rounded(right, b, j)
+    x, x_scale = _rounded(left, a, i, draw, amaxes[0])
+    y, y_scale = _rounded(right, b, j, amax=amaxes[1])
     return _simulated((x if i else x.t(), x_scale), (y.t() if j else y, y_scale), bias_O)
 
 
@@ -161,10 +174,12 @@ Operand = tuple[Tensor, Tensor | None]
 """Numbers in bf16 and the scale of all of them, if there is one; or in fp32, scaled by blocks."""
 
 
-def _rounded(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Operand:
+def _rounded(
+    name: str, x: Tensor, dim: int, draw: Draw | None = None, amax: Tensor | None = None
+) -> Operand:
     """A matrix in a block format, whose blocks lie along a dim."""
     form = BLOCK_FORMATS[name]
-    values, left = operand(form, x, dim - 2, _LOW, draw)
+    values, left = operand(form, x, dim - 2, _LOW, draw, amax)
     if left is None or not left.dim():
         return values, left
     blocks = form.split(values.float(), dim) * form.spread(left, dim)

@@ -94,7 +94,12 @@ def block_product(
 
 
 def operand(
-    form: BlockFormat, x: Tensor, dim: int, dtype: torch.dtype, draw: Draw | None = None
+    form: BlockFormat,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    draw: Draw | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:meth:`BlockFormat.operand` of a matrix, by the compiled kernel where it can run.
 
@@ -104,22 +109,27 @@ def operand(
         dim: -1 or -2, along which blocks lie.
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
+        amax: The largest magnitude to scale a whole tensor by; None: its own.
 
     Returns:
         The values, and the scales that are left to multiply by.
     """
     form.check(x.shape, x.dtype, dim)
-    found = blocks.operand(form, x, dim, dtype, key=None if draw is None else random_key(*draw))
+    key = None if draw is None else random_key(*draw)
+    found = blocks.operand(form, x, dim, dtype, key=key, amax=amax)
     if found is None:
-        values, left = form.operand(x, dim, bits=None if draw is None else bits_of(draw, x))
+        bits = None if draw is None else bits_of(draw, x)
+        values, left = form.operand(x, dim, bits=bits, amax=amax)
         found = values.to(dtype), left
     return found
 
 
-def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+def quantized(
+    name: str, x: Tensor, dim: int, draw: Draw | None = None, amax: Tensor | None = None
+) -> Quantized:
     """The codes and scales that :func:`operand` stands for, for a native product."""
     bits = None if draw is None else bits_of(draw, x)
-    return block_format(name).quantize(x, dim, bits=bits)
+    return block_format(name).quantize(x, dim, bits=bits, amax=amax)
 
 
 def bits_of(draw: Draw, x: Tensor) -> Tensor:
