@@ -525,7 +525,7 @@ def test_16_bit_weights_train_with_halfsteps_optimizer_and_a_saved_state(tmp_pat
     assert all((w - s.float()).abs().max() > 1e-4 for w, s in zip(whole, start, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["bf16-split", "fp16-mixed"])
+@pytest.mark.parametrize("policy", ["bf16-split", "fp16-mixed", "fp8-delayed,simulate=yes"])
 def test_precision_in_an_accelerate_loop(policy, tmp_path):
     """Accelerate moves data and model; Precision has the backward and the step."""
 
@@ -555,6 +555,13 @@ def test_precision_in_an_accelerate_loop(policy, tmp_path):
     acc.save_state(tmp_path)
     acc = accelerator()
     assert same(bits(run(acc, range(3, 6), load=True)), expected)
+
+
+def test_precision_refuses_an_optimizer_that_accelerate_has_wrapped():
+    acc = accelerator()
+    model, optimizer = acc.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+    with pytest.raises(PrecisionError, match=r"AcceleratedOptimizer around SGD.*leave it out"):
+        halfstep.Precision("mxfp8,simulate=yes", model, optimizer)
 
 
 def test_the_example_learns_and_tells_its_skips(capsys):

@@ -23,6 +23,7 @@ from halfstep.integrations.fabric import HalfstepPrecision, ScaledPrecision
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
             "bf16-kahan", "bf16-sr")  # fmt: skip
+RECIPES = ("fp8-delayed,simulate=yes", "bf16-mixed,recipe=bf16/bf16/nvfp4,simulate=yes")
 STATIC = "fp32,scale=static,init_scale=1024"
 STEPS, OVERFLOW, WIDTH = 6, 3, 8
 
@@ -89,7 +90,7 @@ def losses(model, steps, *, bad=(), value=math.inf):
         yield step, mse(spoilt(output, value) if step in bad else output, targets)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *RECIPES])
 def test_a_policy_in_fabric_is_halfsteps_own_loop_bit_for_bit(policy):
     bad = (OVERFLOW,) if policy.startswith("fp16") else ()
     precision, run, model, optimizer = started(policy)

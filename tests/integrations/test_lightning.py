@@ -34,6 +34,7 @@ from halfstep.integrations.lightning import (  # noqa: E402
 from integrations.test_fabric import (  # noqa: E402
     OVERFLOW,
     POLICIES,
+    RECIPES,
     STATIC,
     WIDTH,
     moments,
@@ -119,29 +120,29 @@ def fit(plugin, model=None, **options):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("through", ["net", "forward"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *RECIPES])
 def test_a_policy_in_the_trainer_is_halfsteps_own_loop_bit_for_bit(policy, through):
     bad = (OVERFLOW,) if policy.startswith("fp16") else ()
     model = Regression(schedule=True, bad=bad, through=through)
     plugin = HalfstepPrecision(policy)
     fit(plugin, model, gradient_clip_val=0.5, accumulate_grad_batches=2)
 
-    net = network()
+    whole = Regression()  # random bits follow the names of layers
+    net = whole.net
     optimizer = AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    precision = Precision(policy, net, optimizer, schedulers=[scheduler])
+    precision = Precision(policy, whole, optimizer, schedulers=[scheduler])
     results = []
     for index, (inputs, targets) in enumerate(loader()):
         with precision.autocast():
-            output = net(inputs)
+            output = whole(inputs)
             output = spoilt(output, math.inf) if index in bad else output
             loss = mse(output, targets) / 2
         precision.backward(loss)
         if index % 2 == 1:
             results.append(precision.step(max_norm=0.5))
     assert same(weights(model.net), weights(net))
-    exact = {f"net.{name}": value for name, value in precision.masters.items()}
-    assert same(dict(plugin.engine.masters.items()), exact)
+    assert same(dict(plugin.engine.masters.items()), dict(precision.masters.items()))
     assert plugin.last_step == results[-1]
     assert [r.applied for r in results] == [True, not bad, True]
     assert model.rates[-1] == optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (2 if bad else 3)
@@ -159,6 +160,16 @@ def test_fp32_is_lightnings_own_bit_for_bit_with_a_scale_and_without(policy, mak
     )
     assert same(weights(ours), weights(plain))
     assert ours.rates == plain.rates
+
+
+def test_a_schedule_of_recipes_needs_the_runs_length():
+    policy = "fp8,simulate=yes,schedule=50%:bf16"
+    with pytest.raises(PrecisionError, match="steps=1500"):
+        fit(HalfstepPrecision(policy))
+    model, _ = fit(HalfstepPrecision(policy, steps=6))
+    low, _ = fit(HalfstepPrecision("fp8,simulate=yes"))
+    assert model.losses[:3] == low.losses[:3]
+    assert model.losses[3] != low.losses[3]
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -191,7 +191,7 @@ def train(policy, count=6, micro=1, length=0, state=None, **given):
     return losses, (length or count, *parts)
 
 
-@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8"])
+@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8", "fp8-delayed"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_resumed_run_repeats_bit_by_bit(base, micro):
     policy = f"{base},simulate=yes"

@@ -211,6 +211,10 @@ def test_explain_says_which_products_run_in_which_blocks():
     text = str(halfstep.explain("nvfp4,simulate=yes,schedule=85%:bf16/-/-"))
     assert "fprop    nvfp4    inputs e2m1 in 1x16 blocks x weights e2m1 in 16x16 blocks" in text
     assert "gradients rounded stochastically, Hadamard over 16 tokens" in text
+    delayed = str(halfstep.explain("fp8-delayed"))
+    assert (
+        "gradients e5m2 in one scale x weights e4m3fn in one scale, scaled by the last" in delayed
+    )
     assert "from     85%      of the run on: bf16/-/-" in text
     rows = str(halfstep.explain_model("mxfp8,keep_bf16=head", Model())).splitlines()
     compute = {row.split()[0]: row.split()[3] for row in rows[1:-1]}

@@ -47,17 +47,22 @@ def _power_scale(amax: np.ndarray, element: str, up: bool) -> np.ndarray:
 
 
 def quantize(
-    x: np.ndarray, element: str, rule: str, block: tuple[int, int] | None
+    x: np.ndarray,
+    element: str,
+    rule: str,
+    block: tuple[int, int] | None,
+    largest: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales (uint8 codes, or fp32) and the numbers in fp64 before the outer scale.
 
     The matrix ``x`` is (rows, columns), fp32 and finite. For the rule ``two-level`` a scale's code
-    is that of e4m3.
+    is that of e4m3. Blocks are scaled by their ``largest`` magnitude, unless one is given.
     """
     x = x.astype(F)
     rows, columns = block or x.shape
     tiles = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
     amax = np.abs(tiles).max(axis=(1, 3), keepdims=True)
+    amax = amax if largest is None else np.full_like(amax, largest)
     top = F(ELEMENTS[element][-1])
     with np.errstate(over="ignore", divide="ignore", under="ignore", invalid="ignore"):
         if rule in ("floor", "rceil"):

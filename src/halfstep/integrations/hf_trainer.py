@@ -36,9 +36,11 @@ from halfstep.integrations.accelerate import (
     refuse_engine,
 )
 from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
+from halfstep.integrations.hf_recipe import apply_recipe
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
+from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
@@ -59,6 +61,7 @@ _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callb
 def attach(
     trainer: Any,
     *,
+    policy: str = "",
     scaler: bool | None = None,
     lost_updates_every: int = 50,
     stop_on_nonfinite: bool = True,
@@ -74,6 +77,8 @@ def attach(
 
     Args:
         trainer: A Trainer that has not trained yet.
+        policy: A policy below 16 bits for a Trainer in bf16, such as ``"mxfp8,simulate=yes"``;
+            empty: none.
         scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
@@ -94,9 +99,9 @@ def attach(
     Raises:
         ConfigError: If it is not a Trainer, is already attached or trained, or if scaler options
             are given without a scaler.
-        PrecisionError: If its precision or engine does not allow a loss scaler; or if it trains
-            16-bit weights whose small updates would be lost, unless ``allow_pure=True``. If its
-            class makes its own optimizer, ``train`` raises it.
+        PrecisionError: If its precision or engine does not allow a loss scaler or the policy; or if
+            it trains 16-bit weights whose small updates would be lost, unless
+            ``allow_pure=True``. If its class makes its own optimizer, ``train`` raises it.
     """
     _check(trainer)
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
@@ -111,14 +116,21 @@ def attach(
     ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
     if not allow_pure:
         _check_weights(trainer)
+    if policy and captures:
+        raise ConfigError(
+            f"captures={captures} with policy={policy!r}: a capture is taken again in plain bf16, "
+            "whose numbers are others; leave one of them out"
+        )
+    clock = apply_recipe(trainer, policy) if policy else None
     used = None
     if wanted or choice.action != "off":  # the callback has a meter of its own
         used = attach_scaler(
             trainer.accelerator, scaler=wanted, on_spike=choice, lost_updates_every=0, **options
         )
     callback = NumericsCallback(
-        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
-    )
+        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
+        clock=clock,
+    )  # fmt: skip
     if folder:
         callback.record_into(folder, captures, choice)
     trainer.log, trainer.training_step = callback.log, callback.training_step
@@ -160,8 +172,10 @@ class NumericsCallback(TrainerCallback):
         *,
         stop: bool,
         allow_pure: bool,
+        clock: Clock | None,
     ) -> None:
         self.scaler = scaler
+        self._clock, self._low = clock, None if clock is None else trainer.model
         self.meter: LostUpdateMeter | None = None
         self._trainer = trainer
         self._log, self._training_step = trainer.log, trainer.training_step
@@ -233,6 +247,13 @@ class NumericsCallback(TrainerCallback):
                 "the Trainer has made another Accelerator since attach(), as hyperparameter_search "
                 "does, and halfstep is not in it; attach() to a Trainer of its own in each trial"
             )
+        if self._clock is not None:
+            if self._trainer.model is not self._low:
+                raise ConfigError(
+                    "the Trainer has made another model since attach(policy=...), by model_init, "
+                    "and it has no recipe; give the Trainer a model, and attach() in each trial"
+                )
+            self._clock.steps = state.max_steps
         self._forget()
         if self.meter is not None:
             self.meter.close()
@@ -244,6 +265,11 @@ class NumericsCallback(TrainerCallback):
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
         if self._steps is not None:
             self._steps.open(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell layers below 16 bits which step it is, before its first micro-batch."""
+        if self._clock is not None:
+            self._clock.step = state.global_step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.

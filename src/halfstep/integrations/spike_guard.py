@@ -105,7 +105,7 @@ class SpikeGuard:
         if self._guard is None and ranks is not None and self.choice.action != "stop":
             models = nn.ModuleList(self._models())
             choices = OnNonFinite(), self.choice
-            self._guard = Guard(choices, self.detector, models, self._optimizers(), {}, ranks)
+            self._guard = Guard(choices, [self.detector], models, self._optimizers(), {}, ranks)
             self._guard.start(0)
         return self._guard
 

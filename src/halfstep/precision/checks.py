@@ -14,6 +14,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_floating, as_number, require, require_optimizer
 from halfstep.precision.casting.buffers import check_buffers
 from halfstep.precision.casting.cast import CastInputs
+from halfstep.precision.low_bit.delayed import as_history
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -43,6 +44,14 @@ def check_arguments(model: object, optimizers: object) -> None:
             f"the optimizer is {wrong[0] if wrong else 'an empty list'}; allowed: a "
             "torch.optim.Optimizer over the model's parameters, or a list of them"
         )
+    for one in several:
+        inner = getattr(one, "optimizer", None)
+        if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
+            raise PrecisionError(
+                f"the optimizer is {type(one).__name__} around {type(inner).__name__}, and "
+                f"Precision takes the steps itself; give it that {type(inner).__name__}, and leave "
+                "it out of the framework's prepare or setup"
+            )
 
 
 def one_device(model: nn.Module) -> torch.device:
@@ -338,7 +347,7 @@ def check_state(
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes"} != expected:
+    if set(state) - {"spikes", "amax_history"} != expected:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(map(str, state))}, expected "
             f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
@@ -354,6 +363,7 @@ def check_state(
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
     as_state(state.get("spikes"))
+    as_history(state.get("amax_history"))
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
             raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")

@@ -203,6 +203,7 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         extra = [", gradients rounded stochastically"] if "gradients" in operands else []
         extra = extra if scheme.stochastic else []
         extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []
+        extra += [f", scaled by the last {scheme.history} steps"] if scheme.history else []
         rows.append((product, scheme.name, f"{texts[0]} x {texts[1]}{''.join(extra)}"))
     for scheme in dict.fromkeys(s for recipe in policy.recipes() for s in recipe.schemes()):
         rows.append(("scales", scheme.name, _scales(scheme)))

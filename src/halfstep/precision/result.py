@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from halfstep.shown import as_html
@@ -30,8 +30,8 @@ class _ReadLater:
             if name not in self.__slots__:
                 raise AttributeError(f"{type(self).__name__} has no field {name!r}")
             known = self._read()
-            for field in fields(known):
-                object.__setattr__(self, field.name, getattr(known, field.name))
+            for each in fields(known):
+                object.__setattr__(self, each.name, getattr(known, each.name))
             return getattr(self, name)
 
 
@@ -71,7 +71,10 @@ class StepResult(_ReadLater):
     """Applied steps whose updates were undone by that."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
+    saturated: dict[str, int] = field(default_factory=dict)
+    """What delayed scaling clipped in an applied step, by layer and operand (``"fc inputs"``): how
+    many magnitudes were above the largest of the steps before. Of several ranks, where most."""
 
     def _repr_html_(self) -> str:
-        rows = ((field.name, getattr(self, field.name)) for field in fields(self))
+        rows = ((each.name, getattr(self, each.name)) for each in fields(self))
         return as_html("\n".join(f"{name:<21}{value}" for name, value in rows))

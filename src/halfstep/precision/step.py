@@ -157,14 +157,16 @@ class Precision:
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        parts = self._spikes, model, self.optimizers, self._after.ema, self.ranks
+        kept = {"spikes": self._spikes, "amax_history": self.clock.history}
+        self._kept = {key: each for key, each in kept.items() if each}
+        parts = [*self._kept.values()], model, self.optimizers, self._after.ema, self.ranks
         self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
         self.gradient_release: GradientRelease | None = None
         if releases:
             needed = self.masters, self._examiner, self._door, self.optimizers
             self.gradient_release = GradientRelease(*needed)
-        elif self._spikes is None:  # the host tests for spikes, so it decides then
+        elif not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
             self.path = device_path(self.optimizers, config, self.ranks, installed)
         self._scalers = ownership.OneScaler()
@@ -221,6 +223,8 @@ class Precision:
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
+            self.clock.history.drop()
+        seen = self.clock.history.seen()
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
         releasing: AbstractContextManager[None] = nullcontext()
@@ -240,6 +244,7 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if apart:
+            self.clock.history.drop(seen)
             return
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
@@ -269,6 +274,7 @@ class Precision:
 
     def _drop(self) -> None:
         self.masters.clear()
+        self.clock.history.drop()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
@@ -362,6 +368,7 @@ class Precision:
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
+            self.clock.history.took(self.ranks)
         finally:
             self._drop()
         return self._applied(judged)
@@ -370,6 +377,8 @@ class Precision:
         """Report a step whose updates were made during its backward."""
         try:
             judged = release.finish()
+            if not judged.broken:
+                self.clock.history.took(self.ranks)
         finally:
             self._drop()
         self.clock.step += 1
@@ -425,13 +434,14 @@ class Precision:
                 raise checks.no_backward()
             if judged.broken:
                 return self._skip(judged)
+            self.clock.history.took(self.ranks)
         finally:
             self._drop()
         return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        result = self._progress.applied(judged)
+        result = self._progress.applied(judged, self.clock.history.saturated)
         if self._after.waits:
             self._after(True, self.masters.items())
         if self._spikes is not None:
@@ -460,8 +470,8 @@ class Precision:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        saved = {"policy": str(self.policy), **self._progress.state(), "masters": masters}
-        return saved if self._spikes is None else {**saved, "spikes": self._spikes.state()}
+        kept = {key: each.state() for key, each in self._kept.items()}
+        return {"policy": str(self.policy), **self._progress.state(), "masters": masters, **kept}
 
     @torch.no_grad()
     def load_state_dict(
@@ -487,8 +497,8 @@ class Precision:
         self.clock.step = progress.applied_total + progress.skipped_total
         if self.gradient_release is not None:
             self.gradient_release.reset()
-        if self._spikes is not None:
-            self._spikes.restore_(state.get("spikes"))
+        for key, each in self._kept.items():
+            each.restore_(state.get(key))
         if masters:
             self.masters.load_(masters)
         self._begin()

@@ -381,6 +381,7 @@ def _record(
         calibrating=result.calibrating or None,
         rolled_back=result.rolled_back or None,
         skipped_total=result.skipped_total,
+        saturated=sum(result.saturated.values()) or None,
         sent_bytes=sent.total or None,
         sent_bytes_fp32=fp32.total or None,
         tokens=session.tokens,

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from halfstep.diagnostics.capture.sealed import write_sealed
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.rules import plain_name
 from halfstep.precision.scaling.gradients import Judged
 
 CAPTURES = "captures"
@@ -106,11 +107,6 @@ def set_random_state_(states: Sequence[Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if device.type != "cpu" and len(states) > 1:
         getattr(torch, device.type).set_rng_state(states[1])
-
-
-def plain_name(name: str) -> str:
-    """A name without what DistributedDataParallel and torch.compile put before it."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -17,13 +17,13 @@ from halfstep.diagnostics.capture.captures import (
     device_of,
     environment,
     finding,
-    plain_name,
     rank_and_size,
     read_finding,
     set_random_state_,
 )
 from halfstep.diagnostics.capture.sealed import read_sealed
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
+from halfstep.precision.policy.rules import plain_name
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Judged

@@ -60,6 +60,8 @@ class Record:
     """True if the weights were rolled back to those of an earlier step."""
     skipped_total: int | None = None
     """Skipped steps so far."""
+    saturated: int | None = None
+    """With delayed scaling: how many operands' numbers it clipped in the step, if any."""
     sent_bytes: int | None = None
     """With several ranks: bytes that each sends for gradients and parameters in a step."""
     sent_bytes_fp32: int | None = None

@@ -110,6 +110,7 @@ class StepLog:
                 calibrating=result.calibrating or None,
                 rolled_back=result.rolled_back or None,
                 skipped_total=result.skipped_total,
+                saturated=sum(result.saturated.values()) or None,
                 **more,
             )
         )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import DataError
 from halfstep.formats import BlockFormat, block_format
-from halfstep.precision.low_bit.linear import mixed
+from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Scheme

@@ -30,10 +30,11 @@ from halfstep.formats import BLOCK_FORMATS, FP32
 from halfstep.kernels.blocks import block_product, has_products, scaled_
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.delayed import Call
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
-from halfstep.precision.policy.rules import Placement
+from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,9 +51,11 @@ class LowBitLinear(Region):
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
         self.recipe, self.clock = placement.recipe, clock
-        self.name = placement.name
-        self.stream = zlib.crc32(placement.name.encode())
+        self.name, self.key = placement.name, plain_name(placement.name)
+        self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
+        if clock.history:
+            clock.history.track(self.key)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
@@ -116,7 +119,9 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
+        history = layer.clock.history
+        ctx.call = Call(history, layer.key) if history else None
+        return run_product(ctx.call, layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -125,11 +130,13 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
+            dx = run_product(ctx.call, ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
+            dw = run_product(ctx.call, ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
+        if ctx.call:
+            ctx.call.keep()
         return dx, dw, db, None, None
 
 
@@ -138,6 +145,7 @@ _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 
 
 def run_product(
+    call: Call | None,
     layer: LowBitLinear,
     recipe: Recipe,
     product: str,
@@ -151,8 +159,11 @@ def run_product(
         if product == "fprop":
             return F.linear(a, b, bias_O)
         return (a if product == "dgrad" else a.t()) @ b
-    (left, right), (i, j) = OPERANDS[product], _SUMMED[product]
-    left, right = getattr(scheme, left), getattr(scheme, right)
+    kinds, (i, j) = OPERANDS[product], _SUMMED[product]
+    left, right = (getattr(scheme, kind) for kind in kinds)
+    amaxes: list[Tensor | None] = [None, None]
+    if call and scheme.history:
+        amaxes = [call.amax(kind, x) for kind, x in zip(kinds, (a, b), strict=True)]
     draw = None if product == "fprop" else _draw(scheme, layer, product)
     # tokens that fill the last block are zeros, which add nothing to the product
     rows = -(-a.shape[0] // scheme.block) * scheme.block if product == "wgrad" else None
@@ -160,11 +171,12 @@ def run_product(
     if not why_not_native(scheme.name, a.device):
         if rows is not None:
             a, b = filled(a, rows, mix), filled(b, rows, mix)
-        wide = scaled_product(quantized(left, a, i, draw), quantized(right, b, j))
+        codes = quantized(left, a, i, draw, amaxes[0]), quantized(right, b, j, amax=amaxes[1])
+        wide = scaled_product(*codes)
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
     with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        x = _rounded(left, a, i, draw, rows, mix)
-        y = _rounded(right, b, j, None, rows, mix)
+        x = _rounded(left, a, i, draw, amaxes[0], rows, mix)
+        y = _rounded(right, b, j, None, amaxes[1], rows, mix)
     return _simulated(x, y, bias_O)
 
 
@@ -173,14 +185,22 @@ Operand = tuple[Tensor, Tensor | None]
 
 
 def _rounded(
-    name: str, x: Tensor, dim: int, draw: Draw | None, rows: int | None, mix: bool
+    name: str,
+    x: Tensor,
+    dim: int,
+    draw: Draw | None,
+    amax: Tensor | None,
+    rows: int | None,
+    mix: bool,
 ) -> Operand:
     """A matrix in a block format along a dim, which then is the last."""
     form = BLOCK_FORMATS[name]
     by_blocks = form.scale is FP32 and form.block is not None
     scaled = by_blocks and not (x.device.type == "cpu" and has_products())
     dtype = torch.float32 if scaled else _LOW
-    values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
+    values, left = operand(
+        form, x, dim - 2, dtype, draw, amax=amax, rows=rows, mix=mix, scaled=scaled
+    )
     if by_blocks and left is not None and form.block is not None:
         left = left.repeat_interleave(form.block[0], 1 - dim)  # a row each, of tall blocks too
     if dim:

@@ -102,6 +102,7 @@ def operand(
     dtype: torch.dtype,
     draw: Draw | None = None,
     *,
+    amax: Tensor | None = None,
     rows: int | None = None,
     mix: bool = False,
     scaled: bool = False,
@@ -114,6 +115,7 @@ def operand(
         dim: -1 or -2, along which blocks lie.
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
+        amax: The largest magnitude to scale a whole tensor by; None: its own.
         rows: How many rows the result has: those of ``x``, and zeros.
         mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
         scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
@@ -125,10 +127,13 @@ def operand(
     rows = given if rows is None else rows
     form.check((rows, columns), x.dtype, dim)
     key, signs = None if draw is None else random_key(*draw), SIGNS if mix else None
-    found = blocks.operand(form, x, dim, dtype, key=key, rows=rows, signs=signs, scaled=scaled)
+    found = blocks.operand(
+        form, x, dim, dtype, key=key, amax=amax, rows=rows, signs=signs, scaled=scaled
+    )
     if found is None:
         x = filled(x, rows, mix)
-        values, left = form.operand(x, dim, bits=None if draw is None else bits_of(draw, x))
+        bits = None if draw is None else bits_of(draw, x)
+        values, left = form.operand(x, dim, bits=bits, amax=amax)
         if scaled and left is not None and left.ndim:
             by_block = form.split(values, dim) * form.spread(left, dim)
             values, left = form.join(by_block, dim), None
@@ -142,10 +147,12 @@ def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
     return mixed(x) if mix else x
 
 
-def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+def quantized(
+    name: str, x: Tensor, dim: int, draw: Draw | None = None, amax: Tensor | None = None
+) -> Quantized:
     """The codes and scales that :func:`operand` stands for, for a native product."""
     bits = None if draw is None else bits_of(draw, x)
-    return block_format(name).quantize(x, dim, bits=bits)
+    return block_format(name).quantize(x, dim, bits=bits, amax=amax)
 
 
 def bits_of(draw: Draw, x: Tensor) -> Tensor:

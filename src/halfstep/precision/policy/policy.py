@@ -281,7 +281,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
 }
 RECIPES: dict[str, PrecisionPolicy] = {
     name: PrecisionPolicy(compute_dtype=torch.bfloat16, recipe=parse_recipe(name))
-    for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
+    for name in ("fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")
 }
 """The policies below 16 bits: ``bf16-mixed`` with a recipe for linear layers."""
 _ALIASES = {

@@ -43,6 +43,8 @@ class Scheme:
         stochastic: Whether gradients are rounded stochastically.
         hadamard: Whether the operands of ``wgrad`` are multiplied by a random 16 x 16 Hadamard
             matrix along the tokens first, which spreads outliers and cancels in the product.
+        history: How many applied steps an operand's scale comes from (``low_bit/delayed.py``); 0:
+            from the operand itself.
         native: What a device must multiply natively to need no simulation.
         since: The first CUDA compute capability whose tensor cores scale such blocks.
         source: Where the scheme is defined.
@@ -55,6 +57,7 @@ class Scheme:
     block: int
     stochastic: bool = False
     hadamard: bool = False
+    history: int = 0
     native: str = "fp8"
     since: tuple[int, int] = (8, 9)
     source: str = ""
@@ -82,6 +85,10 @@ SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme("fp8", "fp8", "fp8", "fp8-e5m2", 1, source="arXiv 2209.05433; torchao float8"),
+        Scheme(
+            "fp8-delayed", "fp8", "fp8", "fp8-e5m2", 1, history=1024,
+            source="TransformerEngine 2, recipe.DelayedScaling, Format.HYBRID",
+        ),
         Scheme(
             "fp8-block", "fp8-block", "fp8-block-2d", "fp8-block", 128, since=_HOPPER,
             source="arXiv 2412.19437, section 3.3",

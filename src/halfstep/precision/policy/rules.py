@@ -233,6 +233,11 @@ def needs_region(placement: Placement) -> bool:
     return placement.direct or next(placement.module.parameters(), None) is not None
 
 
+def plain_name(name: str) -> str:
+    """A name without what DistributedDataParallel and torch.compile put before it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
 def has_forward(module: nn.Module) -> bool:
     """Whether the module can be called, unlike a ``ModuleList``."""
     return type(module).forward is not nn.Module.forward

@@ -1,0 +1,63 @@
+"""Recipes below 16 bits inside the Transformers Trainer, whose autocast is bf16.
+
+The model's linear layers multiply as the policy says; everything else is the Trainer's own. Random
+bits and schedules depend on the step, which the Trainer's state says, also after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.casting.cast import add_regions_
+from halfstep.precision.low_bit.clock import Clock, make_clock
+from halfstep.precision.masters.portable import make_modules_portable_
+from halfstep.precision.ownership import is_ours
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.recipe import Recipe
+from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
+
+
+def apply_recipe(trainer: Any, policy: str) -> Clock:
+    """Make the linear layers of a Trainer's model multiply below 16 bits.
+
+    Args:
+        trainer: A Trainer with ``bf16=True``.
+        policy: ``bf16-mixed`` with a recipe, such as ``"mxfp8,simulate=yes"``.
+
+    Returns:
+        The layers' clock, which the Trainer's steps must set.
+
+    Raises:
+        PrecisionError: If policy, device, Trainer and model are not compatible; nothing has been
+            changed then.
+    """
+    value = parse_policy(policy, trainer.args.device)
+    base = replace(value, recipe=Recipe(), simulate=False, schedule=(), rules=())
+    if not value.recipes() or base != POLICIES["bf16-mixed"]:
+        raise PrecisionError(
+            f"attach(policy={policy!r}); allowed: bf16-mixed with a recipe, such as "
+            "'mxfp8,simulate=yes'. Other policies are the Trainer's own bf16 and fp16, and for "
+            "16-bit weights an optimizer of halfstep.optim"
+        )
+    mixed = trainer.accelerator.mixed_precision
+    if mixed != "bf16":
+        raise PrecisionError(
+            f"attach(policy={policy!r}) rounds the operands of bf16 products, and this Trainer "
+            f"trains with mixed_precision={mixed!r}; set TrainingArguments(bf16=True)"
+        )
+    delayed = [s.name for r in value.recipes() for s in r.schemes() if s.history]
+    if delayed:
+        raise PrecisionError(
+            f"{delayed[0]} scales by the steps before, and the Trainer's checkpoints have no place "
+            f"for them; use {delayed[0].removesuffix('-delayed')}, or halfstep.Precision"
+        )
+    require_support(value, trainer.args.device)
+    placed = place(value, trainer.model)
+    clock = make_clock(value, steps=1)
+    add_regions_(placed, clock)
+    make_modules_portable_(trainer.model, is_ours)
+    return clock
