@@ -179,11 +179,11 @@ class LowPrecisionOptimizer(Optimizer):
                 another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
+        given = set(map(id, gradients))  # torch computes a tensor's hash in Python
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = gradients.get(parameter)
-                if gradient is not None:
-                    check_gradient(parameter, gradient)
+                if id(parameter) in given:
+                    check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
     def step(
@@ -267,10 +267,11 @@ class LowPrecisionOptimizer(Optimizer):
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
         counted: list[Tensor] = []
+        given = set(map(id, gradients))
         for stream, (number, group, parameter) in enumerate(self._members()):
-            gradient = gradients.get(parameter)
-            if gradient is None:
+            if id(parameter) not in given:
                 continue
+            gradient = gradients[parameter]
             kept = self._task_of(stream, group, parameter, gradient)
             step, update, moments = int(kept.number) + 1, kept.update, kept.moments
             kept.number[...] = step
