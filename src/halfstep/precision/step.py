@@ -223,8 +223,8 @@ class Precision:
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
-            self.clock.history.drop()
-        seen = self.clock.history.seen()
+            self._drop_amaxes()
+        seen = self.clock.history.seen() if self.clock.history else 0
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
         releasing: AbstractContextManager[None] = nullcontext()
@@ -244,7 +244,7 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if apart:
-            self.clock.history.drop(seen)
+            self._drop_amaxes(seen)
             return
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
@@ -274,7 +274,7 @@ class Precision:
 
     def _drop(self) -> None:
         self.masters.clear()
-        self.clock.history.drop()
+        self._drop_amaxes()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
@@ -368,7 +368,7 @@ class Precision:
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
-            self.clock.history.took(self.ranks)
+            self._keep_amaxes()
         finally:
             self._drop()
         return self._applied(judged)
@@ -378,7 +378,7 @@ class Precision:
         try:
             judged = release.finish()
             if not judged.broken:
-                self.clock.history.took(self.ranks)
+                self._keep_amaxes()
         finally:
             self._drop()
         self.clock.step += 1
@@ -434,14 +434,15 @@ class Precision:
                 raise checks.no_backward()
             if judged.broken:
                 return self._skip(judged)
-            self.clock.history.took(self.ranks)
+            self._keep_amaxes()
         finally:
             self._drop()
         return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        result = self._progress.applied(judged, self.clock.history.saturated)
+        saturated = self.clock.history.saturated if self.clock.history else {}
+        result = self._progress.applied(judged, saturated)
         if self._after.waits:
             self._after(True, self.masters.items())
         if self._spikes is not None:
@@ -517,6 +518,14 @@ class Precision:
         """
         self.masters.adopt()
         self.masters.take_all_()
+
+    def _drop_amaxes(self, after: int = 0) -> None:
+        if self.clock.history:
+            self.clock.history.drop(after)
+
+    def _keep_amaxes(self) -> None:
+        if self.clock.history:
+            self.clock.history.took(self.ranks)
 
     def _require_open(self) -> None:
         if not self._released.alive:

@@ -12,7 +12,6 @@ from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
 from halfstep.diagnostics.trace.ran import is_product
-from halfstep.precision.policy.recipe import PRODUCTS
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 MOST_OPERATIONS = 40
@@ -74,8 +73,9 @@ class LowBitTable:
 def low_bit(step: StepNumerics, most: int = 12) -> LowBitTable | None:
     """The table of a step; None where the watch was asked for no recipe."""
     found = {(one.layer, one.recipe, one.product): one for one in step.products}
-    recipes = dict.fromkeys(recipe for _, recipe, _ in found)
-    heads = [(recipe, product) for recipe in recipes for product in PRODUCTS]
+    recipes = dict.fromkeys(one.recipe for one in step.products)
+    products = dict.fromkeys(one.product for one in step.products)  # fprop comes first in a step
+    heads = [(recipe, product) for recipe in recipes for product in products]
     worst: dict[str, float] = {}
     for (layer, _, _), one in found.items():
         worst[layer] = max(worst.get(layer, 0.0), one.error)

@@ -28,7 +28,7 @@ from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Scheme
 
-ROWS, TOKENS, DRAWS = 64, 2048, 8
+ROWS, TOKENS, DRAWS = 32, 2048, 4
 _STREAM = 0x9D0D
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from halfstep.formats import BlockFormat, block_format
 from halfstep.precision.masters.rounding import random_bits
 
-MOST_ROWS = 64
+MOST_ROWS, MOST_ELEMENTS = 64, 2**15
 _STREAM = 0x10B175
 
 
@@ -98,13 +98,18 @@ def rounding_error(
 
 
 def rounding_errors(
-    x: Tensor, forms: Sequence[str], *, draws: int = 8
+    x: Tensor, forms: Sequence[str], *, draws: int = 4
 ) -> dict[str, tuple[float, float, float]]:
-    """For each format: the error to nearest, then bias and spread of stochastic rounding."""
+    """For each format: the error to nearest, then bias and spread of stochastic rounding.
+
+    Of wide tensors fewer rows are rounded, as their elements tell as much.
+    """
     found = {}
+    rows = MOST_ELEMENTS // max(1, x.shape[-1]) if x.ndim else 1
+    rows = max(4, min(MOST_ROWS, rows))
     for name in forms:
-        nearest = rounding_error(x, name)
-        drawn = rounding_error(x, name, draws=draws)
+        nearest = rounding_error(x, name, rows=rows)
+        drawn = rounding_error(x, name, draws=draws, rows=rows)
         if nearest is not None and drawn is not None:
             found[name] = (nearest.bias, drawn.bias, drawn.spread)
     return found

@@ -15,7 +15,7 @@ class Clock:
 
     Attributes:
         step: How many steps have been taken or skipped; the owner counts.
-        history: What delayed scaling goes by; false where nobody trains, or no scheme needs it.
+        history: What delayed scaling goes by; None where nobody trains, or no scheme needs it.
 
     Args:
         policy: Its schedule counts.
@@ -30,7 +30,7 @@ class Clock:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise PrecisionError(f"steps={steps!r}; allowed: the number of the run's steps")
         self.schedule, self.steps, self.rank, self.step = policy.schedule, steps, rank, 0
-        self.history = AmaxHistory(0)
+        self.history: AmaxHistory | None = None
         self._drawn: dict[int, int] = {}
         self._drawn_at = 0
 
@@ -65,5 +65,5 @@ def make_clock(policy: PrecisionPolicy, steps: int | None) -> Clock:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     clock = Clock(policy, steps=steps or 0, rank=rank)
     length = max((s.history for r in policy.recipes() for s in r.schemes()), default=0)
-    clock.history = AmaxHistory(length)
+    clock.history = AmaxHistory(length) if length else None
     return clock

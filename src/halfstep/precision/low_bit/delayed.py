@@ -50,7 +50,7 @@ class AmaxHistory:
             of several ranks that of the rank with the most.
 
     Args:
-        length: How many applied steps count; 0: the history stays empty, and is false.
+        length: How many applied steps count.
     """
 
     def __init__(self, length: int) -> None:
@@ -60,9 +60,6 @@ class AmaxHistory:
         self._kept: dict[str, deque[tuple[int, float]]] = {}  # falling amaxes, and their steps
         self._limits: dict[str, Tensor] = {}
         self._seen: list[tuple[str, _Seen]] = []  # in this step's backward passes
-
-    def __bool__(self) -> bool:
-        return self.length > 0
 
     def track(self, layer: str) -> None:
         """Expect a layer's operands; every rank does so for the same layers in the same order."""
@@ -91,8 +88,6 @@ class AmaxHistory:
 
     def took(self, ranks: Ranks) -> None:
         """Add an applied step; all ranks call it together."""
-        if not self:
-            return
         names = {operand: at for at, operand in enumerate(self._kept)}
         table = torch.zeros(2, len(names), dtype=torch.float64)
         if self._seen:
