@@ -37,6 +37,6 @@ def mixed(x_NF: Tensor) -> Tensor:
     """
     y = x_NF.reshape(-1, TOKENS, x_NF.shape[1]).float() * SIGNS.to(x_NF.device)[:, None]
     for apart in (1, 2, 4, 8):
-        a, b = y.reshape(len(y), -1, 2, apart, y.shape[-1]).unbind(2)
+        a, b = y.reshape(len(y), TOKENS // apart // 2, 2, apart, y.shape[-1]).unbind(2)
         y = torch.stack((a + b, a - b), 2).flatten(1, 3)
     return y.to(x_NF.dtype).reshape(x_NF.shape)
