@@ -7,6 +7,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
+from halfstep.kernels import blocks
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.masters.rounding import random_bits
@@ -111,6 +112,16 @@ def test_scales_of_blocks_without_bf16_products(monkeypatch):
     slow = products("fp8-block,simulate=yes", layer(), *tensors())
     for a, b in zip(fast, slow, strict=True):
         assert (a != b).mean() < 0.01  # sums of another order, rounded to bf16
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "nvfp4", "nvfp4-unmixed"])
+def test_a_layer_without_the_compiled_kernel_has_the_same_bits(scheme, monkeypatch):
+    policy = f"bf16-mixed,recipe={scheme},simulate=yes"
+    fast = products(policy, layer(), *tensors(41))
+    monkeypatch.setattr(blocks, "kernel", lambda: "no compiler")
+    slow = products(policy, layer(), *tensors(41))
+    for a, b in zip(fast, slow, strict=True):
+        assert np.array_equal(a, b)
 
 
 def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():

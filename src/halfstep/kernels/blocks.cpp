@@ -453,7 +453,7 @@ int32_t halfstep_has_dot() {
 }
 
 // A B^T in bf16, whose sums over each block of K are scaled and added up in fp32.
-void halfstep_block_product(const Product* given) {
+void halfstep_product_by_blocks(const Product* given) {
     const Product& job = *given;
     const int64_t groups = (job.m + TOGETHER - 1) / TOGETHER, pairs = job.k / 2;
     const int64_t panels = (job.n + TILE_COLUMNS - 1) / TILE_COLUMNS, blocks = job.k / job.length;

@@ -54,8 +54,8 @@ def kernel() -> ctypes.CDLL | str:
     if not isinstance(found, str):
         found.halfstep_round_blocks.argtypes = (ctypes.POINTER(_Job),)
         found.halfstep_round_blocks.restype = None
-        found.halfstep_block_product.argtypes = (ctypes.POINTER(_Product),)
-        found.halfstep_block_product.restype = None
+        found.halfstep_product_by_blocks.argtypes = (ctypes.POINTER(_Product),)
+        found.halfstep_product_by_blocks.restype = None
         found.halfstep_scale_rows.argtypes = (_ADDRESS, _COUNT, _COUNT, *(_ADDRESS,) * 3, _INT)
         found.halfstep_scale_rows.restype = None
     return found
@@ -150,14 +150,14 @@ def scaled_(
 
 
 def has_products() -> bool:
-    """Whether :func:`block_product` can run: not where a mode wants to see torch's products."""
+    """Whether :func:`product_by_blocks` can run: not where a mode wants to see torch's products."""
     library = kernel()
     if isinstance(library, str) or torch._C._len_torch_dispatch_stack():
         return False
     return bool(library.halfstep_has_dot())
 
 
-def block_product(
+def product_by_blocks(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], length: int, bias: Tensor | None
 ) -> Tensor:
     """``a @ b.t()`` in bf16 on a CPU, of numbers whose scales are fp32 numbers of blocks.
@@ -187,7 +187,7 @@ def block_product(
         *(a_scales.data_ptr(), b_scales.data_ptr(), out.data_ptr(), m, n, k, length),
         *(*a_scales.stride(), *b_scales.stride(), a_along, b_along, torch.get_num_threads()),
     )
-    library.halfstep_block_product(job)
+    library.halfstep_product_by_blocks(job)
     return out
 
 

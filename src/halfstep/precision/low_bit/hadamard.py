@@ -35,8 +35,9 @@ def mixed(x_NF: Tensor) -> Tensor:
     Returns:
         bf16, of the same shape.
     """
-    y = x_NF.reshape(-1, TOKENS, x_NF.shape[1]).float() * SIGNS.to(x_NF.device)[:, None]
+    blocks, features = x_NF.shape[0] // TOKENS, x_NF.shape[1]
+    y = x_NF.reshape(blocks, TOKENS, features).float() * SIGNS.to(x_NF.device)[:, None]
     for apart in (1, 2, 4, 8):
-        a, b = y.reshape(len(y), TOKENS // apart // 2, 2, apart, y.shape[-1]).unbind(2)
-        y = torch.stack((a + b, a - b), 2).flatten(1, 3)
+        a, b = y.reshape(blocks, TOKENS // 2 // apart, 2, apart, features).unbind(2)
+        y = torch.stack((a + b, a - b), 2)
     return y.to(x_NF.dtype).reshape(x_NF.shape)

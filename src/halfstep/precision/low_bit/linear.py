@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32
-from halfstep.kernels.blocks import block_product, has_products, scaled_
+from halfstep.kernels.blocks import has_products, product_by_blocks, scaled_
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.low_bit.delayed import Call
@@ -212,12 +212,12 @@ def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """``a @ b.t()`` in bf16, by a product that accumulates in fp32."""
     (left, left_scale), (right, right_scale) = a, b
     if left.dtype == right.dtype == _LOW:
-        if left_scale is None and right_scale is None:
+        if not left.shape[1] or (left_scale is None and right_scale is None):
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         with torch._C.DisableTorchFunction():
             if left_scale is not None and right_scale is not None and left_scale.ndim:
                 length = left.shape[1] // left_scale.shape[1]
-                return block_product((left, left_scale), (right, right_scale), length, bias)
+                return product_by_blocks((left, left_scale), (right, right_scale), length, bias)
             product = left @ right.t()
             found = scaled_(product, left_scale, right_scale, bias)
         if found is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep.kernels.blocks import block_product, has_products, kernel
+from halfstep.kernels.blocks import has_products, kernel, product_by_blocks
 
 LENGTH = 128
 
@@ -36,8 +36,8 @@ def test_a_product_is_within_the_bound_of_the_exact_one(shape, turned, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = block_product(a, b, LENGTH, bias).double()
-        without = block_product(a, b, LENGTH, None).double()
+        found = product_by_blocks(a, b, LENGTH, bias).double()
+        without = product_by_blocks(a, b, LENGTH, None).double()
     finally:
         torch.set_num_threads(before)
     x, y = exact(*a), exact(*b)
@@ -54,7 +54,7 @@ def test_a_product_is_within_the_bound_of_the_exact_one(shape, turned, threads):
 def test_what_is_not_finite_stays_in_its_row_and_column():
     a, b = operand(20, 256, 1, False), operand(30, 256, 2, False)
     a[0][3, 7], b[1][5, 1] = torch.nan, torch.inf
-    found = block_product(a, b, LENGTH, None)
+    found = product_by_blocks(a, b, LENGTH, None)
     assert found[3].isnan().all()
     assert not found[:, 5].isfinite().any()
     assert found.isfinite().sum() == 19 * 29
