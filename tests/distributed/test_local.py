@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tests.reference.adam import U32, assert_near
@@ -165,8 +167,14 @@ def agree(many):
 
 @distributed
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("optimizer", ["foreach", "fused", "loop", "sgd"])
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("policy", "optimizer"),
+    [
+        *itertools.product(("fp32", "bf16-mixed"), ("foreach", "fused", "loop", "sgd")),
+        ("fp8-delayed,simulate=yes", "foreach"),
+        ("bf16-mixed,recipe=bf16/bf16/mxfp8,simulate=yes", "sgd"),
+    ],
+)
 def test_torchs_own_wrappers_train_as_one_device(pool2, kind, optimizer, policy):
     """They average where one device adds halves: powers of two, so bit for bit."""
     one = loops.train(0, "one", policy, optimizer=optimizer)

@@ -477,6 +477,9 @@ def test_attach_refuses_what_it_cannot_do():
     with pytest.raises(PrecisionError, match="trains in fp32 there"):
         attach(accelerator("fp16"))
 
+    with pytest.raises(ConfigError, match=r"no option recipe; allowed.*halfstep\.Precision"):
+        attach(accelerator(), recipe="mxfp8")
+
 
 @pytest.mark.parametrize(
     ("name", "value", "options", "text"),

@@ -506,8 +506,12 @@ def test_a_recipe_that_the_trainer_cannot_run_is_refused(
     assert not any("forward" in module.__dict__ for module in trainer.model.modules())
 
 
-def test_a_model_that_the_trainer_makes_anew_has_no_recipe(tmp_path):
+def test_copies_of_the_model_have_no_recipe(tmp_path):
     trainer = made(tmp_path, bf16=True)
+    count, trainer.args._n_gpu = trainer.args.n_gpu, 2
+    with pytest.raises(PrecisionError, match=r"torch\.nn\.DataParallel.*torchrun"):
+        attach(trainer, policy="fp8,simulate=yes")
+    trainer.args._n_gpu = count
     attach(trainer, policy="fp8,simulate=yes")
     trainer.model = bert()
     with pytest.raises(ConfigError, match="another model since attach"):

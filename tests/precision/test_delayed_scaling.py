@@ -156,7 +156,7 @@ def forward_alone(model, precision):
 
 def evaluation(model, precision):
     model.eval()
-    with torch.no_grad():
+    with torch.inference_mode():
         forward_alone(model, precision)
     model.train()
 

@@ -236,6 +236,24 @@ def test_evaluation_draws_nothing_and_is_the_same_in_every_mode():
     assert str(state) == str(precision.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("policy", [POLICY, "fp8-delayed,simulate=yes"])
+def test_a_wrapper_changes_no_random_bit_and_no_name_of_the_history(policy):
+    """torch.compile puts a prefix before the names, by which both go."""
+    found = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
+        torch.manual_seed(0)
+        inner = nn.Sequential(Block(), Block())
+        model, precision = made(policy, model=wrap(inner))
+        for seed in range(3):
+            with precision.autocast():
+                loss = model(batch(seed)).square().mean()
+            precision.step(loss)
+        weights = [p.tolist() for p in inner.parameters()]
+        found.append((weights, precision.state_dict().get("amax_history")))
+    assert found[0] == found[1]
+
+
 def test_what_autograd_cannot_do_with_it_is_refused():
     model, precision = made()
     x = batch().requires_grad_()

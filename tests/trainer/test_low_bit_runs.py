@@ -21,6 +21,7 @@ NVFP4 = "nvfp4,simulate=yes"
         NVFP4,
         "bf16-split,recipe=mxfp8,simulate=yes,moments=8bit",
         "mxfp8,simulate=yes,schedule=60%:bf16/-/-",
+        "fp8-delayed,simulate=yes",
     ],
 )
 def test_a_run_below_16_bits_resumes_bit_for_bit(corpus, tmp_path, policy):

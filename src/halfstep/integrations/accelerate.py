@@ -15,7 +15,7 @@ bf16 needs no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor, nn
@@ -96,6 +96,9 @@ def attach(
             honoured. Nothing is changed then; ``prepare`` raises it for 16-bit weights.
     """
     scaled = _check(accelerator, scaler)
+    check_options(
+        options, "policies and recipes are halfstep.Precision's, which steps in their place"
+    )
     if options.get("init_scale") == "auto" and _kind(accelerator) == "FSDP":
         raise PrecisionError(
             "init_scale='auto' cannot be honoured under FSDP: its trial backwards would reduce "
@@ -113,6 +116,16 @@ def attach(
         made.spikes = SpikeGuard(choice, attachment.models, attachment.optimizers)
     attachment.install()
     return made
+
+
+def check_options(options: Mapping[str, Any], policies: str) -> None:
+    """Refuse names that are no options; ``policies`` says where a policy goes."""
+    known = ScaleOptions.__annotations__
+    unknown = sorted({*options} - {*known})
+    if unknown:
+        raise ConfigError(
+            f"attach() has no option {', '.join(unknown)}; allowed: {', '.join(known)}; {policies}"
+        )
 
 
 def _make(accelerator: Any, scaled: bool, on_nonfinite: str, options: ScaleOptions) -> LoopScaler:

@@ -55,6 +55,12 @@ def apply_recipe(trainer: Any, policy: str) -> Clock:
             f"{delayed[0]} scales by the steps before, and the Trainer's checkpoints have no place "
             f"for them; use {delayed[0].removesuffix('-delayed')}, or halfstep.Precision"
         )
+    if trainer.args.n_gpu > 1:
+        raise PrecisionError(
+            f"attach(policy={policy!r}) with {trainer.args.n_gpu} GPUs in one process, where the "
+            "Trainer uses torch.nn.DataParallel, which copies layers at each call; start it by "
+            "torchrun, or show it one GPU"
+        )
     require_support(value, trainer.args.device)
     placed = place(value, trainer.model)
     clock = make_clock(value, steps=1)

@@ -33,6 +33,7 @@ from halfstep.integrations.accelerate import (
     ScaleOptions,
     attach as attach_scaler,
     bare,
+    check_options,
     refuse_engine,
 )
 from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
@@ -104,6 +105,7 @@ def attach(
             ``allow_pure=True``. If its class makes its own optimizer, ``train`` raises it.
     """
     _check(trainer)
+    check_options(options, "a recipe is written as policy='mxfp8,simulate=yes'")
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
     scales = {*options} - {"allow_pure", "names", "ranks"}
     if scales and not wanted:

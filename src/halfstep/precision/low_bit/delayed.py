@@ -21,7 +21,7 @@ forward is a step of the history, micro-batches and skipped ones too, and the fi
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -88,17 +88,14 @@ class AmaxHistory:
 
     def took(self, ranks: Ranks) -> None:
         """Add an applied step; all ranks call it together."""
-        names = {operand: at for at, operand in enumerate(self._kept)}
-        table = torch.zeros(2, len(names), dtype=torch.float64)
+        largest, clipped = dict.fromkeys(self._kept, 0.0), dict.fromkeys(self._kept, 0)
         if self._seen:
             amaxes = torch.stack([seen.amax for _, seen in self._seen]).tolist()
             beyond = torch.stack([seen.beyond for _, seen in self._seen]).tolist()
-            largest, counts = dict.fromkeys(names, 0.0), Counter[str]()
             for (operand, _), amax, count in zip(self._seen, amaxes, beyond, strict=True):
                 largest[operand] = max(largest[operand], amax if amax < torch.inf else 0.0)
-                counts[operand] += count
-            table[0] = torch.tensor(list(largest.values()))
-            table[1] = torch.tensor([counts[operand] for operand in names])
+                clipped[operand] += count
+        table = torch.tensor([[*largest.values()], [*clipped.values()]], dtype=torch.float64)
         ranks.worst_(table)
         self.drop()
         self._steps += 1
