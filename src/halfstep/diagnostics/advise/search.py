@@ -19,7 +19,7 @@ from halfstep.diagnostics.advise.layers import policy_of
 from halfstep.diagnostics.advise.proof import Gap, OutOfTime, Trials
 from halfstep.errors import PrecisionError
 
-_HALF = 0.5
+_LESS = 0.5
 """By what a gradient error that did not hold is multiplied."""
 _NO_ERROR = 1e-9
 
@@ -114,7 +114,7 @@ class Search:
         """Take the cheapest choice with half of the error; whether there is one."""
         limit, before = self.chooser.error(self.chosen), self.chosen
         while self.chosen == before and limit:
-            limit = limit * _HALF if limit > _NO_ERROR else 0.0
+            limit = limit * _LESS if limit > _NO_ERROR else 0.0
             self.chosen = self.chooser.choose(limit)
         return self.chosen != before
 
