@@ -2,7 +2,8 @@
 // pass over its memory: what formats/blocks.py defines in torch's operations, bit for bit. A block is
 // a rectangle of `high` rows and `wide` columns; a band is a row of blocks, and a batch 16 blocks of
 // it side by side, one in each lane. Nothing here may be contracted to a fused multiply-add, or the
-// bits differ.
+// bits differ. At the end are the product of such matrices whose blocks have fp32 scales, and the
+// scaling of a product by those of its operands.
 #include <type_traits>
 #include <vector>
 
@@ -175,8 +176,8 @@ inline Words tops(Words (&each)[LANES]) {
     return each[0];
 }
 
-// Tokens multiplied by the Hadamard matrix of blocks' product (low_bit/hadamard.py), in the order
-// that is defined there, and rounded to bf16.
+// Tokens multiplied by the Hadamard matrix, in the order of sums that precision/low_bit/hadamard.py
+// defines, and rounded to bf16.
 inline void mix_tokens(Floats* rows, const float* signs) {
     for (int i = 0; i < MIXED; i++) rows[i] *= signs[i];
     for (int half = 1; half < MIXED; half *= 2)

@@ -1,6 +1,7 @@
-"""Rounds matrices to block formats on a CPU, in one pass: ``formats/blocks.py``, compiled.
+"""Rounds matrices to block formats on a CPU, in one pass, and multiplies them: ``blocks.cpp``.
 
-:meth:`halfstep.BlockFormat.operand` is the definition, and what other devices and layouts run.
+:meth:`halfstep.BlockFormat.operand` defines the rounding, and is what other devices run;
+:func:`halfstep.precision.low_bit.product.block_product` defines the products.
 """
 
 from __future__ import annotations
