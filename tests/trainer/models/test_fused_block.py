@@ -175,7 +175,7 @@ class Seen(Onlooker):
         if output.requires_grad:
             output.register_hook(look)
 
-    def told(self, output):
+    def told(self, output, taken=None):
         self.seen[self.name] = output.double()
         return lambda gradient: self.seen.update({f"{self.name}'s gradient": gradient.double()})
 
