@@ -442,6 +442,12 @@ def test_between_backward_and_step():
     with pytest.raises(PrecisionError, match="a learning rate was changed"):
         precision.step()
     assert precision.step(loss_of(model, precision)).applied
+    saved = precision.state_dict()
+    precision.backward(loss_of(model, precision))
+    precision.load_state_dict(saved)
+    assert model.last.weight.grad is None
+    assert not precision.has_loss
+    assert precision.step(loss_of(model, precision)).applied
 
 
 def test_averages_in_place_of_weights_are_not_trained():
