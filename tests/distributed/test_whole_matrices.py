@@ -95,6 +95,27 @@ def test_each_rank_computes_its_share(pool2):
     same_bits(theirs, one)
 
 
+def lopsided(rank):
+    """A step in which each rank has the gradient of another matrix."""
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = halfstep.optim.Muon(weights, lr=0.1)
+    optimizer.ranks = torch.distributed.group.WORLD
+    weights[rank].grad = torch.eye(4)
+    try:
+        optimizer.step()
+    except PrecisionError as error:
+        return str(error), all(bool((w == 1).all()) for w in weights), len(optimizer.state)
+    return None
+
+
+def test_ranks_with_gradients_of_different_matrices_are_refused(pool2):
+    """They have like shapes, so that one's direction would move the other, unseen."""
+    for words, unchanged, states in pool2.run(lopsided):
+        assert "gradients of 1 of 2 parameters, and another rank of others" in words
+        assert unchanged
+        assert not states
+
+
 def in_the_trainer(rank, path):
     with counted() as seen:
         train(rank, path, optimizer="muon")

@@ -175,6 +175,16 @@ def attack(model, precision):
     precision.backward(loss, inputs=x)
 
 
+def failed(model, precision):
+    with precision.autocast():
+        loss = model(batch(50, INPUTS).requires_grad_()).square().mean()
+    handle = model[0].weight.register_hook(lambda _: 1 / 0)  # when the layer's products are made
+    with pytest.raises(ZeroDivisionError):
+        precision.backward(loss)
+    handle.remove()
+    model.zero_grad()
+
+
 def skipped(model, precision):
     with precision.autocast():
         loss = model(batch(50, INPUTS)).square().mean()
@@ -184,7 +194,7 @@ def skipped(model, precision):
 
 
 @pytest.mark.filterwarnings("ignore:the step is left out:UserWarning")
-@pytest.mark.parametrize("between", [forward_alone, evaluation, attack, cleared, skipped])
+@pytest.mark.parametrize("between", [forward_alone, evaluation, attack, cleared, failed, skipped])
 def test_what_trains_nothing_leaves_no_trace(between):
     """Magnitudes 64 times as large, between two steps."""
     states = []
@@ -197,6 +207,18 @@ def test_what_trains_nothing_leaves_no_trace(between):
         states.append((history(precision)["amaxes"], result.saturated, model[0].weight.tolist()))
     assert states[0] == states[1]
     assert states[0][1]
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["two losses", "an attack before"])
+def test_each_backward_through_one_forward_counts_its_own_gradients(only):
+    model, precision = made()
+    x = batch(0, INPUTS).requires_grad_()
+    with precision.autocast():
+        total = model(x).float().sum()
+    precision.backward(total / 8, retain_graph=True, inputs=x if only else None)
+    precision.backward(total * 2)
+    precision.step()
+    assert history(precision)["amaxes"]["0 gradients"] == [[1, 2.0]]
 
 
 def test_a_roll_back_takes_the_history_along():

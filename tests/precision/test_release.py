@@ -298,7 +298,9 @@ def test_the_first_cause_is_found_and_changes_nothing():
     before = copy.deepcopy(model.state_dict())
     assert first_cause(precision, lambda: loss_of(model, precision) / 0) is not None
     assert differences(before, model.state_dict()) == []
-    assert precision.step(loss_of(model, precision)).applied
+    precision.backward(loss_of(model, precision))
+    assert precision.has_loss
+    assert precision.step().applied
 
 
 def test_a_backward_that_fails_tells_what_it_has_done():
@@ -442,6 +444,12 @@ def test_between_backward_and_step():
     with pytest.raises(PrecisionError, match="a learning rate was changed"):
         precision.step()
     assert precision.step(loss_of(model, precision)).applied
+    saved = precision.state_dict()
+    precision.backward(loss_of(model, precision))
+    precision.load_state_dict(saved)
+    assert model.last.weight.grad is None
+    assert not precision.has_loss
+    assert precision.step(loss_of(model, precision)).applied
 
 
 def test_averages_in_place_of_weights_are_not_trained():
@@ -484,6 +492,9 @@ def test_meter_and_estimate_count_one_gradient():
     precision.step(loss_of(model, precision))
     with MemoryMeter(precision) as meter:
         precision.step(loss_of(model, precision))
+    with MemoryMeter(precision) as idle:
+        pass
+    assert idle.memory.part("gradients") == 0
     largest = 64 * 32 * 2  # the embedding, bf16
     assert meter.memory.bytes["gradients"] == {"bf16": largest}
     guess = estimate(Net(), SPLIT, None, release_gradients=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -173,6 +174,24 @@ class Muon(DirectedOptimizer):
     def algorithm_of(self, group: Any) -> Algorithm:
         """Muon, or AdamW in groups with ``use_muon=False``."""
         return MUON if group["use_muon"] else ADAMW
+
+    def check_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Refuse as every optimizer here, and gradients of other parameters than other ranks'."""
+        super().check_step(gradients)
+        if self.ranks is None:
+            return
+        given = set(map(id, gradients))
+        every = [parameter for _, _, parameter in self._members()]
+        held = [id(parameter) in given for parameter in every]
+        mark = zlib.crc32(bytes(held))
+        ends = torch.tensor([mark, -mark], device=every[0].device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.ranks)
+        if int(ends.sum()):
+            raise PrecisionError(
+                f"Muon.ranks: this rank has gradients of {sum(held)} of {len(held)} parameters, "
+                "and another rank of others, so they would exchange directions of different "
+                "matrices; give all ranks the same gradients, or leave optimizer.ranks None"
+            )
 
     def _directions(
         self, group: dict[str, Any], plan: Plan, members: Members

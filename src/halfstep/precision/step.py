@@ -224,14 +224,13 @@ class Precision:
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
             self._drop_amaxes()
-        seen = self.clock.history.seen() if self.clock.history else 0
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
         releasing: AbstractContextManager[None] = nullcontext()
         if self.gradient_release is not None and not apart:
             self._require_own_weights()
             releasing = self.gradient_release.during(loss, bool(retain_graph) or create_graph)
-        with self._context.arithmetic():
+        with self._context.arithmetic(), self.clock.backward(counts=not apart):
             held = self._progress.loss_scale
             if self.uncalibrated:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
@@ -244,7 +243,6 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
         if apart:
-            self._drop_amaxes(seen)
             return
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
@@ -498,6 +496,7 @@ class Precision:
         self.clock.step = progress.applied_total + progress.skipped_total
         if self.gradient_release is not None:
             self.gradient_release.reset()
+            self._drop()  # what stands in for its gradients
         for key, each in self._kept.items():
             each.restore_(state.get(key))
         if masters:
@@ -519,9 +518,9 @@ class Precision:
         self.masters.adopt()
         self.masters.take_all_()
 
-    def _drop_amaxes(self, after: int = 0) -> None:
+    def _drop_amaxes(self) -> None:
         if self.clock.history:
-            self.clock.history.drop(after)
+            self.clock.history.drop()
 
     def _keep_amaxes(self) -> None:
         if self.clock.history:

@@ -12,7 +12,7 @@ backward reaches the layer, or only zeros.
 
 What a backward pass uses is what counts: a forward alone changes nothing, and one that activation
 checkpointing runs again counts once. A step that is skipped, and gradients that are cleared, leave
-no trace; nor does an amax that is not finite.
+no trace; nor does a backward pass that fails, or an amax that is not finite.
 
 **Source:** arXiv 2209.05433, section 3.2; TransformerEngine 2, ``recipe.DelayedScaling`` with
 ``margin=0``, ``amax_compute_algo="max"`` and ``reduce_amax``. It differs in two things: there each
@@ -22,7 +22,8 @@ forward is a step of the history, micro-batches and skipped ones too, and the fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -78,13 +79,20 @@ class AmaxHistory:
         """Note an operand of a backward pass, until the step is applied or dropped."""
         self._seen.append((operand, seen))
 
-    def seen(self) -> int:
-        """How many operands have been noted since the last step."""
-        return len(self._seen)
+    @contextmanager
+    def backward(self, counts: bool) -> Iterator[None]:
+        """The context for a backward pass: what it notes stays if it counts and does not fail."""
+        before, whole = len(self._seen), False
+        try:
+            yield
+            whole = True
+        finally:
+            if not (whole and counts):
+                del self._seen[before:]
 
-    def drop(self, after: int = 0) -> None:
-        """Forget what was noted since the last step, or after so many operands."""
-        del self._seen[after:]
+    def drop(self) -> None:
+        """Forget what was noted since the last step."""
+        self._seen.clear()
 
     def took(self, ranks: Ranks) -> None:
         """Add an applied step; all ranks call it together."""
@@ -128,7 +136,7 @@ class AmaxHistory:
 
 
 class Call:
-    """The operands of one call of a layer, each of which is looked at once."""
+    """The operands of one call of a layer, each looked at once: gradients in each backward pass."""
 
     def __init__(self, history: AmaxHistory, layer: str) -> None:
         self._history, self._layer = history, layer
@@ -143,9 +151,10 @@ class Call:
         return limit
 
     def keep(self) -> None:
-        """Note what was looked at: its backward pass has run."""
+        """Note what was looked at: its backward pass has run. The next one has other gradients."""
         for operand, seen in self._found.items():
             self._history.saw(f"{self._layer} {operand}", seen)
+        self._found.pop("gradients", None)
 
 
 def _look(x: Tensor, limit: Tensor | None) -> _Seen:

@@ -348,7 +348,8 @@ class MasterWeights:
         self.arrivals.note(self._held().by_size)
 
     def clear(self) -> None:
-        """Drop the gradients of all parameters that the optimizers hold."""
+        """Drop the gradients of all parameters that the optimizers hold, and forget them."""
+        self.arrivals.note(())
         held, apart = self._held(), bool(self._to_target)
         for parameter in held.by_parameter:
             parameter.grad = None
