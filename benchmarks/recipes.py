@@ -1,14 +1,14 @@
 """Which recipe below 16 bits? A small GPT trained with each, over seeds, on the same batches.
 
-    python benchmarks/recipes.py [--data FILE] [--name NAME] [--steps 500] [--seeds 1 2 3 ...]
+    python benchmarks/recipes.py [--data FILE] [--name NAME] [--steps 1500] [--seeds 1 2 3 ...]
 
 Text is read as bytes, by default that of the standard library; the last tenth is for validation.
 All recipes of a seed start from the same weights and see the same batches. First one batch says
 which layers and products are sensitive: the fp32 gradient after 100 fp32 steps is the truth, and
 each layer's product alone is put into NVFP4. The most sensitive block is the one that ``nvfp4, one
-block kept`` keeps in bf16. Each finished run is written at once, so that a run of this file that
-was killed goes on where it was.
-`benchmarks/recipes_figures.py` judges and draws the file.
+block kept`` keeps in bf16; ``nvfp4, last block kept`` follows the field's rule. Each finished run
+is written at once, so that a run of this file that was killed goes on where it was.
+`benchmarks/recipes_figures.py` judges and draws the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from halfstep.trainer.environment import environment, keep_freed_memory
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import make_optimizer
 
-KEPT = "nvfp4, one block kept"
+KEPT, LAST = "nvfp4, one block kept", "nvfp4, last block kept"
 POLICIES = {
     "fp32": "fp32",
     "bf16-mixed": "bf16-mixed",
@@ -41,6 +41,7 @@ POLICIES = {
     "nvfp4-nearest": "bf16-mixed,recipe=nvfp4-nearest,simulate=yes",
     "nvfp4-unmixed": "bf16-mixed,recipe=nvfp4-unmixed,simulate=yes",
     KEPT: "nvfp4,simulate=yes,keep_bf16=layers.{block}*",
+    LAST: "nvfp4,simulate=yes,keep_bf16=layers.{last}*",
 }
 JUDGED = ("bf16-mixed", "mxfp8-e5m2", "fp8", "mxfp8", "nvfp4", "nvfp4-nearest",
           "nvfp4-unmixed")  # fmt: skip
@@ -162,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="by default the standard library")
     parser.add_argument("--name", help="of the result; by default that of the data")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES])
     arguments = parser.parse_args()
@@ -190,7 +191,7 @@ def main() -> None:
             key = f"{name}/{seed}"
             if key in runs:
                 continue
-            policy = POLICIES[name].format(block=block)
+            policy = POLICIES[name].format(block=block, last=SHAPE["n_layer"] - 1)
             *_, seen = train(policy, seed, text, arguments.steps, arguments.steps)
             runs[key] = {"policy": policy, **seen}
             write(path, content)
