@@ -1,13 +1,14 @@
 """Which recipe below 16 bits? A small GPT trained with each, over seeds, on the same batches.
 
-    python benchmarks/recipes.py --data FILE [--name NAME] [--steps 500] [--seeds 1 2 3 ...]
+    python benchmarks/recipes.py [--data FILE] [--name NAME] [--steps 1500] [--seeds 1 2 3 ...]
 
-Text is read as bytes; the last tenth is for validation. All recipes of a seed start from the same
-weights and see the same batches. First one batch says which layers and products are sensitive: the
-fp32 gradient after 100 fp32 steps is the truth, and each layer's product alone is put into NVFP4.
-The most sensitive block is the one that ``nvfp4, one block kept`` keeps in bf16. Each finished run
+Text is read as bytes, by default that of the standard library; the last tenth is for validation.
+All recipes of a seed start from the same weights and see the same batches. First one batch says
+which layers and products are sensitive: the fp32 gradient after 100 fp32 steps is the truth, and
+each layer's product alone is put into NVFP4. The most sensitive block is the one that ``nvfp4, one
+block kept`` keeps in bf16; ``nvfp4, last block kept`` follows the field's rule. Each finished run
 is written at once, so that a run of this file that was killed goes on where it was.
-`benchmarks/recipes_figures.py` judges and draws the file.
+`benchmarks/recipes_figures.py` judges and draws the files.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from common import RESULTS
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.data.corpus.prepare import standard_library
 from halfstep.trainer.environment import environment, keep_freed_memory
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import make_optimizer
 
-KEPT = "nvfp4, one block kept"
+KEPT, LAST = "nvfp4, one block kept", "nvfp4, last block kept"
 POLICIES = {
     "fp32": "fp32",
     "bf16-mixed": "bf16-mixed",
@@ -39,6 +41,7 @@ POLICIES = {
     "nvfp4-nearest": "bf16-mixed,recipe=nvfp4-nearest,simulate=yes",
     "nvfp4-unmixed": "bf16-mixed,recipe=nvfp4-unmixed,simulate=yes",
     KEPT: "nvfp4,simulate=yes,keep_bf16=layers.{block}*",
+    LAST: "nvfp4,simulate=yes,keep_bf16=layers.{last}*",
 }
 JUDGED = ("bf16-mixed", "mxfp8-e5m2", "fp8", "mxfp8", "nvfp4", "nvfp4-nearest",
           "nvfp4-unmixed")  # fmt: skip
@@ -50,10 +53,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Text:
-    """The bytes of a file: random rows of its first nine tenths, fixed rows of its last."""
+    """The bytes of files: random rows of their first nine tenths, fixed rows of their last."""
 
-    def __init__(self, path: Path) -> None:
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    def __init__(self, *paths: Path) -> None:
+        joined = bytearray(b"".join(path.read_bytes() for path in paths))
+        data = torch.frombuffer(joined, dtype=torch.uint8).long()
         cut = len(data) * 9 // 10
         self.train, self.held = data[:cut], data[cut:]
 
@@ -95,22 +99,19 @@ def train(policy: str, seed: int, text: Text, steps: int, total: int, every: int
     """Train ``steps`` of a schedule of ``total``; the model, its precision and what was seen."""
     model, precision = start(policy, seed)
     generator, validation = torch.Generator().manual_seed(seed), text.validation()
-    curve, losses, skipped, begin = [], [], 0, time.perf_counter()
+    curve, skipped, begin = [], 0, time.perf_counter()
     for step in range(steps):
         for group in precision.optimizers[0].param_groups:
             group["lr"] = rate(step, total)
         batch = text.rows(text.train, ROWS, generator)
         result = precision.step(loss_of(model, precision, batch), max_norm=1.0)
-        losses.append(round(float(result.loss), 5))
         skipped += not result.applied
         if every and (step + 1) % every == 0:
             with torch.no_grad():
                 seen = [float(loss_of(model, precision, one)) for one in validation]
             curve.append((step + 1, sum(seen) / len(seen)))
     spent = time.perf_counter() - begin
-    return model, precision, {
-        "validation": curve, "train": losses, "skipped": skipped, "seconds": spent
-    }  # fmt: skip
+    return model, precision, {"validation": curve, "skipped": skipped, "seconds": spent}
 
 
 def gradient(policy: str, state: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -160,16 +161,21 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="by default the standard library")
     parser.add_argument("--name", help="of the result; by default that of the data")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--policies", nargs="+", default=[*POLICIES], choices=[*POLICIES])
     arguments = parser.parse_args()
     keep_freed_memory()
-    text = Text(arguments.data)
-    path = RESULTS / f"recipes-{arguments.name or arguments.data.stem}.json"
-    setting = {"benchmark": "recipes", "data": arguments.data.name, "steps": arguments.steps,
+    data = arguments.data or Path("standard-library")
+    text = (
+        Text(arguments.data)
+        if arguments.data
+        else Text(*(source.path for source in standard_library()))
+    )
+    path = RESULTS / f"recipes-{arguments.name or data.stem}.json"
+    setting = {"benchmark": "recipes", "data": data.name, "steps": arguments.steps,
                "shape": SHAPE, "rows": ROWS, "learning_rate": RATE}  # fmt: skip
     content = json.loads(path.read_text()) if path.exists() else dict(setting)
     if any(content.get(key) != value for key, value in setting.items()):
@@ -185,7 +191,7 @@ def main() -> None:
             key = f"{name}/{seed}"
             if key in runs:
                 continue
-            policy = POLICIES[name].format(block=block)
+            policy = POLICIES[name].format(block=block, last=SHAPE["n_layer"] - 1)
             *_, seen = train(policy, seed, text, arguments.steps, arguments.steps)
             runs[key] = {"policy": policy, **seen}
             write(path, content)

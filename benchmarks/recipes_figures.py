@@ -1,6 +1,6 @@
-"""Judges what `recipes.py` wrote: a table on stdout and the figures of docs/low-bit.md as SVG.
+"""Judges what `recipes.py` wrote: tables on stdout and the figures of docs/low-bit.md as SVG.
 
-    python benchmarks/recipes_figures.py [--result FILE] [--out docs/figures]
+    python benchmarks/recipes_figures.py [--results FILE FILE] [--out docs/figures]
 
 Seeds are paired: all recipes of a seed share weights and batches, so that what differs between
 seeds cancels in a difference. `p` is Student's two-sided t of the difference to bf16-mixed, once
@@ -22,16 +22,18 @@ import numpy as np
 from scipy import stats
 
 from common import RESULTS
-from recipes import KEPT, LINEARS, POLICIES
+from recipes import KEPT, LAST, LINEARS, POLICIES
 
+STUDIES = [RESULTS / f"recipes-{text}.json" for text in ("tinyshakespeare", "standard-library")]
 BASE, PRODUCTS = "bf16-mixed", ("fprop", "dgrad", "wgrad")
 TAIL = 5
 """So many last evaluations are averaged as well, since one depends on the last steps' chance."""
 CLAIMS = (("mxfp8", BASE), ("nvfp4", BASE), ("nvfp4", "mxfp8"), ("nvfp4-nearest", "nvfp4"),
-          ("nvfp4-unmixed", "nvfp4"), (KEPT, "nvfp4"))  # fmt: skip
+          ("nvfp4-unmixed", "nvfp4"), (KEPT, "nvfp4"), (LAST, "nvfp4"), (LAST, KEPT))  # fmt: skip
 # Okabe and Ito's palette, safe for colour-blind readers; https://jfly.uni-koeln.de/color
 COLOURS = dict(
-    zip(POLICIES, ("#999999", "#000000", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),
+    zip(POLICIES, ("#999999", "#000000", "#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73",
+                   "#56B4E9"),
         strict=True)
 )  # fmt: skip
 
@@ -105,25 +107,29 @@ def style() -> None:
     })  # fmt: skip
 
 
-def draw_curves(steps: list[int], losses: dict[str, np.ndarray], path: Path) -> None:
-    """The loss itself, and above that of bf16-mixed of the same seed; bands of a standard error."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    for name, runs in losses.items():
-        left.plot(steps, runs.mean(0), color=COLOURS[name], lw=1.8)
-        if name == BASE:
-            continue
-        change = runs - losses[BASE]
-        mean, error = change.mean(0), change.std(0, ddof=1) / np.sqrt(len(change))
-        right.plot(steps, mean, color=COLOURS[name], lw=2, label=name)
-        right.fill_between(steps, mean - error, mean + error, color=COLOURS[name], alpha=0.15, lw=0)
-    right.axhline(0, color="black", lw=1)
-    left.set(xlabel="step", ylabel="validation loss, nats a byte", title="Loss")
-    right.set(xlabel="step", title="Above bf16-mixed of the same seed")
-    late = [(runs - losses[BASE])[:, len(steps) // 3 :].mean(0) for runs in losses.values()]
-    right.set_ylim(np.min(late) - 0.003, np.max(late) + 0.003)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    for axes in (left, right):
+def draw_curves(studies: dict[str, tuple[list[int], dict[str, np.ndarray]]], path: Path) -> None:
+    """Losses above those of bf16-mixed of the same seed, by text; bands of a standard error."""
+    figure, panels = plt.subplots(
+        1, len(studies), figsize=(10, 4.8), layout="constrained", sharey=True, squeeze=False
+    )
+    late = []
+    for axes, (text, (steps, losses)) in zip(panels[0], studies.items(), strict=True):
+        for name, runs in losses.items():
+            if name == BASE:
+                continue
+            change = runs - losses[BASE]
+            mean, error = change.mean(0), change.std(0, ddof=1) / np.sqrt(len(change))
+            axes.plot(steps, mean, color=COLOURS[name], lw=2, label=name)
+            low, high = mean - error, mean + error
+            axes.fill_between(steps, low, high, color=COLOURS[name], alpha=0.15, lw=0)
+            late += [low[len(steps) // 6 :], high[len(steps) // 6 :]]
+        axes.axhline(0, color="black", lw=1)
+        axes.set(xlabel="step", title=f"{text}, {len(losses[BASE])} seeds")
         axes.grid(alpha=0.3)
+    panels[0, 0].set_ylim(np.min(late) - 0.003, np.max(late) + 0.003)
+    panels[0, 0].set_ylabel("validation loss above bf16-mixed, nats a byte")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
@@ -157,25 +163,27 @@ def draw_sensitivity(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--result", type=Path, default=RESULTS / "recipes-tinyshakespeare.json")
+    parser.add_argument("--results", type=Path, nargs="+", default=STUDIES)
     parser.add_argument("--out", type=Path, default=RESULTS.parents[1] / "docs" / "figures")
     arguments = parser.parse_args()
-    content = json.loads(arguments.result.read_text())
-    steps, losses = curves(content)
-    final = {name: runs[:, -1] for name, runs in losses.items()}
-    print(f"validation loss after {steps[-1]} steps, {len(final[BASE])} seeds")
-    print_table(judge(final))
-    for label, what in (
-        (f"step {steps[-1]}", final),
-        (f"mean of steps {steps[-TAIL]} to {steps[-1]}",
-         {name: runs[:, -TAIL:].mean(1) for name, runs in losses.items()}),
-    ):  # fmt: skip
-        print(f"\n{label}")
-        print_claims(what)
+    contents = [json.loads(path.read_text()) for path in arguments.results]
+    studies = {Path(content["data"]).stem: curves(content) for content in contents}
+    for text, (steps, losses) in studies.items():
+        final = {name: runs[:, -1] for name, runs in losses.items()}
+        print(f"{text}: validation loss after {steps[-1]} steps, {len(final[BASE])} seeds")
+        print_table(judge(final))
+        tail = {name: runs[:, -TAIL:].mean(1) for name, runs in losses.items()}
+        for label, what in (
+            (f"step {steps[-1]}", final),
+            (f"mean of steps {steps[-TAIL]} to {steps[-1]}", tail),
+        ):
+            print(f"\n{label}")
+            print_claims(what)
+        print()
     style()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    draw_curves(steps, losses, arguments.out / "recipes-loss.svg")
-    draw_sensitivity(content["sensitivity"], arguments.out / "recipes-gradients.svg")
+    draw_curves(studies, arguments.out / "recipes-loss.svg")
+    draw_sensitivity(contents[0]["sensitivity"], arguments.out / "recipes-gradients.svg")
 
 
 if __name__ == "__main__":
