@@ -495,6 +495,7 @@ def test_a_recipe_rounds_every_step_and_resumes_bit_for_bit(policy, tmp_path):
         ("fp8-delayed,simulate=yes", {"bf16": True}, {}, "no place for them; use fp8, or halfstep"),
         ("mxfp8,simulate=yes", {"bf16": True}, {}, "16 inputs.*blocks of 32"),
         ("fp8,simulate=yes", {"bf16": True}, {"captures": 1, "folder": "run"}, "in plain bf16"),
+        ("fp8,simulate=yes", {"bf16": True}, {"scaler": True}, "bf16 has the range of fp32"),
     ],
 )
 def test_a_recipe_that_the_trainer_cannot_run_is_refused(

@@ -17,23 +17,23 @@ from halfstep.precision.masters.portable import make_modules_portable_
 from halfstep.precision.ownership import is_ours
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.recipe import Recipe
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 
 
-def apply_recipe(trainer: Any, policy: str) -> Clock:
-    """Make the linear layers of a Trainer's model multiply below 16 bits.
+def place_recipe(trainer: Any, policy: str) -> tuple[PlacedModel, Clock]:
+    """Find which linear layers of a Trainer's model multiply below 16 bits; changes nothing.
 
     Args:
         trainer: A Trainer with ``bf16=True``.
         policy: ``bf16-mixed`` with a recipe, such as ``"mxfp8,simulate=yes"``.
 
     Returns:
-        The layers' clock, which the Trainer's steps must set.
+        The placed model, for :func:`apply_recipe_`, and its layers' clock, which the Trainer's
+        steps must set.
 
     Raises:
-        PrecisionError: If policy, device, Trainer and model are not compatible; nothing has been
-            changed then.
+        PrecisionError: If policy, device, Trainer and model are not compatible.
     """
     value = parse_policy(policy, trainer.args.device)
     base = replace(value, recipe=Recipe(), simulate=False, schedule=(), rules=())
@@ -62,8 +62,10 @@ def apply_recipe(trainer: Any, policy: str) -> Clock:
             "torchrun, or show it one GPU"
         )
     require_support(value, trainer.args.device)
-    placed = place(value, trainer.model)
-    clock = make_clock(value, steps=1)
+    return place(value, trainer.model), make_clock(value, steps=1)
+
+
+def apply_recipe_(placed: PlacedModel, clock: Clock) -> None:
+    """Make the layers multiply below 16 bits."""
     add_regions_(placed, clock)
-    make_modules_portable_(trainer.model, is_ours)
-    return clock
+    make_modules_portable_(placed.model, is_ours)

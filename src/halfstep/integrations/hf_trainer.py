@@ -37,7 +37,7 @@ from halfstep.integrations.accelerate import (
     refuse_engine,
 )
 from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
-from halfstep.integrations.hf_recipe import apply_recipe
+from halfstep.integrations.hf_recipe import apply_recipe_, place_recipe
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
@@ -123,7 +123,7 @@ def attach(
             f"captures={captures} with policy={policy!r}: a capture is taken again in plain bf16, "
             "whose numbers are others; leave one of them out"
         )
-    clock = apply_recipe(trainer, policy) if policy else None
+    recipe = place_recipe(trainer, policy) if policy else None
     used = None
     if wanted or choice.action != "off":  # the callback has a meter of its own
         used = attach_scaler(
@@ -131,10 +131,12 @@ def attach(
         )
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
-        clock=clock,
+        clock=None if recipe is None else recipe[1],
     )  # fmt: skip
     if folder:
         callback.record_into(folder, captures, choice)
+    if recipe is not None:
+        apply_recipe_(*recipe)
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
