@@ -126,8 +126,6 @@ class GradientRelease:
         self._optimizers = optimizers
         self._hooks = [UserHooks(optimizer) for optimizer in optimizers]
         self._step = 0  # number of the backward, for hooks on optimizers
-        self.largest = 0
-        """Bytes of the largest gradient that the last backward has released."""
         self.reset()
 
     def reset(self) -> None:
@@ -163,7 +161,7 @@ class GradientRelease:
         value = float(loss.detach())
         if not math.isfinite(value):
             self._broken = Judged(value, math.nan, None)
-        self._loss, self._rates, self.largest = loss.detach().float().reshape(()), self._lrs(), 0
+        self._loss, self._rates = loss.detach().float().reshape(()), self._lrs()
         self._step += 1
         self._waiting = {weight.parameter: weight for weight in self._masters.trained()}
         handles = [
@@ -199,7 +197,6 @@ class GradientRelease:
         if gradient is None:  # a user's hook has dropped it
             return
         self._arrived.append(parameter)
-        self.largest = max(self.largest, gradient.nbytes)
         if self._broken is not None:
             return
         assert self._loss is not None, "set before the backward"
