@@ -13,13 +13,15 @@ from torch import nn
 
 import halfstep
 from halfstep.diagnostics.advise.choice import Option, cheapest
-from halfstep.diagnostics.advise.layers import gradient_under, policy_of
+from halfstep.diagnostics.advise.layers import gradient_under, policy_of, take_step
 from halfstep.diagnostics.advise.proof import Gap, Trials
 from halfstep.diagnostics.advise.sensitivity import _bias_and_variance, sensitivities
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import PRODUCTS
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.shapes import GPTConfig
 
 WIDTH = 64
 
@@ -290,6 +292,18 @@ def test_a_loss_that_is_no_function_is_refused():
         halfstep.advise(
             plain(), data(0), lambda m, b: loss_fn(m, b) * (1 + 0.1 * next(calls)), steps=0
         )
+
+
+def test_layers_that_a_kernel_fuses_are_no_reason_to_refuse():
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=32, vocab_size=64), seed=0)
+    rows = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
+
+    def of_tokens(model, rows):
+        total, count = model.loss_sum((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+        return total / count
+
+    found = take_step(model, rows, of_tokens, "bf16")
+    assert [layer.name for layer in found.layers][:2] == ["layers.0.attn.qkv", "layers.0.attn.proj"]
 
 
 def test_layers_whose_features_fill_no_blocks_stay_as_they_are():

@@ -387,6 +387,19 @@ def test_a_loss_is_dropped_with_gradients_that_are_cleared_past_torchs_notice(po
     assert result.loss == pytest.approx(kept.item())
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-split"])
+def test_a_loss_whose_gradients_are_all_zero_is_told_as_it_is(policy):
+    model = net()
+    _, precision = under(policy, model)
+    with precision.autocast():
+        loss = (model(X) * 0).square().mean() + 2.5
+    assert precision.step(loss).loss == 2.5
+    with precision.autocast():
+        empty = model(X[:0]).square().mean()  # NaN, and its gradients are 0
+    with pytest.raises(NonFiniteError, match="the loss is nan before any gradient"):
+        precision.step(empty)
+
+
 def test_a_gradient_that_is_zero_by_itself_drops_no_loss():
     model = net()
     _, precision = under("fp32", model)

@@ -17,6 +17,7 @@ SPELLINGS = [
     "nvfp4,keep_bf16=blocks.0*|lm_head",
     "bf16-split,recipe=bf16/nvfp4/nvfp4,simulate=yes,schedule=85%:bf16/-/-",
     "bf16-mixed,rules=a.*:mxfp8/nvfp4/nvfp4|b:fp32",
+    "bf16-mixed,recipe=nvfp4-nearest,simulate=yes",
     "nvfp4,schedule=12.5%:mxfp8|80%:bf16",
 ]
 

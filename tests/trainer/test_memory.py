@@ -15,10 +15,11 @@ from halfstep.errors import ConfigError
 from halfstep.kernels.forward import compiled
 from halfstep.optim.storage.state import REMAINDER
 from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.data.progress import no_progress
-from halfstep.trainer.estimate import estimate_config, require_memory
+from halfstep.trainer.estimate import estimate_config, estimate_count, require_memory
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.optimizer import averages
 from halfstep.trainer.session import open_session
@@ -229,6 +230,14 @@ def test_moments_are_estimated_to_the_byte(corpus, name, policy):
     assert session.memory.part("moments") == sum(held)
     forms = {"8bit": "8bit", "bf16": "bf16"}.get(policy.partition("moments=")[2], "fp32")
     assert set(session.memory.bytes["moments"]) == {forms}
+
+
+def test_a_recipe_changes_nothing_of_what_a_number_of_parameters_takes():
+    names = ("bf16-mixed", "nvfp4,simulate=yes", "bf16-mixed,recipe=mxfp8,schedule=50%:bf16")
+    policies = [parse_policy(name) for name in names]
+    found = estimate_count(1000, policies, Layout())
+    assert [memory.bytes for memory in found] == [found[0].bytes] * 3
+    assert [memory.policy for memory in found] == [str(policy) for policy in policies]
 
 
 def test_no_random_number_is_drawn_and_no_model_touched(corpus):

@@ -25,6 +25,7 @@ from halfstep.errors import ConfigError, PrecisionError
 from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.optimizer import OptimizerConfig
@@ -59,7 +60,10 @@ def estimate_count(
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
     kept = 0 if optimizer.name == "adafactor" else averages(optimizer, model)
-    found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in policies]
+    # a recipe changes nothing that is kept between steps, and needs layers of a known shape
+    stored = [dataclasses.replace(p, recipe=Recipe(), schedule=()) for p in policies]
+    found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in stored]
+    found = [dataclasses.replace(m, policy=str(p)) for m, p in zip(found, policies, strict=True)]
     if release_gradients:
         rest = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
         found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, rest, strict=True)]

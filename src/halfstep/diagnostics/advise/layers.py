@@ -162,6 +162,9 @@ def take_step(model: nn.Module, batch: Any, loss_fn: LossFn, reference: str) -> 
             hook.remove()
         gradient = _gradients(precision.model)
         precision.discard()
+        # hooks keep layers apart that a kernel would fuse, with other roundings: again with hooks
+        for module in modules.values():
+            module.register_forward_hook(lambda *_: None)
         again = backward(precision, loss_fn, batch, 0)
     if not math.isfinite(loss):
         raise PrecisionError(f"the loss is {loss} in {policy}; advise needs one that is finite")

@@ -80,6 +80,7 @@ class Arrivals:
         self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
         self._sharded: list[nn.Parameter] = []
         self._left: list[tuple[nn.Parameter, int, int]] = []
+        self._left_zeros = False  # whether the backward itself has left nothing but zeros
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
@@ -176,6 +177,8 @@ class Arrivals:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
         found = ((parameter, parameter.grad) for parameter in parameters)
         self._left = [(p, id(grad), grad._version) for p, grad in found if grad is not None]
+        here = (p.grad for p, *_ in self._left if p.grad is not None and not p.grad.is_cuda)
+        self._left_zeros = not any(map(_is_nonzero, here))
 
     def cleared(self) -> bool:
         """Whether all gradients left by the last backward were since dropped or set to zero.
@@ -188,10 +191,9 @@ class Arrivals:
             if gradient is None:
                 continue
             unwritten = id(gradient) == identity and gradient._version == version
-            if unwritten and gradient.is_cuda:
+            if unwritten and (gradient.is_cuda or self._left_zeros):
                 return False
-            part = gradient if type(gradient) is Tensor else local_part(gradient)
-            if bool(part.any()):
+            if _is_nonzero(gradient):
                 return False
         return bool(self._left)
 
@@ -215,6 +217,11 @@ def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
     """The hook that unscales a tensor's gradient, by its id; empty if it has none."""
     hooks: dict[int, Any] = tensor._backward_hooks or {}
     return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    part = gradient if type(gradient) is Tensor else local_part(gradient)
+    return bool(part.any())
 
 
 def _widened(parameter: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ class PrecisionPolicy:
     @property
     def name(self) -> str:
         """The preset's name with what may change of it; else all fields."""
-        named = {**RECIPES, **POLICIES}.items()
-        for name, preset in sorted(named, key=lambda entry: entry[1].recipe != self.recipe):
+        named = {n: p for n, p in RECIPES.items() if p.recipe == self.recipe} | POLICIES
+        for name, preset in named.items():
             if all(getattr(self, f) == getattr(preset, f) for f in _FIXED):
                 wire = self.reduce_dtype != preset.reduce_dtype
                 reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
