@@ -124,6 +124,11 @@ def test_explain_env_and_configs(tmp_path, halfstep):
     assert "bf16-pure" in text
     table = halfstep("explain", "--device", "cpu").stdout
     assert "refused: a CPU has no tf32" in table
+    assert "refused a CPU has no mxfp8" in " ".join(
+        halfstep("explain", "mxfp8", "--device", "cpu").stdout.split()
+    )
+    low = halfstep("explain", "mxfp8", "--simulate", "--device", "cpu").stdout
+    assert "simulated operands are rounded to mxfp8 exactly" in " ".join(low.split())
     report = json.loads(halfstep("env", "--json", "--device", "cpu").stdout)
     statuses = {row["format"]: row["status"] for row in report["gemm"]}
     assert statuses["fp16"] == "simulated"

@@ -256,12 +256,27 @@ def test_layers_that_overflow_in_fp16_keep_fp32(tmp_path):
     assert parse_policy(str(file)) == parse_policy(found.policy)
 
 
+def test_seeds_share_no_random_numbers():
+    """A seed's draws are not another's some steps later."""
+    seen = []
+
+    def told(model, batch):
+        seen.append(torch.rand(()).item())
+        return loss_fn(model, batch)
+
+    trials = Trials(plain(), data(0), told, _sgd, "bf16-mixed", 8, (0, 1, 2))
+    for seed in trials.seeds:
+        trials.gap_on(seed, "bf16-mixed")  # two runs, the policy and its reference, with one seed
+    assert len(seen) == 2 * len(set(seen)) == 2 * 3 * 8
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"formats": ("bf16", "nvpf4")}, "allowed: bf16 and then fp8, "),
         ({"formats": ("bf16", "fp16")}, "or fp32 and then fp16"),
         ({"tolerance": 0.0}, "above 0, such as 0.003"),
+        ({"tolerance": "0.3"}, r"tolerance='0\.3'; allowed: a number above 0"),
         ({"seeds": (0,)}, "2 different seeds"),
         ({"seeds": (1, 1, 1)}, "2 different seeds"),
         ({"rates": "b100"}, "allowed: h100, h200, b200"),
@@ -269,7 +284,7 @@ def test_layers_that_overflow_in_fp16_keep_fp32(tmp_path):
         ({"rates": {"bf16": 1, "mxfp8": 2}}, "formats nvfp4 have no rate: none is given"),
         ({"rates": {"bf16": 1, "mxfp8": 0, "nvfp4": 2}}, "rate 0 of mxfp8; allowed: a number abo"),
         ({"batches": iter(())}, "every run takes them again, so give a list"),
-        ({"batches": []}, "at least one batch"),
+        ({"batches": []}, "^batches is empty"),
         ({"loss_fn": lambda model, batch: loss_fn(model, batch) * math.nan}, "the loss is nan"),
         (
             {"loss_fn": lambda model, batch: loss_fn(model, batch) - 9, "steps": 4},

@@ -35,6 +35,14 @@ def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
         assert name in message
 
 
+@pytest.mark.parametrize("name", ["nvfp4-nearest", "mxfp8-e5m2"])
+def test_a_scheme_that_is_no_policy_is_answered_with_one(name):
+    policy = f"bf16-mixed,recipe={name}"
+    with pytest.raises(PrecisionError, match=f"'{name}', a recipe: {policy}\\. Allowed: "):
+        parse_policy(name)
+    assert name in str(parse_policy(policy).recipe)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -214,7 +214,8 @@ def test_explain_says_which_products_run_in_which_blocks():
     assert "gradients rounded stochastically, Hadamard over 16 tokens" in text
     delayed = str(halfstep.explain("fp8-delayed"))
     assert (
-        "gradients e5m2 in one scale x weights e4m3fn in one scale, scaled by the last" in delayed
+        "gradients e5m2 with one scale for the tensor x weights e4m3fn with one scale for the "
+        "tensor, scaled by the last" in delayed
     )
     assert "from     85%      of the run on: bf16/-/-" in text
     rows = str(halfstep.explain_model("mxfp8,keep_bf16=head", Model())).splitlines()

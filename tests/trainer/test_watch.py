@@ -71,3 +71,6 @@ def test_recipes_are_measured_in_watched_steps(corpus, tmp_path):
 def test_formats_need_a_watch():
     with pytest.raises(ConfigError, match=r"run\.watch_formats=mxfp8 is measured.*add --watch"):
         load_config("gpt-tiny", [("run.watch_formats", ("mxfp8",))])
+    given = [("run.watch", "2"), ("run.watch_formats", ("mxfp9",))]
+    with pytest.raises(ConfigError, match=r"watch_formats: 'mxfp9'.*allowed: fp8, .*nvfp4"):
+        load_config("gpt-tiny", given)

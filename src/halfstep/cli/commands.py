@@ -58,6 +58,8 @@ class Explain:
     """Names, field strings or files; default: all."""
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
+    simulate: bool = False
+    """As if formats below 16 bits were simulated where the device has no products for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +123,14 @@ class Advise(OneStep):
     """
 
     formats: tuple[str, ...] = ("bf16,mxfp8,nvfp4",)
-    """The reference, bf16 or fp32, and recipes to choose from; after fp32, fp16."""
+    """The reference, bf16 or fp32, and recipes to choose from; after fp32, fp16. Default:
+    bf16,mxfp8,nvfp4."""
     tolerance: str = "0.3%"
-    """How much higher than the reference's the loss may be."""
+    """How much higher than the reference's the loss may be, as 0.3% (the default) or 0.003."""
     rates: str = "b200"
     """Whose peak rates count: b200, h200 or h100; or a .toml file with a rate for each format."""
     steps: int = 60
-    """Optimizer steps of each run of the proof; 0: none is made."""
+    """Optimizer steps of each run of the proof; default: 60; 0: none is made."""
     seeds: int = 3
     """Pairs of runs, each with another order of the batches; as many fresh ones prove a choice."""
     seconds: float = 600.0

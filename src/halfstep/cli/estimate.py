@@ -81,8 +81,8 @@ def _text(found: list[Memory], have: int, layout: Layout, release: bool) -> str:
     if with_batch:
         notes.append(f"a micro-batch of {found[0].rows}")
     else:
-        gradients = " and gradients, released one by one" if release else ""
-        notes.append(f"without activations{gradients}, which depend on model and batch")
+        parts_left = "activations and released gradients" if release else "activations"
+        notes.append(f"without {parts_left}, which depend on model and batch")
     if layout.size > 1:
         notes.append(f"on each of {layout.size} ranks ({layout})")
     lines = [table([head, *rows], set(range(1, len(head)))), "", "; ".join(notes) + "."]

@@ -198,8 +198,9 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         texts = []
         for operand in operands:
             form = BLOCK_FORMATS[getattr(scheme, operand)]
-            blocks = "one scale" if form.block is None else "{}x{} blocks".format(*form.block)
-            texts.append(f"{operand} {form.element.name} in {blocks}")
+            block = form.block and "in {}x{} blocks".format(*form.block)
+            how = block or "with one scale for the tensor"
+            texts.append(f"{operand} {form.element.name} {how}")
         extra = [", gradients rounded stochastically"] if "gradients" in operands else []
         extra = extra if scheme.stochastic else []
         extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []

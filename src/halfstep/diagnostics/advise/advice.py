@@ -243,15 +243,19 @@ def _check(
             f"formats {', '.join(formats)!r}; allowed: bf16 and then {', '.join(SCHEMES)}, or fp32 "
             "and then fp16"
         )
-    if not tolerance > 0:
-        raise PrecisionError(f"tolerance={tolerance}; allowed: above 0, such as 0.003 for 0.3 %")
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise PrecisionError(
+            f"tolerance={tolerance!r}; allowed: a number above 0, such as 0.003 for 0.3 %"
+        )
     if not isinstance(batches, Sequence):
         raise PrecisionError(
             f"batches is a {type(batches).__name__}; every run takes them again, so give a list: "
             "list(batches), or some of them by itertools.islice"
         )
-    if steps < 0 or (0 < steps < 4) or len(set(seeds)) < 2 or not batches:
+    if not batches:
+        raise PrecisionError("batches is empty; every run takes them again, so give at least one")
+    if steps < 0 or (0 < steps < 4) or len(set(seeds)) < 2:
         raise PrecisionError(
-            f"steps={steps}, seeds={[*seeds]}, {len(batches)} batches; allowed: 4 steps or more, "
-            "or 0 for no proof, with 2 different seeds or more and at least one batch"
+            f"steps={steps}, seeds={[*seeds]}; allowed: 4 steps or more, or 0 for no proof, with 2 "
+            "different seeds or more"
         )

@@ -32,6 +32,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 """Student's t, one-sided 95 %, for 1, 2, ... degrees of freedom."""
 _ULP = 2.0**-8
+_STRIDE = 0x9E3779B1
+"""Between the random seeds of two runs, an odd number of 32 bits near 2^32 over the golden ratio:
+its multiples stay far apart modulo 2^32, and torch's generator on the CPU takes 32 bits."""
 
 
 class OutOfTime(Exception):
@@ -161,7 +164,8 @@ class Trials:
             for step in range(self.steps):
                 if time.monotonic() > self.until:
                     raise OutOfTime
-                loss = backward(precision, self.loss_fn, self.batches[order[step]], seed + step)
+                draws = (seed * _STRIDE + step) % 2**32  # no other seed's dropout, steps later
+                loss = backward(precision, self.loss_fn, self.batches[order[step]], draws)
                 precision.step()
                 if 4 * step >= 3 * self.steps:
                     last.append(loss)

@@ -25,7 +25,7 @@ from halfstep.precision.policy.policy import (
     RECIPES,
     PrecisionPolicy,
 )
-from halfstep.precision.policy.recipe import parse_recipe, parse_schedule
+from halfstep.precision.policy.recipe import SCHEMES, parse_recipe, parse_schedule
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 
 _NAMED = {**POLICIES, **RECIPES}
@@ -160,6 +160,8 @@ def _hint(name: str) -> str:
     asked = next((short for word, short in formats.items() if word in name), "")
     names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
+    if name in SCHEMES:
+        return f", a recipe: bf16-mixed,recipe={name}."
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
     return f", did you mean {close[0]!r}?" if close else "."
 
