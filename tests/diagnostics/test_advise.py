@@ -310,8 +310,8 @@ def test_a_loss_that_is_no_function_is_refused():
 
 
 def test_layers_that_a_kernel_fuses_are_no_reason_to_refuse():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=32, vocab_size=64), seed=0)
-    rows = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
+    model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=128, block_size=64, vocab_size=64), seed=0)
+    rows = torch.randint(64, (4, 65), generator=torch.Generator().manual_seed(0))
 
     def of_tokens(model, rows):
         total, count = model.loss_sum((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
