@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ def _check(
             f"formats {', '.join(formats)!r}; allowed: bf16 and then {', '.join(SCHEMES)}, or fp32 "
             "and then fp16"
         )
-    if not isinstance(tolerance, int | float) or not tolerance > 0:
+    if not isinstance(tolerance, Real) or not tolerance > 0:
         raise PrecisionError(
             f"tolerance={tolerance!r}; allowed: a number above 0, such as 0.003 for 0.3 %"
         )
