@@ -230,7 +230,9 @@ class Precision:
         if self.gradient_release is not None and not apart:
             self._require_own_weights()
             releasing = self.gradient_release.during(loss, bool(retain_graph) or create_graph)
-        with self._context.arithmetic(), self.clock.backward(counts=not apart):
+        history = self.clock.history
+        noting = history.backward(counts=not apart) if history else nullcontext()
+        with self._context.arithmetic(), noting:
             held = self._progress.loss_scale
             if self.uncalibrated:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)

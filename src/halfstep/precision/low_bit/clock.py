@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch.distributed as dist
 
 from halfstep.errors import PrecisionError
@@ -42,10 +40,6 @@ class Clock:
             if 100 * self.step >= switch.percent * self.steps:
                 recipe = switch.recipe.over(recipe)
         return recipe
-
-    def backward(self, counts: bool) -> AbstractContextManager[None]:
-        """The context for a backward pass, of which delayed scaling takes note if it counts."""
-        return self.history.backward(counts) if self.history else nullcontext()
 
     def draw(self, stream: int) -> tuple[int, int, int]:
         """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
