@@ -39,6 +39,7 @@ from halfstep.diagnostics.advise.layers import (
     products,
     take_step,
 )
+from halfstep.diagnostics.statistics.rounding_error import bias_and_variance
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
 
 AVERAGED = 10
@@ -188,19 +189,11 @@ def _true_error(
 
 
 def _bias_and_variance(errors: Sequence[Sequence[Tensor]], whole: float) -> tuple[float, float]:
-    """The squared mean of errors over draws, and the squares around it, unbiased, relative.
-
-    Args:
-        errors: For each draw, the error in parts.
-        whole: What the squares are relative to.
-    """
-    draws = len(errors)
-    total = sum(_square(draw) for draw in errors) / draws
-    mean = _square([torch.stack(parts).mean(0) for parts in zip(*errors, strict=True)])
-    if not math.isfinite(total):
+    """:func:`bias_and_variance` relative to a square; infinite where an error is not finite."""
+    bias, variance = bias_and_variance(errors)
+    if not math.isfinite(bias + variance):
         return math.inf, 0.0
-    variance = (total - mean) * draws / (draws - 1) if draws > 1 else 0.0
-    return max(mean - variance / draws, 0.0) / whole, variance / whole
+    return bias / whole, variance / whole
 
 
 def _of_layer(layer: Layer, form: str, draws: int, step: Step, before: float) -> list[Sensitivity]:

@@ -21,8 +21,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnostics.statistics.rounding_error import bias_and_variance
 from halfstep.errors import DataError
-from halfstep.formats import BlockFormat, block_format
+from halfstep.formats import block_format
 from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
@@ -103,20 +104,23 @@ class ProductErrors:
         self._called.add(name)
         w_OK = weight.detach() if isinstance(layer, nn.Linear) else weight.detach().t()
         x_NK = x.detach().reshape(-1, x.shape[-1])
-        kept = {s.name: _rows(x_NK[:TOKENS].t(), block_format(s.inputs)) for s in self._schemes}
+        inputs, weights = _Rows(x_NK), _Rows(w_OK)
+        transposed = _Rows(x_NK[:TOKENS].t())
+        kept = {scheme.inputs: transposed.of(scheme.inputs) for scheme in self._schemes}
         for scheme in self._schemes:
-            a = _rows(x_NK, block_format(scheme.inputs))
-            self._add(name, "fprop", scheme, a, _rows(w_OK, block_format(scheme.weights)))
+            operands = inputs.of(scheme.inputs), weights.of(scheme.weights)
+            self._add(name, "fprop", scheme, *operands)
 
         @torch.no_grad()
         def differentiated(gradient: Tensor) -> None:
             g_NO = gradient.detach().reshape(-1, gradient.shape[-1])
+            gradients, weights = _Rows(g_NO), _Rows(w_OK.t())
+            transposed = _Rows(g_NO[:TOKENS].t())
             for scheme in self._schemes:
-                form = block_format(scheme.gradients)
-                w = _rows(w_OK.t(), block_format(scheme.weights))
-                self._add(name, "dgrad", scheme, _rows(g_NO, form), w)
-                g = _rows(g_NO[:TOKENS].t(), form)
-                self._add(name, "wgrad", scheme, g, kept[scheme.name])
+                operands = gradients.of(scheme.gradients), weights.of(scheme.weights)
+                self._add(name, "dgrad", scheme, *operands)
+                g = transposed.of(scheme.gradients)
+                self._add(name, "wgrad", scheme, g, kept[scheme.inputs])
 
         return differentiated
 
@@ -158,26 +162,39 @@ def product_error(
     left, right = (block_format(getattr(scheme, operand)) for operand in OPERANDS[product])
     drawn = draws if scheme.stochastic and product != "fprop" else 1
     rounded = right.fake_quantize(b.contiguous()).double().t()
-    offs = []
-    for draw in range(drawn):
+
+    def off(draw: int) -> Tensor:
         bits = random_bits(draw, 0, a.shape, stream=_STREAM, device=a.device) if drawn > 1 else None
-        offs.append(left.fake_quantize(a.contiguous(), bits=bits).double() @ rounded - exact)
-    every = torch.stack(offs)
-    variance = float(every.var(0).sum()) if drawn > 1 else 0.0
-    bias = max(float(every.mean(0).square().sum()) - variance / drawn, 0.0)
+        return left.fake_quantize(a.contiguous(), bits=bits).double() @ rounded - exact
+
+    bias, variance = bias_and_variance([off(draw)] for draw in range(drawn))
     if not math.isfinite(bias + variance):
         return None
     return math.sqrt(bias) / size, math.sqrt(variance) / size
 
 
-def _rows(x: Tensor, form: BlockFormat) -> Tensor:
+class _Rows:
     """Some whole rows of blocks of a matrix as fp32 with bf16 numbers, and its largest one's."""
-    height = 1 if form.block is None else form.block[0]
-    blocks = len(x) // height
-    if not blocks or not x.shape[1]:
-        return x[:0].float()
-    take = torch.linspace(0, blocks - 1, min(blocks, max(ROWS // height, 1))).round().tolist()
-    largest = int(x[: blocks * height].abs().amax(1).argmax()) // height
-    starts = torch.tensor(sorted({int(at) for at in take} | {largest}), device=x.device) * height
-    at = (starts[:, None] + torch.arange(height, device=x.device)).reshape(-1)
-    return x[at].bfloat16().float()
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._found: dict[int, Tensor] = {}  # by the height of a block
+
+    def of(self, name: str) -> Tensor:
+        """Rows for a format, the same for all whose blocks are as tall."""
+        block = block_format(name).block
+        height = 1 if block is None else block[0]
+        if height not in self._found:
+            self._found[height] = self._take(height)
+        return self._found[height]
+
+    def _take(self, height: int) -> Tensor:
+        x = self._x
+        blocks = len(x) // height
+        if not blocks or not x.shape[1]:
+            return x[:0].float()
+        take = torch.linspace(0, blocks - 1, min(blocks, max(ROWS // height, 1))).round().tolist()
+        largest = int(x[: blocks * height].abs().amax(1).argmax()) // height
+        starts = torch.tensor(sorted({int(at) for at in take} | {largest}), device=x.device)
+        at = (starts[:, None] * height + torch.arange(height, device=x.device)).reshape(-1)
+        return x[at].bfloat16().float()

@@ -13,7 +13,7 @@ What K draws leave in their mean is taken out of the bias: one draw would make i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,17 +84,34 @@ def rounding_error(
     if not draws:
         off = form.fake_quantize(some, amax=amax).double() - some
         return RoundingError(float(off.norm()) / size, 0.0)
-    total, squares = torch.zeros_like(some, dtype=torch.float64), 0.0
-    for draw in range(draws):
+
+    def drawn(draw: int) -> Tensor:
         bits = random_bits(draw, 0, some.shape, stream=_STREAM, device=some.device)
-        off = form.fake_quantize(some, bits=bits, amax=amax).double() - some
-        total += off
-        squares += float(off.square().sum())
-    mean = float((total / draws).square().sum())
-    variance = max(squares - draws * mean, 0.0) / max(draws - 1, 1)
-    return RoundingError(
-        math.sqrt(max(mean - variance / draws, 0.0)) / size, math.sqrt(variance) / size
-    )
+        return form.fake_quantize(some, bits=bits, amax=amax).double() - some
+
+    bias, variance = bias_and_variance([drawn(draw)] for draw in range(draws))
+    return RoundingError(math.sqrt(bias) / size, math.sqrt(variance) / size)
+
+
+def bias_and_variance(errors: Iterable[Sequence[Tensor]]) -> tuple[float, float]:
+    """The squared mean of errors over draws, and the squares around it; both unbiased.
+
+    Args:
+        errors: For each draw, the error in parts. The variance of a single one is 0.
+
+    Returns:
+        Sums over all elements, in fp64; NaN or infinite where an error is.
+    """
+    sums: list[Tensor] = []
+    squares, draws = 0.0, 0
+    for parts in errors:
+        wide = [part.double() for part in parts]
+        sums = [total + part for total, part in zip(sums, wide, strict=True)] if sums else wide
+        squares += sum(float(part.square().sum()) for part in wide)
+        draws += 1
+    mean = sum(float((total / draws).square().sum()) for total in sums)
+    variance = max((squares - draws * mean) / (draws - 1), 0.0) if draws > 1 else 0.0
+    return max(mean - variance / draws, 0.0), variance
 
 
 def rounding_errors(
