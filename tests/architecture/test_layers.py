@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "halfstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Chapter -> chapters it may import besides itself and its parents; the longest entry counts.
-BASE = {"errors", "files", "formats", "shown", "torch_version"}
+BASE = {"errors", "files", "formats", "shown", "torch_version", "words"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
@@ -18,6 +18,7 @@ ALLOWED = {
     "formats": {"errors", "shown"},
     "shown": set(),
     "torch_version": {"errors"},
+    "words": {"errors"},
     "kernels": {"errors", "formats"},
     "precision": {"errors", "formats", "kernels", "shown"},
     "precision.policy": {
@@ -28,7 +29,7 @@ ALLOWED = {
     "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
-    "report": {"errors", "formats", "diagnostics", "shown"},
+    "report": {"errors", "formats", "diagnostics", "shown", "words"},
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "precision"},
     "trainer.data": {"errors", "files"},

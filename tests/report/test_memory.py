@@ -10,7 +10,8 @@ from halfstep.errors import ConfigError
 from halfstep.report.memory import memory_figure, segments, sentence, write_memory_figure
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from halfstep.report.words import LANGUAGES, PHRASES
+from halfstep.report.words import PHRASES
+from halfstep.words import LANGUAGES
 from report.conftest import line
 
 MODULES = {

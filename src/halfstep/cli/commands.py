@@ -327,8 +327,8 @@ class Report:
     out: str = ""
     """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
     folder, for several runs in the current one."""
-    lang: str = "en"
-    """Language of the report: en or zh."""
+    lang: str = ""
+    """Language of the report: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)

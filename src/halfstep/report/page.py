@@ -36,8 +36,9 @@ from halfstep.report.numbers import (
     what_ran,
 )
 from halfstep.report.record import TRACE, RunRecord, scale_text
-from halfstep.report.words import LANGUAGES, phrase
+from halfstep.report.words import phrase
 from halfstep.shown import bars
+from halfstep.words import chosen_language
 
 SUFFIXES: Mapping[str, str] = {".html": "html", ".md": "md", ".json": "json"}
 
@@ -201,13 +202,12 @@ class Report:
 
 
 def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
-    """A report of runs that were read.
+    """A report of runs that were read, in the language asked for, or in the locale's where it is "".
 
     Raises:
         ConfigError: For a language that there are no words in.
     """
-    if language not in LANGUAGES:
-        raise ConfigError(f"--lang {language}; allowed: {', '.join(LANGUAGES)}")
+    language = chosen_language(language)
     rows = [Row(run, verdict(run, language), findings(run), _card(run, language)) for run in runs]
     return Report(rows, language, compare(runs, language))
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
-from typing import Any, Literal, get_args
+from typing import Any
 
-Language = Literal["en", "zh"]
-LANGUAGES: tuple[str, ...] = get_args(Language)
-PHRASES: Mapping[str, Mapping[str, str]] = tomllib.loads(
-    resources.files("halfstep.report").joinpath("words.toml").read_text(encoding="utf-8")
-)
-"""Name to language to phrase; a phrase may have names in braces, which values take the place of."""
+from halfstep.words import Phrases, read_phrases
+
+PHRASES: Phrases = read_phrases("halfstep.report")
 
 
 def phrase(name: str, language: str, values: Mapping[str, Any] | None = None) -> str:
