@@ -1,7 +1,7 @@
 """The languages that halfstep speaks, and tables of phrases in each of them.
 
-A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, then the phrase in every
-language. A phrase may have names in braces, which values take the place of.
+A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, then the phrase in
+every language. A phrase may have names in braces, which values take the place of.
 """
 
 from __future__ import annotations

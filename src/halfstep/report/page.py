@@ -202,7 +202,7 @@ class Report:
 
 
 def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
-    """A report of runs that were read, in the language asked for, or in the locale's where it is "".
+    """A report of runs that were read, in a language; "": that of the locale.
 
     Raises:
         ConfigError: For a language that there are no words in.
