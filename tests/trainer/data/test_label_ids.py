@@ -120,6 +120,7 @@ def test_names_and_ids_together_are_refused_with_both_places(write):
     [
         ("银色 的 罗马 高跟鞋 ， 圆球 吊饰", "银色的罗马高跟鞋，圆球吊饰"),
         ("很 \u3000好 ！", "很好！"),
+        ("走 了 …… 再 见", "走了……再见"),
         ("ひらがな カタカナ", "ひらがなカタカナ"),
         ("𠀀 𠀁", "𠀀𠀁"),
         ("a quiet day", "a quiet day"),

@@ -30,6 +30,7 @@ LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "æ
 STREAM = "standard input"
 
 _CJK = (
+    "\u2014\u2026"  # dash and ellipsis
     "\u3001-\u303f"  # punctuation, but for the ideographic space
     "\u3040-\u30ff"  # kana
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
