@@ -23,6 +23,7 @@ from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.tasks.lm import open_tuned_lm
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
 
@@ -151,6 +152,31 @@ def test_generate_answers_and_goes_on(tuned, halfstep):
         code, out, err = halfstep(*run, *bad)
         assert (code, out) == (2, "")
         assert_one_line(err, complaint)
+
+
+def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
+    run = ["generate", "--run", tuned, "--device", "cpu", "--precision", "fp32", "--raw",
+           "--prompt", "turn round: red blue", "--max-new-tokens", "24"]  # fmt: skip
+    code, base, err = halfstep(*run, "--base", "--temperature", "0")
+    assert (code, err) == (0, "")
+    with quiet(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama").float().eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "llama")
+        ids = tokenizer("turn round: red blue", return_tensors="pt").input_ids
+        assert ids[0, 0] == tokenizer.bos_token_id
+        for _ in range(24):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(dim=-1)], dim=1)
+            if ids[0, -1] == tokenizer.eos_token_id:
+                break
+    assert base.strip() == tokenizer.decode(ids[0], skip_special_tokens=True).strip()
+    lm = open_tuned_lm(tuned, run_config(tuned), torch.device("cpu"), "fp32")
+    with torch.no_grad():
+        after, want = lm.model.model(ids).logits, model(ids).logits
+        with lm.model.without_adapter():
+            before = lm.model.model(ids).logits
+    # logits are of size 1, and fp32 rounds them by some 1e-6; four steps at 1e-2 move them by more
+    torch.testing.assert_close(before, want, rtol=0, atol=1e-5)
+    assert (after - want).abs().max() > 1e-3
 
 
 def answers_alike(folder, ids, wanted, tolerance):
@@ -295,6 +321,9 @@ def test_refusals_are_one_line(changes, complaint, tuned, place, halfstep, tmp_p
 def test_raw_is_for_tuned_models(halfstep, tmp_path):
     assert_refused(
         halfstep("generate", "--model", tmp_path, "--raw"), "--raw is for runs of finetune lm"
+    )
+    assert_refused(
+        halfstep("generate", "--model", tmp_path, "--base"), "--base is for LoRA runs of finetune"
     )
 
 

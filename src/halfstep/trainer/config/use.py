@@ -61,6 +61,8 @@ class Generating(Use):
     """Random seed of the sampling."""
     raw: bool = False
     """For a run of finetune lm: go on from the prompt as it is, without its template."""
+    base: bool = False
+    """For a LoRA run of finetune lm: the model without its adapter, as before the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

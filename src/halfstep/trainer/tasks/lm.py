@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,15 +302,23 @@ class TrainedLM(Trained):
         lm = self._open(use)
         if not (use.prompt or use.raw or lm.template == "plain"):
             raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
-        return lm.answer(
-            use.prompt,
-            raw=use.raw,
-            max_new_tokens=use.max_new_tokens,
-            temperature=use.temperature,
-            top_k=use.top_k,
-            top_p=use.top_p,
-            seed=use.seed,
-        )
+        around: AbstractContextManager[None] = nullcontext()
+        if use.base:
+            if not isinstance(lm.model, LoraLM):
+                raise ConfigError(
+                    f"--base: {self.path} trained all weights and has no adapter; leave it out"
+                )
+            around = lm.model.without_adapter()
+        with around:
+            return lm.answer(
+                use.prompt,
+                raw=use.raw,
+                max_new_tokens=use.max_new_tokens,
+                temperature=use.temperature,
+                top_k=use.top_k,
+                top_p=use.top_p,
+                seed=use.seed,
+            )
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""

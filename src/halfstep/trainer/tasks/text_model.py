@@ -48,6 +48,8 @@ class TrainedText(Trained):
             raise ConfigError(
                 "--raw is for runs of finetune lm, which write a template; leave it out"
             )
+        if use.base:
+            raise ConfigError("--base is for LoRA runs of finetune lm, whose adapter it leaves out")
         opened = self._open(use)
         tokenizer = opened.tokenizer
         end = tokenizer.end_of_text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,11 @@ class LoraLM(PretrainedLM):
     def core(self) -> Any:
         """The ``transformers`` module, whose linear layers have been replaced by adapted ones."""
         return self.model.base_model.model
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the model is the base alone."""
+        found: AbstractContextManager[None] = self.model.disable_adapter()
+        return found
 
     def save_(
         self,
