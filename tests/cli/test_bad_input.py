@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.trainer.classifiers import checkpoint_of, metrics
 
 from halfstep.cli.main import main
 from halfstep.trainer import memory
@@ -180,6 +181,34 @@ def test_a_run_shorter_than_the_warm_up_has_a_shorter_one_and_says_so(corpus, tm
     err = " ".join(capfd.readouterr().err.split())
     assert "note: the warm-up is 3 steps instead of 20: as long as the run" in err
     assert "warmup_steps = 3" in (tmp_path / "r" / "config.toml").read_text()
+
+
+def test_a_shortened_warm_up_resumes_bit_for_bit_by_the_same_words(corpus, tmp_path):
+    words = ["train", *TINY, "--data", str(corpus), "--max-steps", "3", "--save-every", "1",
+             "--lost-update-every", "0", "--output-dir"]  # fmt: skip
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main([*words, str(whole)]) == 0
+    assert main([*words, str(cut), "--max-seconds", "1e-9"]) == 0
+    assert 0 < len(metrics(cut)) < 3
+    assert main([*words, str(cut), "--resume", "--max-seconds", "0"]) == 0
+    assert metrics(cut)[-1] == metrics(whole)[-1]
+    for name, tensor in checkpoint_of(whole).weights.items():
+        assert torch.equal(tensor, checkpoint_of(cut).weights[name])
+
+
+@pytest.mark.parametrize(("more", "steps"), [([], 4), (["--max-steps", "2"], 2)])
+def test_the_default_warm_up_is_no_longer_than_a_files_run(more, steps, corpus, tmp_path, capfd):
+    file = tmp_path / "short.toml"
+    file.write_text("[model]\nn_layer = 1\n[run]\nmax_steps = 4\n")
+    words = [word for word in TINY[2:] if word != "--quiet"]
+    assert main(["train", "--config", str(file), *words, "--data", str(corpus), *more,
+                 "--output-dir", str(tmp_path / "r")]) == 0  # fmt: skip
+    err = " ".join(capfd.readouterr().err.split())
+    assert f"note: the warm-up is {steps} steps instead of 50: as long as the run" in err
+    assert f"warmup_steps = {steps}" in (tmp_path / "r" / "config.toml").read_text()
+    file.write_text(file.read_text() + "[schedule]\nwarmup_steps = 5\n")  # which contradicts it
+    assert main(["train", "--config", str(file), *words, "--data", str(corpus)]) == 2
+    assert "schedule.warmup_steps=5 is longer than the run" in capfd.readouterr().err
 
 
 def test_a_warm_up_that_is_given_is_not_shortened(refused, corpus):

@@ -64,7 +64,8 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
     Args:
         spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
         overrides: Pairs of dotted key and value, later ones win; strings are converted to the
-            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too.
+            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too; the
+            file's own shortens the default warm-up.
 
     Raises:
         ConfigError: Naming the file, the key, what was given and what is allowed.
@@ -75,20 +76,22 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
             insert(table, key, value)
         given = {key for key, _ in overrides}
         # If both are given and contradict each other, the warm-up stays and is refused later.
-        if "run.max_steps" in given and "schedule.warmup_steps" not in given:
-            _shorten_warmup(table)
+        if "schedule.warmup_steps" not in given:
+            _shorten_warmup(table, shorter_than_file="run.max_steps" in given)
         return config_from_table(table)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _shorten_warmup(table: dict[str, Any]) -> None:
-    """Shorten a file's warm-up to the run where the command line makes the run shorter than it."""
+def _shorten_warmup(table: dict[str, Any], *, shorter_than_file: bool) -> None:
+    """Shorten the default warm-up to the run, and a file's where an option shortens the run."""
     schedule = table.setdefault("schedule", {})
     try:
+        if "warmup_steps" in schedule and not shorter_than_file:
+            return
         steps = int(table["run"]["max_steps"])
         warmup = int(schedule.get("warmup_steps", ScheduleConfig().warmup_steps))
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return  # refused, with the key, when the configuration is built
     if 1 <= steps < warmup:
         schedule["warmup_steps"] = steps
