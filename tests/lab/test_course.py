@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.lab.experiment import PHRASES, read_settings
-from halfstep.lab.experiments import EXPERIMENTS
+from halfstep.lab.course import EXPERIMENTS
 from halfstep.words import LANGUAGES
 
 NEEDED = ("title", "question", "look")
@@ -30,7 +30,7 @@ def test_no_phrase_belongs_to_an_experiment_that_there_is_not():
 
 
 def test_a_wrong_setting_is_refused_by_name():
-    with pytest.raises(ConfigError, match="stepz.*did you mean 'steps'"):
+    with pytest.raises(ConfigError, match=r"stepz.*did you mean 'steps'"):
         EXPERIMENTS["small-updates"].options_of({"stepz": "3"})
     with pytest.raises(ConfigError, match=r"steps.*allowed: integers >= 1"):
         EXPERIMENTS["small-updates"].options_of({"steps": "0"})

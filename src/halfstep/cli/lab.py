@@ -9,7 +9,7 @@ from halfstep.cli.commands import Lab
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
-from halfstep.lab.experiments import EXPERIMENTS
+from halfstep.lab.course import EXPERIMENTS
 from halfstep.lab.figure import draw
 from halfstep.trainer.config.read import did_you_mean
 from halfstep.words import chosen_language
