@@ -56,6 +56,9 @@ class Explain:
 
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
+    config: str = ""
+    """Also show, for this configuration's model, the format that a policy gives each module: which
+    layers are in 16 bits, and which stay in fp32."""
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
     simulate: bool = False
@@ -327,8 +330,6 @@ class Report:
     out: str = ""
     """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
     folder, for several runs in the current one."""
-    lang: str = ""
-    """Language of the report: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,8 +346,6 @@ class Lab:
     """What to change, as NAME=VALUE; each experiment says what it has."""
     out: str = "figures"
     """The folder to write into."""
-    lang: str = ""
-    """Language of the words: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
