@@ -280,9 +280,10 @@ class Bench:
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
         r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save)"
+        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
     )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
+    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
+    policy to measure says by itself that it is simulated."""
 
     config: str = ""
     """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
