@@ -56,6 +56,9 @@ class Explain:
 
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
+    config: str = ""
+    """Also show, for this configuration's model, the format that a policy gives each module: which
+    layers are in 16 bits, and which stay in fp32."""
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
     simulate: bool = False
@@ -277,9 +280,10 @@ class Bench:
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
         r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save)"
+        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
     )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
+    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
+    policy to measure says by itself that it is simulated."""
 
     config: str = ""
     """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
@@ -327,8 +331,6 @@ class Report:
     out: str = ""
     """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
     folder, for several runs in the current one."""
-    lang: str = ""
-    """Language of the report: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,8 +347,6 @@ class Lab:
     """What to change, as NAME=VALUE; each experiment says what it has."""
     out: str = "figures"
     """The folder to write into."""
-    lang: str = ""
-    """Language of the words: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from halfstep.lab.course import EXPERIMENTS
 from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
 from halfstep.lab.figure import draw
 from halfstep.trainer.config.read import did_you_mean
-from halfstep.words import chosen_language
+from halfstep.words import spoken
 
 
 def run(arguments: Lab) -> int:
     """List the experiments, or make one, or all, and say what follows from the numbers."""
-    language = chosen_language(arguments.lang)
+    language = spoken()
     given = read_settings(arguments.settings)
     if not arguments.experiment:
         print("\n".join(f"{name:<14} {Say(name, language)('question')}" for name in EXPERIMENTS))
