@@ -3,6 +3,7 @@
 Both languages share one geometry. The drawing brings its own background for light and for dark
 pages, and is narrow enough for a telephone: 400 units with letters of 13.
 """
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 
@@ -64,9 +65,11 @@ class Drawing:
         self.lines: list[str] = []
 
     def words(self, name: str) -> str:
+        """A phrase in the drawing's language, escaped."""
         return escape(WORDS[name][self.language])
 
     def text(self, x: float, y: float, name: str, kind: str = "middle") -> None:
+        """A phrase at a point."""
         self.lines.append(f'<text x="{x}" y="{y}" class="{kind}">{self.words(name)}</text>')
 
     def box(self, y: float, name: str, bits: str, below: str | None = None) -> None:
@@ -82,9 +85,11 @@ class Drawing:
             self.text(LEFT + 10, y + 41, below, "small")
 
     def arrow(self, path: str) -> None:
+        """A line along an SVG path that ends in a tip."""
         self.lines.append(f'<path d="{path}" class="line"/>')
 
     def down(self, start: float, end: float, name: str | None = None) -> None:
+        """An arrow down the main column, with a word beside it."""
         self.arrow(f"M{CENTRE} {start}V{end - 2}")
         if name:
             self.text(CENTRE + 9, (start + end) / 2 + 4, name, "small")
