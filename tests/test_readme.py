@@ -100,17 +100,11 @@ def fences(page):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-NOT_HERE = {("docs/own-loop.md", 1): "a captured step needs a GPU"}
-BLOCKS = [
+BLOCKS = [  # those of docs/ are tried in tests/docs/test_blocks.py
     pytest.param(page, number, block, id=f"{page}-{number}")
-    for page in (
-        *NAMES,
-        *(f"docs/{name}.md" for name in (
-            "loss-scaling", "optimizers", "own-loop", "policies", "reference", "trainer")),
-    )
+    for page in NAMES
     for number, block in enumerate(fences(page))
-    if (page, number) not in NOT_HERE
-]  # fmt: skip
+]
 
 
 def what_users_have(block):
@@ -136,8 +130,7 @@ def what_users_have(block):
 
 
 def test_there_are_blocks_to_run():
-    assert len(BLOCKS) > 12
-    assert all(fences(page)[number] for page, number in NOT_HERE)
+    assert len(BLOCKS) > 5
 
 
 @pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
