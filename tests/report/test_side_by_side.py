@@ -9,7 +9,7 @@ import pytest
 from matplotlib import font_manager
 
 from halfstep.report import figures
-from halfstep.report.side_by_side import Side, draw, verdict
+from halfstep.report.side_by_side import Side, Trial, draw, verdict
 
 
 def side(precision, rate, peak, loss, **more):
@@ -22,6 +22,7 @@ def side(precision, rate, peak, loss, **more):
 
 FP32 = side("fp32", 1000.0, 800_000_000, 2.0)
 BF16 = side("bf16-mixed", 2200.0, 600_000_000, 2.01)
+TRIAL = Trial(model="a-gpt", parameters=1234, steps=3, device="a CPU")
 FP16 = side("fp16-mixed", 900.0, 810_000_000, 1.99, simulated=True)
 
 
@@ -42,7 +43,7 @@ def test_a_slower_and_larger_one_is_not_flattered():
 @pytest.fixture
 def drawn(tmp_path):
     def make(language="en", sides=(FP32, BF16, FP16)):
-        png, svg = draw(sides, "a model on a CPU", tmp_path, "demo", language)
+        png, svg = draw(sides, TRIAL, tmp_path, language)
         assert png.read_bytes().startswith(b"\x89PNG")
         return svg.read_text(encoding="utf-8")
 
@@ -57,7 +58,8 @@ def texts(svg):
 def test_the_figure_says_every_number(drawn):
     shown = " ".join(texts(drawn()))
     for told in ("fp32: 2.0000", "bf16-mixed: 2.0100", "1,000", "2,200", "900", "800", "600",
-                 "810", "fp16-mixed*", "simulated", "a model on a CPU"):  # fmt: skip
+                 "810", "fp16-mixed*", "simulated",
+                 "a-gpt, 1,234 parameters, 3 steps on a CPU"):  # fmt: skip
         assert told in shown, told
     assert "simulated" not in " ".join(texts(drawn(sides=(FP32, BF16))))
 

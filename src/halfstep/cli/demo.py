@@ -25,11 +25,11 @@ from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.files import write_whole
 from halfstep.precision.casting.autocast import Support, require_support, support
-from halfstep.precision.policy.devices import choose, name_of
+from halfstep.precision.policy.devices import choose, kind_of, name_of
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.report.record import read_run
-from halfstep.report.side_by_side import Side, draw, verdict
+from halfstep.report.side_by_side import Side, Trial, draw, verdict
 from halfstep.trainer.bench.figure import MISSING
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
@@ -56,10 +56,9 @@ def run(arguments: Demo) -> int:
     keys["schedule.warmup_steps"] = min(_WARMUP, steps)
     sides = []
     with RunDisplay("demo") as display:
-        about = _checked(display, arguments.config, keys, policies)
-        caption = f"{about}, {steps} steps, {name_of(device)}"
+        trial = _checked(display, arguments.config, keys, policies)
         names = ", ".join(map(str, policies))
-        display.say(f"Training {caption}, in {names}, one after the other")
+        display.say(f"Training {trial.text()}, in {names}, one after the other")
         for policy in policies:
             folder, begin = root / str(policy), time.perf_counter()
             command = [sys.executable, "-m", "halfstep", "train", "--config", arguments.config]
@@ -73,9 +72,9 @@ def run(arguments: Demo) -> int:
             sides.append(
                 _side(folder, str(policy), support(policy, device), time.perf_counter() - begin)
             )
-    values = {"caption": caption, "sides": [asdict(side) for side in sides]}
+    values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
     write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
-    figures = draw(sides, caption, root, "demo", language)
+    figures = draw(sides, trial, root, language)
     print(table([_COLUMNS, *map(_cells, sides)], right=set(range(2, len(_COLUMNS)))))
     if len(sides) > 1:
         print(f"\n{verdict(sides, language)}")
@@ -105,7 +104,7 @@ def _policies(asked: Sequence[str], device: torch.device) -> list[PrecisionPolic
 
 def _checked(
     display: RunDisplay, config: str, keys: Mapping[str, Any], policies: Sequence[PrecisionPolicy]
-) -> str:
+) -> Trial:
     """Prepare the data, and refuse before the first run whatever a run would refuse.
 
     The data is prepared here, so that it counts for the memory and the seconds of no run.
@@ -121,9 +120,11 @@ def _checked(
                 "language models on text, as gpt-small-cpu and gpt-tiny do"
             )
         session = open_session(asked, display.prepared)
-        about = f"{asked.name} ({session.task.summary()})"
+        parameters = sum(p.numel() for p in session.task.model.parameters())
+        device, kind = session.device, kind_of(session.device)
         session.task.close()
-    return about
+    named = f"{name_of(device)} ({kind.family})" if kind else name_of(device)
+    return Trial(model=asked.name, parameters=parameters, steps=keys["run.max_steps"], device=named)
 
 
 def _follower(display: RunDisplay, folder: Path, name: str, steps: int) -> Callable[[], None]:

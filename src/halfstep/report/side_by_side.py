@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,28 @@ class Side:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What all sides have in common.
+
+    Attributes:
+        model: The configuration's name.
+        parameters: Of the model.
+        steps: That each side took.
+        device: Its name and kind.
+    """
+
+    model: str
+    parameters: int
+    steps: int
+    device: str
+
+    def text(self, language: str = "en") -> str:
+        """What was trained, and where."""
+        values = {**asdict(self), "parameters": f"{self.parameters:,}"}
+        return phrase("beside_trial", language, values)
+
+
 def verdict(sides: Sequence[Side], language: str = "en") -> str:
     """What the fastest of the others does beside the first, in one sentence.
 
@@ -71,14 +93,13 @@ def verdict(sides: Sequence[Side], language: str = "en") -> str:
     return phrase("beside_less" if less >= 0 else "beside_more", language, values)
 
 
-def draw(sides: Sequence[Side], caption: str, folder: Path, name: str, language: str) -> list[Path]:
-    """Write the figure as NAME.svg and NAME.png into a folder.
+def draw(sides: Sequence[Side], trial: Trial, folder: Path, language: str) -> list[Path]:
+    """Write the figure as demo.png and demo.svg into a folder.
 
     Args:
         sides: One or more.
-        caption: What was trained on which machine.
+        trial: What they have in common.
         folder: It exists.
-        name: Of the files.
         language: Of titles; English where no installed font has the characters.
 
     Returns:
@@ -88,14 +109,14 @@ def draw(sides: Sequence[Side], caption: str, folder: Path, name: str, language:
     if figure is None:
         return []
     with fonts_of(language) as spoken:
-        _fill(figure, sides, caption, spoken)
-        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-        svg.write_text(standalone_svg(figure, salt=name), encoding="utf-8")
+        _fill(figure, sides, trial, spoken)
+        png, svg = folder / "demo.png", folder / "demo.svg"
+        svg.write_text(standalone_svg(figure, salt="demo"), encoding="utf-8")
         save_png(figure, png)
     return [png, svg]
 
 
-def _fill(figure: Any, sides: Sequence[Side], caption: str, language: str) -> None:
+def _fill(figure: Any, sides: Sequence[Side], trial: Trial, language: str) -> None:
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
     curves = figure.add_subplot(grid[:, 0])
     for i, side in enumerate(sides):
@@ -113,6 +134,7 @@ def _fill(figure: Any, sides: Sequence[Side], caption: str, language: str) -> No
     peaks = [side.peak_bytes / 1e6 for side in sides]
     _bars(memory, sides, [f"{peak:,.0f}" for peak in peaks], peaks)
     memory.set_title(phrase("beside_memory", language), color=INK, fontsize=11)
+    caption = trial.text(language)
     if any(side.simulated for side in sides):
         caption = f"{caption}\n{phrase('beside_simulated', language)}"
     figure.supxlabel(caption, color=INK, fontsize=8.5)
