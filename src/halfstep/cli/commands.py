@@ -334,6 +334,24 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lab:
+    """Make an experiment that shows what mixed precision does: a question, a figure, a sentence.
+
+    Without a name: the experiments and their questions. Each takes less than a minute on two cores,
+    and writes its figure and, beside it, its numbers as JSON.
+    """
+
+    experiment: str = field(default="", metadata=POSITIONAL)
+    """The experiment's name, or all."""
+    settings: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """What to change, as NAME=VALUE; each experiment says what it has."""
+    out: str = "figures"
+    """The folder to write into."""
+    lang: str = ""
+    """Language of the words: en or zh; default: the locale's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """Take a captured step again, bit for bit, or in another precision."""
 
@@ -375,6 +393,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "configs show": ShowConfig,
     "configs cp": CopyConfig,
     "demo": Demo,
+    "lab": Lab,
     "bench": Bench,
     "report": Report,
     "replay": Replay,

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from halfstep.files import write_whole
 from halfstep.report.compare import Group, grouped
 from halfstep.report.events import EventKind, events
 from halfstep.report.record import RunRecord, number
@@ -29,6 +30,9 @@ _OF_THE_PAGE = {
     **{INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)"},
     **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
 }
+_ALONE = {INK: "#1b1f24", PAPER: "#ffffff", GRID: "#d8dadd"}
+"""What a file that stands alone has in place of the page's colours."""
+_FONTS = "system-ui, 'Noto Sans', 'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', sans-serif"
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -87,6 +91,19 @@ def save_png(figure: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=130, format="png", facecolor="white")
     temporary.replace(path)
+
+
+def save_svg(figure: Any, path: Path) -> None:
+    """Write a figure as an SVG file that stands alone, on white; whole or not at all.
+
+    Its text stays text, in the fonts of whoever looks at it, so that no glyph is missing.
+    """
+    svg = as_svg(figure, salt=path.stem)
+    for ours, pages in _OF_THE_PAGE.items():
+        svg = svg.replace(pages, _ALONE.get(ours, ours))
+    svg = re.sub('font-family: [^;"]*sans-serif', f"font-family: {_FONTS}", svg)
+    svg = svg.replace("<svg", '<svg style="background: #ffffff"', 1)
+    write_whole(path, '<?xml version="1.0" encoding="utf-8"?>\n' + svg)
 
 
 def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:

@@ -1,0 +1,13 @@
+"""The experiments of the course, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from halfstep.lab.experiment import Experiment
+from halfstep.lab.experiments import small_updates
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    experiment.name: experiment for experiment in (small_updates.EXPERIMENT,)
+}
+"""Name to experiment."""
