@@ -1,4 +1,4 @@
-# make demo        train a GPT in fp32 and bf16-mixed on real text and compare (about 5 minutes)
+# make demo        train a GPT in fp32, bf16 and fp16 on real text and draw them together (5 to 6 minutes)
 # make test        install what tests need and run what must hold
 # make test-unit   the quick tier of it: arithmetic, policies, optimizers, meters, data, checkpoints
 # make test-all    every test but the strangers', slow ones included
@@ -25,7 +25,7 @@ test test-unit test-all test-slow test-strangers test-without-bf16 test-distribu
 .PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve benchmark clean
 
 demo:
-	@VENV=$(VENV) scripts/setup-venv.sh train
+	@VENV=$(VENV) scripts/setup-venv.sh train plot
 	@$(BIN)/halfstep demo
 
 test:

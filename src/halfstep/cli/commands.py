@@ -253,16 +253,18 @@ class CopyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train the same model in several precisions, one after the other, and compare."""
+    """Train the same model in several precisions, one after the other, and draw them together."""
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ("fp32", "auto")
-    """Policies to train in; auto: what suits this device."""
-    max_steps: int = 100
+    precisions: tuple[str, ...] = ()
+    """Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."""
+    max_steps: int = 80
     """Optimizer steps in each precision."""
     output_dir: str = ""
-    """Folder of the runs; default runs/demo-TIME."""
+    """Folder of the runs and of the figure; default runs/demo-TIME."""
+    lang: str = ""
+    """Language of the figure and the verdict: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
