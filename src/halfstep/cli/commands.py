@@ -252,6 +252,55 @@ class CopyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlpacaSample:
+    """Write sample instructions for finetune lm: docstrings of Python's standard library.
+
+    Each record asks what a function or a class is for, and its docstring is the answer. finetune lm
+    needs the folder of a model besides; halfstep train makes one, and halfstep export writes it.
+    """
+
+    out: str = ""
+    """The file to write, which must not exist; default: alpaca.jsonl."""
+    count: int = 1000
+    """Number of records."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        _require_count(self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmotionsSample:
+    """Write sample posts in Chinese with one of six emotions, for finetune classify.
+
+    The posts are synthetic: a grammar of templates makes them, so a classifier learns them almost
+    without a mistake. They show how the task works and say nothing about a model's quality.
+    """
+
+    out: str = ""
+    """The file to write, which must not exist; default: emotions.jsonl, for pairs emotions.json."""
+    count: int = 600
+    """Number of posts."""
+    format: Literal["records", "pairs"] = "records"
+    """records: {"text", "label"} a line; pairs: [["words with blanks", id], ...] in .json, with the
+    table of the labels beside it."""
+    seed: int = 0
+    """Seed of the draw."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number or a name out of range."""
+        _require_count(self.count)
+        suffix = {"records": ".jsonl", "pairs": ".json"}[self.format]
+        if self.out and not self.out.endswith(suffix):
+            raise ConfigError(f"--out {self.out}: --format {self.format} is written to {suffix}")
+
+
+def _require_count(count: int) -> None:
+    if count < 1:
+        raise ConfigError(f"--count {count}; allowed: integers >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Demo:
     """Train the same model in several precisions, one after the other, and draw them together."""
 
@@ -392,6 +441,8 @@ COMMANDS: Mapping[str, type[Any]] = {
     "configs ls": ListConfigs,
     "configs show": ShowConfig,
     "configs cp": CopyConfig,
+    "data alpaca-sample": AlpacaSample,
+    "data emotions-sample": EmotionsSample,
     "demo": Demo,
     "lab": Lab,
     "bench": Bench,
