@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.lab.experiment import PHRASES, read_settings
 from halfstep.lab.course import EXPERIMENTS
+from halfstep.lab.experiment import PHRASES, read_settings
 from halfstep.words import LANGUAGES
 
 NEEDED = ("title", "question", "look")

@@ -8,8 +8,8 @@ from pathlib import Path
 from halfstep.cli.commands import Lab
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
-from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
 from halfstep.lab.course import EXPERIMENTS
+from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
 from halfstep.lab.figure import draw
 from halfstep.trainer.config.read import did_you_mean
 from halfstep.words import chosen_language

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.experiments import small_updates
+from halfstep.lab.experiments.numbers import small_updates
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment for experiment in (small_updates.EXPERIMENT,)
