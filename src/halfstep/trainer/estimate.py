@@ -24,6 +24,7 @@ from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
+from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
@@ -65,6 +66,8 @@ def estimate_count(
     found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in stored]
     found = [dataclasses.replace(m, policy=str(p)) for m, p in zip(found, policies, strict=True)]
     if release_gradients:
+        for policy in policies:
+            require_unscaled(policy)
         rest = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
         found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, rest, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
