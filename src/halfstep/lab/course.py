@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.experiments.accuracy import accumulation
 from halfstep.lab.experiments.numbers import small_updates
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.name: experiment for experiment in (small_updates.EXPERIMENT,)
+    experiment.name: experiment
+    for experiment in (
+        small_updates.EXPERIMENT,
+        accumulation.EXPERIMENT,
+    )
 }
 """Name to experiment."""
