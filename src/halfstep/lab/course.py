@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.lab.experiment import Experiment
-from halfstep.lab.experiments.accuracy import accumulation
+from halfstep.lab.experiments.accuracy import accumulation, low_bit, parity
+from halfstep.lab.experiments.costs import communication, memory, speed
 from halfstep.lab.experiments.numbers import small_updates
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -13,6 +14,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         small_updates.EXPERIMENT,
         accumulation.EXPERIMENT,
+        memory.EXPERIMENT,
+        communication.EXPERIMENT,
+        speed.EXPERIMENT,
+        parity.EXPERIMENT,
+        low_bit.EXPERIMENT,
     )
 }
 """Name to experiment."""

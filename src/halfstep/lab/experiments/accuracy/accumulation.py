@@ -151,15 +151,14 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         told = say("added_in", format=name, error=errors[-1])
         _name(gradients, data["micro_batches"], per_cent, told, COLOURS[name])
     products.set_yscale("log")
-    products.set_ylabel(say("error"))
-    gradients.set_ylabel(say("per_cent"))
     for axes, what in ((products, "lengths"), (gradients, "micro_batches")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(data[what], [str(k) for k in data[what]])
         axes.minorticks_off()
+        axes.set_ylabel(say("error" if axes is products else "per_cent"))
         axes.set_xlim(data[what][0] * 0.9, data[what][-1] ** 1.55)
-        axes.set_title(say(f"{what}_title"), fontsize=11, loc="left")
         finish(axes, say(f"{what}_axis"))
+        axes.set_title(say(f"{what}_title"), fontsize=11, loc="left")
 
 
 def _name(axes: Any, at: list[int], values: list[float], text: str, colour: str) -> None:
@@ -192,8 +191,8 @@ def _draw_sums(axes: Any, data: Data, say: Say) -> None:
         )
     axes.set_xlim(0, TERMS * 1.25)
     axes.set_xticks(range(0, TERMS + 1, TERMS // 4))
-    axes.set_title(say("sum_title", terms=TERMS, term=term), fontsize=11, loc="left")
     finish(axes, say("sum_axis", term=term))
+    axes.set_title(say("sum_title", terms=TERMS, term=term), fontsize=11, loc="left")
 
 
 def verdict(data: Data, say: Say) -> str:
