@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from halfstep.lab.experiment import Experiment
+from halfstep.lab.experiments.accuracy import accumulation, low_bit, parity
+from halfstep.lab.experiments.costs import communication, memory, speed
 from halfstep.lab.experiments.numbers import (
     formats,
     loss_scale,
@@ -23,6 +25,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         loss_scale.EXPERIMENT,
         overflow.EXPERIMENT,
         lost_updates.EXPERIMENT,
+        accumulation.EXPERIMENT,
+        memory.EXPERIMENT,
+        communication.EXPERIMENT,
+        speed.EXPERIMENT,
+        parity.EXPERIMENT,
+        low_bit.EXPERIMENT,
     )
 }
 """Name to experiment."""
