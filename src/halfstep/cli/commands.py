@@ -312,8 +312,6 @@ class Demo:
     """Optimizer steps in each precision."""
     output_dir: str = ""
     """Folder of the runs and of the figure; default runs/demo-TIME."""
-    lang: str = ""
-    """Language of the figure and the verdict: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.session import open_session
-from halfstep.words import chosen_language
+from halfstep.words import spoken
 
 _COLUMNS = (
     *("precision", "products", "val loss", "tokens/s", "peak memory", "skipped", "seconds"),
@@ -46,7 +46,7 @@ _WARMUP = 20
 
 def run(arguments: Demo) -> int:
     """Train in each precision in a process of its own, then print and draw what came of it."""
-    steps, language = arguments.max_steps, chosen_language(arguments.lang)
+    steps, language = arguments.max_steps, spoken()
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
     device = choose_device(load_config(arguments.config).run.device)
