@@ -260,7 +260,7 @@ def what_users_have(block):
 
 
 def test_there_are_blocks_to_run():
-    assert len(BLOCKS) > 5
+    assert len(BLOCKS) > 1
 
 
 @pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
