@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.estimate import estimate_config, estimate_count, require_memory
 from halfstep.trainer.loop import attempt
+from halfstep.trainer.memory import count_peak_from_here, peak_memory_bytes
 from halfstep.trainer.optimizer import averages
 from halfstep.trainer.session import open_session
 from trainer import lm_folders
@@ -315,3 +317,15 @@ def test_each_rank_of_a_layout():
     assert 0.5 * one.saved < tensor.saved < one.saved
     with pytest.raises(ConfigError, match="tensor=5"):
         of("tensor=5")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the process")
+def test_the_peak_begins_anew():
+    """What was freed before is not in it; the tenths are for what else the process does."""
+    large = 200_000_000
+    count_peak_from_here()
+    begin = peak_memory_bytes(torch.device("cpu"))
+    torch.ones(large, dtype=torch.uint8)
+    assert peak_memory_bytes(torch.device("cpu")) > begin + 0.9 * large
+    count_peak_from_here()
+    assert peak_memory_bytes(torch.device("cpu")) < begin + 0.1 * large
