@@ -18,7 +18,6 @@ import json
 import math
 import random
 import time
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +30,7 @@ from common import RESULTS
 from halfstep.diagnostics.advise.choice import RATES
 from halfstep.diagnostics.advise.layers import policy_of
 from halfstep.diagnostics.advise.proof import Trials
+from halfstep.files import write_whole
 from halfstep.precision.policy.recipe import PRODUCTS
 from halfstep.trainer.environment import environment
 
@@ -189,11 +189,6 @@ def table(content: dict[str, Any]) -> str:
     return "| | found |\n|---|---|\n" + "".join(f"| {what} | {found} |\n" for what, found in rows)
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.with_suffix(".part").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".part").replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=int, default=20)
@@ -205,7 +200,7 @@ def main() -> None:
         for seed in range(LONG_MODELS if work is alone else arguments.models):
             if str(seed) not in found:
                 found[str(seed)] = work(seed)
-                write(RESULT, content)
+                write_whole(RESULT, json.dumps(content, indent=1) + "\n")
                 print(work.__name__, seed, json.dumps(found[str(seed)]), flush=True)
     print(table(content), end="")
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from common import RESULTS
+from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
@@ -154,11 +155,6 @@ def sensitivity(text: Text) -> dict[str, Any]:
             "most_sensitive": blocks.index(max(blocks))}  # fmt: skip
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    path.with_suffix(".part").write_text(json.dumps(content) + "\n", encoding="utf-8")
-    path.with_suffix(".part").replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, help="by default the standard library")
@@ -183,7 +179,7 @@ def main() -> None:
     content.setdefault("machine", environment(torch.device("cpu")))
     if "sensitivity" not in content:
         content["sensitivity"] = sensitivity(text)
-        write(path, content)
+        write_whole(path, json.dumps(content) + "\n")
     block = content["sensitivity"]["most_sensitive"]
     runs = content.setdefault("runs", {})
     for seed in arguments.seeds:
@@ -194,7 +190,7 @@ def main() -> None:
             policy = POLICIES[name].format(block=block, last=SHAPE["n_layer"] - 1)
             *_, seen = train(policy, seed, text, arguments.steps, arguments.steps)
             runs[key] = {"policy": policy, **seen}
-            write(path, content)
+            write_whole(path, json.dumps(content) + "\n")
             print(f"{key:28} {seen['validation'][-1][1]:.4f}  {seen['seconds']:.0f} s", flush=True)
 
 

@@ -56,6 +56,9 @@ class Explain:
 
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
+    config: str = ""
+    """Also show, for this configuration's model, the format that a policy gives each module: which
+    layers are in 16 bits, and which stay in fp32."""
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
     simulate: bool = False
@@ -299,16 +302,16 @@ def _require_count(count: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train the same model in several precisions, one after the other, and compare."""
+    """Train the same model in several precisions, one after the other, and draw them together."""
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ("fp32", "auto")
-    """Policies to train in; auto: what suits this device."""
-    max_steps: int = 100
+    precisions: tuple[str, ...] = ()
+    """Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."""
+    max_steps: int = 80
     """Optimizer steps in each precision."""
     output_dir: str = ""
-    """Folder of the runs; default runs/demo-TIME."""
+    """Folder of the runs and of the figure; default runs/demo-TIME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,9 +329,10 @@ class Bench:
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
         r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save)"
+        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
     )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
+    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
+    policy to measure says by itself that it is simulated."""
 
     config: str = ""
     """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
@@ -376,8 +380,22 @@ class Report:
     out: str = ""
     """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
     folder, for several runs in the current one."""
-    lang: str = ""
-    """Language of the report: en or zh; default: the locale's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """Make an experiment that shows what mixed precision does: a question, a figure, a sentence.
+
+    Without a name: the experiments and their questions. Each takes less than a minute on two cores,
+    and writes its figure and, beside it, its numbers as JSON.
+    """
+
+    experiment: str = field(default="", metadata=POSITIONAL)
+    """The experiment's name, or all."""
+    settings: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """What to change, as NAME=VALUE; each experiment says what it has."""
+    out: str = "figures"
+    """The folder to write into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,6 +442,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "data alpaca-sample": AlpacaSample,
     "data emotions-sample": EmotionsSample,
     "demo": Demo,
+    "lab": Lab,
     "bench": Bench,
     "report": Report,
     "replay": Replay,

@@ -9,7 +9,6 @@ from halfstep.cli.formats import table
 from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device
@@ -37,8 +36,6 @@ def run(arguments: Estimate) -> int:
     optimizer = load_config(spec, changes).optimizer
     usual = _POLICIES[:-1] if optimizer.name == "adafactor" else _POLICIES
     policies = [parse_policy(text, device) for text in arguments.precision or usual]
-    for policy in policies if release else ():
-        require_unscaled(policy)
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")

@@ -124,12 +124,11 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers: code times scale, which is exact but for the range, times outer scale."""
         form = self.format
-        numbers = form.split(_numbers(form.element, self.codes), self.dim)
         scales = self.scales
         if form.scale is not FP32:
             codes = scales.view(torch.uint8)
             scales = E8M0.decode(codes) if form.scale is E8M0 else _numbers(E4M3FN, codes)
-        back = form.join(numbers * form.spread(scales, self.dim), self.dim)
+        back = form.times(_numbers(form.element, self.codes), scales, self.dim)
         return (back if self.outer is None else back * self.outer).to(dtype)
 
 
@@ -233,7 +232,7 @@ class BlockFormat:
         """
         values, left = self.operand(x, dim, bits=bits, amax=amax)
         if left is not None:
-            values = self.join(self.split(values, dim) * self.spread(left, dim), dim)
+            values = self.times(values, left, dim)
         return values.to(x.dtype)
 
     def explain(self, values: Sequence[float]) -> str:
@@ -310,6 +309,10 @@ class BlockFormat:
             return scales
         scales = scales.movedim(dim, -1).unsqueeze(-1)
         return scales if self.block[0] == 1 else scales.unsqueeze(-3)
+
+    def times(self, values: Tensor, scales: Tensor, dim: int) -> Tensor:
+        """Values, each times the scale of its block, or of the tensor."""
+        return self.join(self.split(values, dim) * self.spread(scales, dim), dim)
 
     def _gather(self, scales: Tensor, dim: int) -> Tensor:
         """The inverse of :meth:`spread`."""

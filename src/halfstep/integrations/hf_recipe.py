@@ -49,7 +49,7 @@ def place_recipe(trainer: Any, policy: str) -> tuple[PlacedModel, Clock]:
             f"attach(policy={policy!r}) rounds the operands of bf16 products, and this Trainer "
             f"trains with mixed_precision={mixed!r}; set TrainingArguments(bf16=True)"
         )
-    delayed = [s.name for r in value.recipes() for s in r.schemes() if s.history]
+    delayed = [scheme.name for scheme in value.schemes() if scheme.history]
     if delayed:
         raise PrecisionError(
             f"{delayed[0]} scales by the steps before, and the Trainer's checkpoints have no place "

@@ -112,8 +112,8 @@ def operand(
         left = torch.empty(rows // high, columns // wide)
     element = form.element
     job = _Job(
-        *(x.data_ptr(), values.data_ptr(), None if left is None else left.data_ptr()),
-        *(given, rows, columns, high, wide, None if signs is None else signs.data_ptr()),
+        *(_address(x), _address(values), _address(left)),
+        *(given, rows, columns, high, wide, _address(signs)),
         *(element.mantissa_bits, 127 + element.min_exponent, element.max),
         *(_KINDS[x.dtype], _KINDS[dtype], _GIVEN if form.block is None else _RULES[form.rule]),
         *(scaled, amax is not None, 0.0 if amax is None else amax.item()),

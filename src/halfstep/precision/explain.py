@@ -206,7 +206,7 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         extra += [", Hadamard over 16 tokens"] if product == "wgrad" and scheme.hadamard else []
         extra += [f", scaled by the last {scheme.history} steps"] if scheme.history else []
         rows.append((product, scheme.name, f"{texts[0]} x {texts[1]}{''.join(extra)}"))
-    for scheme in dict.fromkeys(s for recipe in policy.recipes() for s in recipe.schemes()):
+    for scheme in policy.schemes():
         rows.append(("scales", scheme.name, _scales(scheme)))
         since = "{}.{}".format(*scheme.since)
         rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))

@@ -6,12 +6,14 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from halfstep.files import write_whole
 from halfstep.report.compare import Group, grouped
 from halfstep.report.events import EventKind, events
 from halfstep.report.record import RunRecord, number
@@ -28,6 +30,9 @@ _OF_THE_PAGE = {
     **{INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)"},
     **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
 }
+_ALONE = {INK: "#1b1f24", PAPER: "#ffffff", GRID: "#d8dadd"}
+"""What a file that stands alone has in place of the page's colours."""
+_FONTS = "system-ui, 'Noto Sans', 'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', sans-serif"
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -88,6 +93,19 @@ def save_png(figure: Any, path: Path) -> None:
     temporary.replace(path)
 
 
+def save_svg(figure: Any, path: Path) -> None:
+    """Write a figure as an SVG file that stands alone, on white; whole or not at all.
+
+    Its text stays text, in the fonts of whoever looks at it, so that no glyph is missing.
+    """
+    svg = as_svg(figure, salt=path.stem)
+    for ours, pages in _OF_THE_PAGE.items():
+        svg = svg.replace(pages, _ALONE.get(ours, ours))
+    svg = re.sub('font-family: [^;"]*sans-serif', f"font-family: {_FONTS}", svg)
+    svg = svg.replace("<svg", '<svg style="background: #ffffff"', 1)
+    write_whole(path, '<?xml version="1.0" encoding="utf-8"?>\n' + svg)
+
+
 def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     """An empty figure; None without matplotlib."""
     try:  # optional dependency
@@ -138,6 +156,51 @@ def as_svg(figure: Any, salt: str) -> str:
     for ours, pages in _OF_THE_PAGE.items():
         svg = re.sub(re.escape(ours), pages, svg, flags=re.IGNORECASE)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure"', svg, count=1)
+
+
+# A picture that stands alone is a white card, which is read on light and on dark pages alike.
+_ALONE = {INK: "#24292f", PAPER: "#ffffff", GRID: "#d8dee4"}
+_BROWSER_FONTS = (
+    "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'Noto Sans', 'PingFang SC', "
+    "'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
+)
+_CHINESE_FONTS = (
+    *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "SimHei", "Heiti TC"),
+)
+
+
+@contextmanager
+def fonts_of(language: str) -> Iterator[str]:
+    """Draw with fonts that have a language's characters; gives the language that can be drawn.
+
+    It is English where no installed font is known to have Chinese characters.
+    """
+    from matplotlib import font_manager, rc_context
+
+    there = {font.name for font in font_manager.fontManager.ttflist}
+    chinese = [name for name in _CHINESE_FONTS if name in there][: language == "zh"]
+    with rc_context({"font.family": ["DejaVu Sans", *chinese]}):
+        yield language if chinese else "en"
+
+
+def standalone_svg(figure: Any, salt: str) -> str:
+    """A figure as an SVG file of its own, with concrete colours and fonts that browsers have.
+
+    Args:
+        figure: From :func:`new_figure`, in :data:`INK`, :data:`PAPER`, :data:`GRID` and
+            :data:`COLOURS`.
+        salt: Makes the names of its parts, so that the same figure is the same file.
+    """
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    svg = written.getvalue()
+    for ours, shown in _ALONE.items():
+        svg = re.sub(re.escape(ours), shown, svg, flags=re.IGNORECASE)
+    return re.sub(r"(font-family: |font: [^;\"]*?px )[^;\"]*", rf"\g<1>{_BROWSER_FONTS}", svg)
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:

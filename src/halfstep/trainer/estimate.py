@@ -24,6 +24,7 @@ from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
+from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
@@ -65,6 +66,8 @@ def estimate_count(
     found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in stored]
     found = [dataclasses.replace(m, policy=str(p)) for m, p in zip(found, policies, strict=True)]
     if release_gradients:
+        for policy in policies:
+            require_unscaled(policy)
         rest = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
         found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, rest, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
@@ -102,18 +105,11 @@ def estimate_config(
             layout does not fit.
         PrecisionError: For moments that the optimizer does not keep.
     """
-    config = load_config(spec)
-    if not isinstance(config, TrainConfig) or config.run.init_from:
-        raise ConfigError(
-            f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
-            "batch) answers for any model, or give --params"
-        )
+    config, model = described_model(
+        spec, "halfstep.estimate(model, policy, batch) answers for any model, or give --params"
+    )
     optimizer = optimizer or config.optimizer
     _check_moments(optimizer, policies)
-    shape = config.model
-    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(shape, vocab_size=vocabulary))
     model.require_shares(layout.tensor)
     run = config.run
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
@@ -123,6 +119,25 @@ def estimate_config(
         release=release_gradients or config.optimizer.release_gradients,
     )  # fmt: skip
     return [of_rank.memory(policy) for policy in policies]
+
+
+def described_model(spec: str, instead: str) -> tuple[TrainConfig, GPT]:
+    """A configuration and its GPT without memory, where the configuration alone describes it.
+
+    Args:
+        spec: As for :func:`halfstep.trainer.config.config.load_config`.
+        instead: What answers for another model, for the message.
+
+    Raises:
+        ConfigError: For a model that is loaded from a folder.
+    """
+    config = load_config(spec)
+    if not isinstance(config, TrainConfig) or config.run.init_from:
+        raise ConfigError(f"--config {spec} loads its model from a folder; {instead}")
+    shape = config.model
+    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
+    with torch.device("meta"):
+        return config, GPT(dataclasses.replace(shape, vocab_size=vocabulary))
 
 
 def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:

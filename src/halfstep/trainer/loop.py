@@ -32,10 +32,10 @@ from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkp
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.memory import PeakMemory
 from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
-from halfstep.trainer.run.metrics import PeakMemory
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 
@@ -362,26 +362,18 @@ def _record(
     run = session.config.run
     rate = session.task.flops(tokens) / seconds
     sent, fp32 = session.strategy.traffic(run.grad_accum)
-    return Record(
-        step=session.step,
-        applied=result.applied,
-        loss=result.loss,
+    return Record.of(
+        session.step,
+        result,
         val_loss=evaluation.loss if evaluation else None,
         val_accuracy=evaluation.accuracy if evaluation else None,
         val_macro_f1=evaluation.macro_f1 if evaluation else None,
         val_measures=dict(evaluation.measures) or None if evaluation else None,
         learning_rate=taken.learning_rate,
-        grad_norm=result.grad_norm,
-        loss_scale=result.loss_scale,
-        skip_reason=result.reason,
         first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
         frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
         or None,
-        calibrating=result.calibrating or None,
-        rolled_back=result.rolled_back or None,
-        skipped_total=result.skipped_total,
-        saturated=sum(result.saturated.values()) or None,
         sent_bytes=sent.total or None,
         sent_bytes_fp32=fp32.total or None,
         tokens=session.tokens,

@@ -12,6 +12,7 @@ from typing import Any
 
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
+from halfstep.precision.result import StepResult
 
 METRICS, CAUSES = "metrics.jsonl", "causes.jsonl"
 
@@ -78,6 +79,23 @@ class Record:
     peak_memory_bytes: int | None = None
     """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far. Of a moment
     up to a tenth of a second before the step's end."""
+
+    @classmethod
+    def of(cls, step: int, result: StepResult, **more: Any) -> Record:
+        """The record of a step that was taken or skipped, with what else is known of it."""
+        return cls(
+            step=step,
+            applied=result.applied,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            loss_scale=result.loss_scale,
+            skip_reason=result.reason,
+            calibrating=result.calibrating or None,
+            rolled_back=result.rolled_back or None,
+            skipped_total=result.skipped_total,
+            saturated=sum(result.saturated.values()) or None,
+            **more,
+        )
 
     def to_json(self) -> str:
         """Format the record as one line of strict JSON, without absent values."""

@@ -99,21 +99,7 @@ class StepLog:
         self._where[step] = self._given
         for old in sorted(self._where)[: -(2 * self._spikes.count + 2)]:
             del self._where[old]
-        self._write(
-            Record(
-                step=step,
-                applied=result.applied,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skip_reason=result.reason,
-                calibrating=result.calibrating or None,
-                rolled_back=result.rolled_back or None,
-                skipped_total=result.skipped_total,
-                saturated=sum(result.saturated.values()) or None,
-                **more,
-            )
-        )
+        self._write(Record.of(step, result, **more))
         if self._excluded is not None:
             self._excluded.stepped(step, result)
 

@@ -67,7 +67,7 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     device = as_device(device)
     policy = parse_policy(policy, device)
     found = _support_of_16_bits(policy, device)
-    names = {s.name: s for recipe in policy.recipes() for s in recipe.schemes()}
+    names = [scheme.name for scheme in policy.schemes()]
     if found.status == "refused" or not names:
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}

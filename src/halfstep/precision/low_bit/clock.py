@@ -64,6 +64,6 @@ def make_clock(policy: PrecisionPolicy, steps: int | None) -> Clock:
         )
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     clock = Clock(policy, steps=steps or 0, rank=rank)
-    length = max((s.history for r in policy.recipes() for s in r.schemes()), default=0)
+    length = max((scheme.history for scheme in policy.schemes()), default=0)
     clock.history = AmaxHistory(length) if length else None
     return clock

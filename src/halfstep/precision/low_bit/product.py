@@ -135,8 +135,7 @@ def operand(
         bits = None if draw is None else bits_of(draw, x)
         values, left = form.operand(x, dim, bits=bits, amax=amax)
         if scaled and left is not None and left.ndim:
-            by_block = form.split(values, dim) * form.spread(left, dim)
-            values, left = form.join(by_block, dim), None
+            values, left = form.times(values, left, dim), None
         found = values.to(dtype), left
     return found
 

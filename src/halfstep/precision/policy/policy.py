@@ -14,7 +14,7 @@ import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.policy.recipe import Recipe, Switch, is_recipe, parse_recipe
+from halfstep.precision.policy.recipe import Recipe, Scheme, Switch, is_recipe, parse_recipe
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -183,6 +183,10 @@ class PrecisionPolicy:
         named = [parse_recipe(form) for _, form in self.rules if is_recipe(form)]
         found = [self.recipe, *named, *(switch.recipe for switch in self.schedule)]
         return [recipe for recipe in found if recipe.schemes()]
+
+    def schemes(self) -> list[Scheme]:
+        """Every scheme of its recipes, once."""
+        return list(dict.fromkeys(s for recipe in self.recipes() for s in recipe.schemes()))
 
     @property
     def name(self) -> str:

@@ -1,0 +1,136 @@
+"""What mkdocs does beyond its plugins: pages made from the code, and links that leave docs/.
+
+A page of the nav that is not written yet is left out; tests/docs/test_site.py lists those.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from generated import LANGUAGES, SECTIONS, generated_pages
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+FILES = "repository"
+"""The folder of the site with the files outside docs/ that pages link to, as text."""
+
+log = logging.getLogger("mkdocs.hooks.site")
+_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+@event_priority(100)
+def on_config(config: MkDocsConfig) -> None:
+    """Prepare the pages, and complete the nav: the pages of the API, and only what is written."""
+    site = Path(config.site_dir)
+    folder = site.with_name(f"{site.name}-pages")
+    _prepare(folder)
+    config.docs_dir = str(folder)
+    config.nav = [_written(entry, folder) for entry in config.nav or []]
+
+
+@event_priority(-100)
+def on_pre_build(config: MkDocsConfig) -> None:
+    """Forget the places of names on the pages of the other language, which is built before."""
+    places = config.plugins["autorefs"]
+    for kind in ("_primary_url_map", "_secondary_url_map", "_abs_url_map", "_backlinks"):
+        getattr(places, kind).clear()
+
+
+def _written(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, dict):
+        ((title, inside),) = entry.items()
+        if title == "API" and len(inside) == 1:
+            inside = [*inside, *(f"api/{section}.md" for section in SECTIONS)]
+        kept = [_written(one, folder) for one in inside]
+        return {title: [one for one in kept if one]}
+    if isinstance(entry, str) and not (folder / entry).exists():
+        log.info("nav: %s is not written yet", entry)
+        return None
+    return entry
+
+
+def _prepare(folder: Path) -> None:
+    """Make the folder that mkdocs reads: the pages of docs/, the generated ones, what they show.
+
+    A folder, since the plugin for languages takes no page that is not a file. What has not changed
+    is not written, so that `mkdocs serve`, which watches it, comes to rest.
+    """
+    texts: dict[str, bytes] = {}
+    for path in sorted((ROOT / "docs").rglob("*")):
+        name = path.relative_to(ROOT / "docs").as_posix()
+        if path.suffix == ".md" and name != "plan.md" and not name.startswith("decisions/"):
+            text = path.read_text(encoding="utf-8")
+            texts |= {
+                _shown(outside): _text(ROOT / outside).encode()
+                for target, _ in _LINK.findall(text)
+                if (outside := _outside(name, target))
+            }
+            texts[name] = _page(name, text).encode()
+        elif path.suffix != ".md" and path.is_file():
+            texts[name] = path.read_bytes()
+    for language in LANGUAGES:
+        for name, text in generated_pages(language):
+            suffix = ".md" if language == "en" else f".{language}.md"
+            texts[name.removesuffix(".md") + suffix] = text.encode()
+    for old in folder.rglob("*"):
+        if old.is_file() and old.relative_to(folder).as_posix() not in texts:
+            old.unlink()
+    for name, content in texts.items():
+        path = folder / name
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def _shown(path: str) -> str:
+    """Where a file is on the site; the plugin for languages would read .py and .md as languages."""
+    return f"{FILES}/{path.replace('.', '-')}.txt"
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        return "".join(f"{path.name}/{one.name}\n" for one in sorted(path.iterdir()))
+    return path.read_text(encoding="utf-8")
+
+
+def _outside(page: str, target: str) -> str | None:
+    """The path from the root of what a page links to, if that is a file that is no page."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+    inside = path.startswith("docs/") and not path.startswith("docs/decisions/")
+    return None if inside or not (ROOT / path).exists() else path
+
+
+def _page(name: str, markdown: str) -> str:
+    """A page without what is meant for the tests, with its data, and with links that find files."""
+    markdown = re.sub(
+        r"^ *<!--\s*(?:setup|not run|continues|task)\b.*?-->\n+", "", markdown, flags=re.M | re.S
+    )
+    up = "../" * name.count("/")
+
+    def found(match: re.Match[str]) -> str:
+        target, anchor = match[1], match[2] or ""
+        if posixpath.basename(target).startswith("README"):
+            return f"]({up}index.md)"
+        outside = _outside(name, target)
+        return f"]({up}{_shown(outside)})" if outside else f"]({target}{anchor})"
+
+    markdown = _LINK.sub(found, markdown)
+    return re.sub(r"<!-- data: (\S+) -->", lambda match: _data(match[1]), markdown)
+
+
+def _data(name: str) -> str:
+    """A JSON file of docs/javascripts, in the page, since a page in a folder cannot fetch it."""
+    text = (ROOT / "docs" / "javascripts" / name).read_text(encoding="utf-8").strip()
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the roles of Sphinx in docstrings, such as :meth:`step`, as the code that they name."""
+    return re.sub(r":(?:class|meth|func|mod|attr|data|exc):(?=<code>)", "", html)
