@@ -103,8 +103,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
         ends = {name: end(runs) for name, runs in batch["losses"].items()}
         _point(axes, (0.33, 0.88), batch["losses"]["none"], "none", say("none", end=ends["none"]))
-        text = say("scaled", end=ends["dynamic"], fp32=end(data["fp32"]))
-        _point(axes, (0.45, 0.56), batch["losses"]["dynamic"], "dynamic", text)
+        text = say("scaled", fp32=end(data["fp32"]), **ends)
+        _point(axes, (0.56, 0.56), batch["losses"]["dynamic"], "dynamic", text)
     for (tokens, batch), colour in zip(
         data["batches"].items(), ("#b57c00", "#0072b2"), strict=False
     ):
@@ -148,7 +148,7 @@ def _smooth(losses: list[float], over: int = 5) -> list[float]:
 def _point(
     axes: Any, at: tuple[float, float], runs: list[list[float]], name: str, text: str
 ) -> None:
-    here = round((0.62 if name == "none" else 0.92) * STEPS)
+    here = round((0.45 if name == "none" else 0.92) * STEPS)
     height = sum(_smooth(run)[here - 1] for run in runs) / len(runs)
     note(axes, text, at, (here, height), colour=LOOKS[name], textcoords="axes fraction")
 
