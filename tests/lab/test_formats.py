@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lab.figures import made, require_figures
+from lab.drawn import assert_drawn, made
 from reference import floats
 
 TABLES = {
@@ -20,7 +20,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize(("value", "at"), [(0.1, 1.0), (70000.0, 1000.0), (3e-6, 0.3)])
-def test_bits_ranges_and_number_lines_are_those_of_the_tables(value, at, tmp_path):
+def test_bits_ranges_and_number_lines_are_those_of_the_tables(value, at, tmp_path, monkeypatch):
     one = made("formats", value=value, at=at)
     for name, (exponent_bits, mantissa_bits, table, beyond) in TABLES.items():
         form = one.data["formats"][name]
@@ -37,7 +37,7 @@ def test_bits_ranges_and_number_lines_are_those_of_the_tables(value, at, tmp_pat
         inside = table[(at <= table) & (table <= at * one.data["span"])]
         assert form["numbers"] == inside.tolist()
         assert (form["gap"] is None) == (table[-1] < at)
-    require_figures(one, tmp_path)
+    assert_drawn(one, tmp_path, monkeypatch)
 
 
 def test_the_verdict_tells_bf16_from_fp16():

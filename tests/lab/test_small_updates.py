@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lab.figures import made, require_figures
+from lab.drawn import assert_drawn, made
 from reference import floats
 
 TABLES = {"fp16": floats.FP16, "bf16": floats.BF16}
@@ -18,7 +18,7 @@ def nearest(value: float, form: str) -> float:
 
 
 @pytest.mark.parametrize("update", [1e-3, 4e-3])
-def test_each_sum_is_rounded_and_what_keeps_more_arrives(update, tmp_path):
+def test_each_sum_is_rounded_and_what_keeps_more_arrives(update, tmp_path, monkeypatch):
     steps, seeds = 100, 64
     one = made("small-updates", update=update, steps=steps, seeds=seeds)
     curves = one.data["curves"]
@@ -39,7 +39,7 @@ def test_each_sum_is_rounded_and_what_keeps_more_arrives(update, tmp_path):
     deviation = 2.0**-7 * math.sqrt(steps * p * (1 - p))
     mean = np.mean([run[-1] for run in one.data["stochastic"]])
     assert mean == pytest.approx(1 + steps * update, abs=4 * deviation / math.sqrt(seeds))
-    require_figures(one, tmp_path)
+    assert_drawn(one, tmp_path, monkeypatch)
 
 
 def test_the_claim_bf16_stands_still_and_fp16_drifts_by_whole_gaps():

@@ -32,7 +32,12 @@ LETTERS = 11.5
 
 
 def finish(axes: Any, x: str, y: str = "", title: str = "") -> None:
-    """Give drawn axes the common look and their names, the vertical one lying above the axis."""
+    """Give drawn axes the common look and their names, the vertical one lying above the axis.
+
+    Without ``y`` and ``title`` it takes those that the axes have.
+    """
+    title, y = title or axes.get_title(), y or axes.get_ylabel()
+    axes.set_title("")
     axes.set_ylabel("")
     styled(axes, x)
     axes.tick_params(labelsize=LETTERS)

@@ -102,23 +102,18 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         title = say("batch", tokens=f"{int(tokens):,}", zeros=f"{batch['zeros']:.0%}")
         finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
         ends = {name: end(runs) for name, runs in batch["losses"].items()}
-        _point(axes, (0.42, 0.85), batch["losses"]["none"], "none", say("none", end=ends["none"]))
-        text = say("scaled", end=ends["dynamic"], fp32=end(data["fp32"]))
-        _point(axes, (0.03, 0.13), batch["losses"]["dynamic"], "dynamic", text)
+        _point(axes, (0.33, 0.88), batch["losses"]["none"], "none", say("none", end=ends["none"]))
+        text = say("scaled", fp32=end(data["fp32"]), **ends)
+        _point(axes, (0.56, 0.56), batch["losses"]["dynamic"], "dynamic", text)
     for (tokens, batch), colour in zip(
-        data["batches"].items(), ("#56b4e9", "#0072b2"), strict=False
+        data["batches"].items(), ("#b57c00", "#0072b2"), strict=False
     ):
         scales = batch["scales"]
         trace.step(steps, scales, where="mid", color=colour, lw=2.2)
         at = [scales[step - 1] for step in batch["skipped"]]
         trace.plot(batch["skipped"], at, "x", color=COLOURS["fp16"], ms=9, mew=2.4)
-        trace.annotate(
-            say("tokens", tokens=f"{int(tokens):,}"),
-            (STEPS, scales[-1]),
-            (0, -6),
-            textcoords="offset points",
-            **{"ha": "right", "va": "top", "color": colour, "fontsize": 11.5},
-        )
+        text, at = say("tokens", tokens=f"{int(tokens):,}"), (STEPS, scales[-1] / 1.4)
+        note(trace, text, at, colour=colour, ha="right", va="top")
     trace.set_yscale("log", base=2)
     shown = [scale for batch in data["batches"].values() for scale in batch["scales"]]
     low, high = math.log2(min(shown)), math.log2(max(shown))
@@ -148,7 +143,7 @@ def _smooth(losses: list[float], over: int = 5) -> list[float]:
 def _point(
     axes: Any, at: tuple[float, float], runs: list[list[float]], name: str, text: str
 ) -> None:
-    here = round(0.8 * STEPS)
+    here = round((0.45 if name == "none" else 0.92) * STEPS)
     height = sum(_smooth(run)[here - 1] for run in runs) / len(runs)
     note(axes, text, at, (here, height), colour=LOOKS[name], textcoords="axes fraction")
 

@@ -64,7 +64,7 @@ def _run(policy: str, options: Options, seed: int) -> Data:
 def draw(figure: Any, data: Data, say: Say) -> None:
     """Above, the share of updates that are lost; below, the validation loss."""
     lost, loss = figure.subplots(2, 1, height_ratios=(1.0, 1.3), sharex=True)
-    for policy in POLICIES:
+    for policy in reversed(POLICIES):
         _band(lost, data, policy, "lost", 100.0)
         _band(loss, data, policy, "loss")
     steps = data["policies"]["fp32"][0]["steps"]
@@ -97,7 +97,7 @@ def _band(axes: Any, data: Data, policy: str, key: str, factor: float = 1.0) -> 
     runs = [run[key] for run in data["policies"][policy]]
     low = [factor * min(values) for values in zip(*runs, strict=True)]
     high = [factor * max(values) for values in zip(*runs, strict=True)]
-    style = {"fp32": "-", "bf16-split": (0, (5, 5)), "bf16-kahan": (5, (1, 9))}.get(policy, "-")
+    style = {"fp32": (0, (3, 6)), "bf16-split": (4, (3, 6))}.get(policy, "-")
     mean, steps = [factor * value for value in _mean(data, policy, key)], data["policies"][policy]
     axes.plot(steps[0]["steps"], mean, color=LOOKS[policy], lw=2.4, ls=style)
     axes.fill_between(steps[0]["steps"], low, high, color=LOOKS[policy], alpha=0.15, lw=0)

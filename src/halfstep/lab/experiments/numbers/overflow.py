@@ -1,33 +1,37 @@
-"""Activations that outgrow fp16: the loss is NaN at any loss scale, and bf16 trains on.
+"""Activations that outgrow fp16: the loss is NaN at any loss scale, and bf16 does not notice.
 
-A learning rate that is far too large makes the outputs of a GPT's layers grow from step to step. A
-loss scale multiplies gradients; what overflows here is the forward pass.
+A trained GPT gets a residual stream 2^k times as large: what goes into it is multiplied by 2^k, and
+each LayerNorm, which divides by the size of what it reads, takes the factor out again. All these
+models compute the same function; they differ in the size of their numbers alone, as trained models
+do whose activations have grown.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.nonfinite.again import first_cause
 from halfstep.formats import FP16
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, finish, note
-from halfstep.lab.material import batches, gpt, loss_of
+from halfstep.lab.figure import COLOURS, finish, note, power
+from halfstep.lab.material import Batch, batches, gpt, loss_of, train
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
-from halfstep.trainer.config.read import AtLeast1, Positive
+from halfstep.trainer.config.read import AtLeast1
 from halfstep.trainer.models.gpt.gpt import GPT
 
 SEQUENCES, LENGTH = 16, 64
+LOSS_SCALES = (1, 65536)
 POLICIES = {
-    "bf16-mixed": "bf16-mixed",
-    "fp16, loss scale 65536": "compute=fp16,scale=static,init_scale=65536",
-    "fp16, loss scale 1": "compute=fp16,scale=static,init_scale=1",
+    "fp32": "fp32",
+    "bf16": "bf16-mixed",
+    **{f"fp16 {s}": f"compute=fp16,scale=static,init_scale={s}" for s in LOSS_SCALES},
 }
 
 
@@ -35,112 +39,114 @@ POLICIES = {
 class Options:
     """What can be changed."""
 
-    learning_rate: Positive = 0.2
+    powers: AtLeast1 = 20
     steps: AtLeast1 = 60
-    seed: AtLeast1 = 1
+    layers: AtLeast1 = 2
 
 
 def measure(options: Options) -> Data:
-    """Of each policy the loss and the largest layer output, up to the first NaN, and its cause."""
-    return {
-        "limit": FP16.max,
-        "learning_rate": options.learning_rate,
-        "steps": options.steps,
-        "runs": {name: _run(policy, options) for name, policy in POLICIES.items()},
-    }
+    """The loss in each precision of a model whose activations grow, and what first overflows."""
+    model = gpt(options.layers, 128, LENGTH)
+    optimizer = AdamW(model.parameters(), lr=2e-3)
+    train("fp32", model, optimizer, batches(SEQUENCES, LENGTH, seed=0), options.steps, warmup=20)
+    batch = next(batches(SEQUENCES, LENGTH, seed=0, held_out=True))
+    data: Data = {"limit": FP16.max, "powers": options.powers, "largest": [], "cause": None}
+    data["losses"] = {name: [] for name in POLICIES}
+    for exponent in range(options.powers + 1):
+        grown = enlarged(model, 2.0**exponent)
+        data["largest"].append(largest_output(grown, batch))
+        for name, policy in POLICIES.items():
+            loss, cause = _loss(policy, grown, batch, tell=data["cause"] is None)
+            data["losses"][name].append(loss)
+            data["cause"] = data["cause"] or cause
+    return data
 
 
-def _run(policy: str, options: Options) -> Data:
-    model = gpt(2, 128, LENGTH, options.seed)
-    optimizer = AdamW(model.parameters(), lr=options.learning_rate)
-    data, largest = batches(SEQUENCES, LENGTH, options.seed), Largest(model)
-    found: Data = {"loss": [], "largest": [], "cause": ""}
-    with Precision(policy, model, optimizer, on_nonfinite="skip:1") as precision:
-        for _ in range(options.steps):
-            batch = next(data)
-            with precision.autocast():
-                loss = loss_of(model, batch)
-            if not math.isfinite(value := loss.item()):
-                cause = first_cause(precision, lambda batch: loss_of(model, batch), batch)
-                return found | {"cause": "" if cause is None else cause.summary}
-            found["largest"].append(largest.taken())
-            found["loss"].append(value)
-            with warnings.catch_warnings(action="ignore"):
-                precision.step(loss, max_norm=1.0)
-    return found
+def enlarged(model: GPT, factor: float) -> GPT:
+    """The same function, with a residual stream ``factor`` times as large."""
+    model = copy.deepcopy(model)
+    for embedding in (model.wte, model.wpe):  # the head uses the table, which stays as it is
+        embedding.register_forward_hook(lambda module, inputs, output: output * factor)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.split(".")[-2] in ("proj", "down"):
+                parameter.mul_(factor)
+    return model
 
 
-class Largest:
-    """The largest magnitude that leaves a linear layer, since it was last asked for."""
+@torch.no_grad()
+def largest_output(model: GPT, batch: Batch) -> float:
+    """The largest magnitude that leaves a linear layer, in fp32."""
+    seen: list[float] = []
 
-    def __init__(self, model: GPT) -> None:
-        """Look at all linear layers of the model."""
-        self._seen: list[Tensor] = []
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(self._look)
+    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append(float(output.abs().max()))
 
-    def _look(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self._seen.append(output.detach().abs().max().float())
+    handles = [m.register_forward_hook(look) for m in model.modules() if isinstance(m, nn.Linear)]
+    model(batch[0])
+    for handle in handles:
+        handle.remove()
+    return max(seen)
 
-    def taken(self) -> float:
-        """The largest so far; what comes next counts anew."""
-        most = max(map(float, self._seen))
-        self._seen.clear()
-        return most
+
+def _loss(policy: str, model: GPT, batch: Batch, *, tell: bool) -> tuple[float | None, Data | None]:
+    """The loss, or None and the first cause where it is not finite."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Precision(policy, model, optimizer) as precision, precision.autocast():
+        loss = loss_of(model, batch).item()
+        if math.isfinite(loss) or not tell:
+            return (loss if math.isfinite(loss) else None), None
+    with Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.0)) as precision:
+        cause = first_cause(precision, lambda batch: loss_of(model, batch), batch)
+    return None, None if cause is None else {"module": cause.module, "operation": cause.op}
 
 
 def draw(figure: Any, data: Data, say: Say) -> None:
-    """Above, the largest layer output against the limit of fp16; below, the losses."""
-    size, loss = figure.subplots(2, 1, sharex=True, height_ratios=(1.2, 1.0))
-    looks = {
-        name: {"color": COLOURS[name[:4]], "lw": 2.6, "ls": "-" if "1" not in name[-2:] else "--"}
-        for name in data["runs"]
-    }
-    limit, steps = data["limit"], data["steps"]
-    for name, run in data["runs"].items():
-        size.plot(range(1, len(run["largest"]) + 1), run["largest"], **looks[name])
-        loss.plot(range(1, len(run["loss"]) + 1), run["loss"], **looks[name])
-        if run["cause"] and run["loss"]:
-            for axes, key in ((size, "largest"), (loss, "loss")):
-                how = {"color": COLOURS["fp16"], "ms": 11, "mew": 3, "zorder": 8}
-                axes.plot([len(run[key])], [run[key][-1]], "X", **how)
-    size.set_yscale("log")
-    most = max(limit, *(max(run["largest"], default=0.0) for run in data["runs"].values()))
-    size.set(xlim=(0, steps * 1.02), ylim=(1, most * 12))
-    size.axhspan(limit, most * 12, color=COLOURS["fp16"], alpha=0.13, lw=0)
-    size.axhline(limit, color=COLOURS["fp16"], lw=2)
-    note(size, say("limit"), (0.4, limit * 1.5), colour=COLOURS["fp16"], fontweight="bold")
-    place = {"textcoords": "axes fraction"}
-    bf16 = data["runs"]["bf16-mixed"]
-    ends = [run for run in data["runs"].values() if run["cause"]]
-    here = round(0.85 * len(bf16["largest"])) - 1
-    to = here + 1, bf16["largest"][here]
-    note(size, say("bf16"), (0.6, 0.45), to, colour=COLOURS["bf16"], **place)
-    if ends:
-        to = len(ends[0]["largest"]), ends[0]["largest"][-1]
-        note(size, say("fp16"), (0.3, 0.1), to, colour=COLOURS["fp16"], **place)
-    finish(size, "", say("size"))
-    loss.set_ylim(0, 1.1 * max(max(run["loss"]) for run in data["runs"].values()))
-    to = here + 1, bf16["loss"][here]
-    note(loss, f"bf16: {bf16['loss'][-1]:.2f}", (0.68, 0.6), to, colour=COLOURS["bf16"], **place)
-    if ends:
-        to = len(ends[0]["loss"]), ends[0]["loss"][-1]
-        note(loss, say("stop"), (0.35, 0.83), to, colour=COLOURS["fp16"], **place)
-    finish(loss, say("step", rate=f"{data['learning_rate']:g}"), say("loss"))
+    """The loss over the size of the largest activation, and the limit of fp16."""
+    axes, losses, limit = figure.subplots(), data["losses"], math.log2(data["limit"])
+    sizes = [math.log2(size) for size in data["largest"]]
+    top, last = 1.6 * max(losses["fp32"]), sizes[-1] + 0.5
+    axes.set(xlim=(sizes[0] - 0.5, max(last, limit + 3)), ylim=(0, 1.25 * top))
+    axes.axvspan(limit, axes.get_xlim()[1], color=COLOURS["fp16"], alpha=0.13, lw=0)
+    axes.axvline(limit, color=COLOURS["fp16"], lw=2)
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
+    note(axes, say("limit"), (limit - 0.2, 0.35), colour=COLOURS["fp16"], **place)
+    axes.plot(sizes, losses["bf16"], "o-", color=COLOURS["bf16"], lw=2.4, ms=7)
+    axes.plot(sizes, losses["fp32"], "--", color=COLOURS["fp32"], lw=1.6)
+    fp16 = losses[f"fp16 {LOSS_SCALES[0]}"]
+    kept = [(size, loss) for size, loss in zip(sizes, fp16, strict=True) if loss is not None]
+    if kept:
+        axes.plot(*zip(*kept, strict=True), "s", color=COLOURS["fp16"], ms=12, mfc="none", mew=2)
+    gone = [size for size, loss in zip(sizes, fp16, strict=True) if loss is None]
+    axes.plot(gone, [top] * len(gone), "X", color=COLOURS["fp16"], ms=10)
+    how: dict[str, Any] = {"textcoords": "axes fraction"}
+    if gone:
+        note(axes, say("nan"), (0.35, 0.84), (gone[0], top), colour=COLOURS["fp16"], **how)
+    to = sizes[-1], losses["bf16"][-1]
+    note(axes, say("bf16"), (0.75, 0.13), to, colour=COLOURS["bf16"], **how)
+    note(axes, say("fp16"), (0.05, 0.15), (sizes[2], fp16[2] or top), colour=COLOURS["fp16"], **how)
+    ticks = range(math.ceil(sizes[0] / 4) * 4, int(axes.get_xlim()[1]) + 1, 4)
+    axes.set_xticks(ticks, map(power, ticks))
+    finish(axes, say("size"), say("loss"))
 
 
 def verdict(data: Data, say: Say) -> str:
-    """Where fp16 stopped, at which loss scales, why, and what bf16 did."""
-    runs = dict(data["runs"])
-    bf16 = runs.pop("bf16-mixed")
-    values = {"largest": f"{max(bf16['largest']):,.0f}", "bf16": f"{bf16['loss'][-1]:.2f}"}
-    ended = {name: len(run["loss"]) + 1 for name, run in runs.items() if run["cause"]}
-    if not ended:
+    """From which size on fp16 fails, at which loss scales, where, and what bf16 makes of it."""
+    losses = data["losses"]
+    exact = losses["fp32"]
+    off = max(abs(a - b) for a, b in zip(losses["bf16"], exact, strict=True))
+    values = {"largest": f"{max(data['largest']):,.0f}", "off": f"{off:.3f}"}
+    failed = {scale: _first_none(losses[f"fp16 {scale}"]) for scale in LOSS_SCALES}
+    if None in failed.values():
         return say("verdict_none", **values)
-    steps = say("join").join(say("at", run=name, step=step) for name, step in ended.items())
-    cause = next(run["cause"] for run in runs.values() if run["cause"])
-    return say("verdict", steps=steps, cause=cause, **values)
+    first = [f"{data['largest'][step]:,.0f}" for step in failed.values() if step is not None]
+    cause = data["cause"]
+    where = f"{cause['operation']}, {cause['module']}" if cause else "?"
+    return say("verdict", one=first[0], two=first[1], where=where, **values)
 
 
-EXPERIMENT = Experiment("overflow", Options, measure, draw, verdict, size=(6.4, 7.4))
+def _first_none(losses: list[float | None]) -> int | None:
+    return next((index for index, loss in enumerate(losses) if loss is None), None)
+
+
+EXPERIMENT = Experiment("overflow", Options, measure, draw, verdict, size=(6.4, 5.4))

@@ -30,7 +30,7 @@ LEAST = round(math.log2(FP16.min_subnormal)) - 1
 """Below 2 to this power fp16 has 0 only: half of the smallest number, which is itself a tie and
 goes to 0, too."""
 BEYOND = math.ceil(math.log2(FP16.max))
-FEW, MANY = "#56b4e9", COLOURS["fp16"]
+FEW, MANY = COLOURS["bf16"], COLOURS["fp16"]
 
 
 @dataclass(frozen=True)
