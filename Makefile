@@ -1,4 +1,4 @@
-# make demo        train a GPT in fp32 and bf16-mixed on real text and compare (about 5 minutes)
+# make demo        train a GPT in fp32, bf16 and fp16 on real text and draw them together (5 to 6 minutes)
 # make test        install what tests need and run what must hold
 # make test-unit   the quick tier of it: arithmetic, policies, optimizers, meters, data, checkpoints
 # make test-all    every test but the strangers', slow ones included
@@ -8,6 +8,7 @@
 # make test-distributed   all tests with several processes, slow ones included
 # make test-strangers   programs nobody here wrote, in an environment of their own (.venv-strangers)
 # make site        the site of docs/, into build/site; make serve shows it while it is written
+# make ways        one text classifier trained in every way that tutorials compare; WAYS="--train FILE": on your data
 # make benchmark   the figures of benchmarks/README.md on this machine
 
 VENV ?= .venv
@@ -22,10 +23,10 @@ UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden t
 # The tests' tensors are small: threads that wait for each other cost more than they give.
 test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve benchmark clean
+.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve ways benchmark clean
 
 demo:
-	@VENV=$(VENV) scripts/setup-venv.sh train
+	@VENV=$(VENV) scripts/setup-venv.sh train plot
 	@$(BIN)/halfstep demo
 
 test:
@@ -84,6 +85,10 @@ serve:
 benchmark:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python benchmarks/train_cpu.py
+
+ways:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@$(BIN)/python benchmarks/classify_methods.py --nine $(WAYS)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -2,6 +2,11 @@
 
     python benchmarks/classify_methods.py [--train FILE --dev FILE] [--max-steps N | --epochs N]
         [--rounds N] [--rows NAME ...] [--layers N --width N | --model FOLDER] [--full] [--no-save]
+    python benchmarks/classify_methods.py --nine [--train FILE --dev FILE] [--keep FOLDER] [...]
+
+``--nine`` (``make ways``) is the table of the ways that the tutorials compare, of classify_ways.py,
+with what stands against the rows that cannot run; its defaults are a smaller model and one round
+that is long enough to learn something.
 
 A BERT with random weights and a WordPiece tokenizer made on the data, or the pretrained encoder of
 --model with a new head, are written to a folder once (--model minilm: english_encoder.py's);
@@ -29,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -48,6 +54,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import docstring_data
 from classify_rows import ROWS
+from classify_ways import DEFAULTS, NINE, absent, note
 from common import save
 from english_encoder import pretrained_folder
 from halfstep.precision.casting.autocast import cpu_has_bf16
@@ -61,7 +68,9 @@ SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
            "sep_token": "[SEP]", "mask_token": "[MASK]"}  # fmt: skip
 ROW_SECONDS = 3600
 MINILM = "minilm"
-PACKAGES = ("accelerate", "transformers")
+FREE = ("rows", "rounds", "keep", "no_save", "nine", "short_steps", "full", "threads")
+"""Options that do not change what is prepared."""
+PACKAGES = ("accelerate", "lightning", "transformers")
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
@@ -69,7 +78,9 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
     train, dev, about = arguments.train, arguments.dev, {"task": "given files"}
     if not train:
         train, dev, about = docstring_data.write(folder)
-    config = LabelledConfig(train=(str(train),), dev=(str(dev),) if dev else ())
+    config = LabelledConfig(
+        train=(str(train),), dev=(str(dev),) if dev else (), labels_file=arguments.labels_file
+    )
     data = read_labelled(config, arguments.seed)
     labels = list(data.names)
     for name, part in (("train", data.train), ("dev", data.dev)):
@@ -99,6 +110,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
         "parameters": sum(p.numel() for p in network.parameters()),
         "layers": network.config.num_hidden_layers, "width": network.config.hidden_size,
         "pretrained": arguments.model,
+        "largest_class_of_dev": max(Counter(data.dev.labels).values()) / len(data.dev.labels),
     }  # fmt: skip
     return job, about
 
@@ -148,11 +160,12 @@ def is_slow(name: str) -> bool:
 def run_row(name: str, job: dict, threads: int, folder: Path) -> dict:
     """One training in processes of its own; ``{"failed": ...}`` if it ends with an error."""
     ranks = 2 if name in TWO else 1
-    folder.mkdir(parents=True)
+    spawns = "spawn" in name  # its processes are its own affair
+    folder.mkdir(parents=True, exist_ok=True)
     job_file = folder / "job.json"
     job_file.write_text(json.dumps(job))
     command = [sys.executable]
-    if ranks > 1:
+    if ranks > 1 and not spawns:
         command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
                     "--nproc-per-node", str(ranks)]  # fmt: skip
     command += [str(HERE / "classify_rows.py"), name, str(job_file), str(folder)]
@@ -211,23 +224,23 @@ def condense(rounds: list[dict]) -> dict:
 
 
 def table(rows: dict[str, dict], threads: int) -> list[str]:
-    """The Markdown table."""
+    """The Markdown table; rows that were not run say why."""
     base = rows.get("torch fp32", {}).get("seconds")
-    lines = ["| row | processes x threads | train s | median | evaluation s | process s | accuracy "
-             "| peak MB | skipped | torch fp32 / row |", "|---|---|" + "---:|" * 8]  # fmt: skip
+    lines = ["| row | processes x threads | train s | evaluation s | accuracy | peak MB | skipped "
+             "| torch fp32 / row | note |", "|---|---|" + "---:|" * 6 + "---|"]  # fmt: skip
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"| {name} | failed: {row['failed'][:120]} | | | | | | | | |")
+            lines.append(f"| {name} | {'| ' * 6}| {row['failed'][:300]} |")
             continue
         mark = "~" if row["extrapolated"] else ""
         cells = [name, f"{row['processes']} x {max(1, threads // row['processes'])}",
-                 f"{mark}{row['seconds']:.1f}", f"{mark}{row['median_seconds']:.1f}",
+                 f"{mark}{row['seconds']:.1f}",
                  "-" if mark else f"{row['evaluation_seconds']:.1f}",
-                 "-" if mark else f"{row['wall_seconds']:.1f}",
                  "-" if row["accuracy"] is None else f"{row['accuracy']:.4f}",
                  "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f}",
                  "-" if row["skipped"] is None else str(row["skipped"]),
-                 "-" if not base else f"{mark}{base / row['seconds']:.2f}"]  # fmt: skip
+                 "-" if not base else f"{mark}{base / row['seconds']:.2f}",
+                 note(name, row)]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -264,6 +277,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--train", type=Path, help="labelled texts; default: docstrings")
     parser.add_argument("--dev", type=Path, help="default with --train: a tenth of it")
+    parser.add_argument("--labels-file", default="", help="of --train: names, or names with ids")
+    parser.add_argument("--nine", action="store_true", help="the rows of the tutorials' table")
     parser.add_argument("--max-steps", type=int, default=120)
     parser.add_argument("--epochs", type=float, default=0.0, help="instead of --max-steps")
     parser.add_argument("--short-steps", type=int, default=4, help="of rows marked ~; 2 or more")
@@ -277,10 +292,43 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=2, help="of one process; two share them")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="NAME")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", help="default: all")
+    parser.add_argument("--keep", type=Path, help="keep finished rows here, and go on from them")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--no-save", action="store_true")
-    return parser.parse_args(words)
+    if "--nine" in (sys.argv[1:] if words is None else words):
+        parser.set_defaults(**DEFAULTS)
+    found = parser.parse_args(words)
+    missing = absent()
+    found.rows = found.rows or [n for n in (NINE if found.nine else ROWS) if n not in missing]
+    if asked := [name for name in found.rows if name in missing]:
+        parser.error(f"{asked[0]}: {missing[asked[0]]}")
+    return found
+
+
+def prepared(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
+    """What ``prepare`` makes in a folder; once, where the folder is kept."""
+    asked = {k: str(v) for k, v in vars(arguments).items() if k not in FREE}
+    file = folder / "prepared.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        job, about = prepare(arguments, folder)
+        file.write_text(json.dumps({"asked": asked, "job": job, "about": about}))
+    found = json.loads(file.read_text())
+    if found["asked"] != asked:
+        raise SystemExit(f"{folder} was made with other options; give another --keep")
+    return found["job"], found["about"]
+
+
+def kept_row(name: str, job: dict, threads: int, folder: Path) -> dict:
+    """A row's result, which stands in its folder where it was run before."""
+    file = folder / "row.json"
+    if not file.exists():
+        row = run_row(name, job, threads, folder)
+        if "failed" in row:
+            return row
+        file.write_text(json.dumps(row))
+    return json.loads(file.read_text())
 
 
 def main(words: list[str] | None = None) -> None:
@@ -288,7 +336,8 @@ def main(words: list[str] | None = None) -> None:
     disable_progress_bar()
     rounds: dict[str, list[dict]] = {name: [] for name in arguments.rows}
     with tempfile.TemporaryDirectory() as place:
-        job, about = prepare(arguments, Path(place))
+        place = arguments.keep.absolute() if arguments.keep else Path(place)
+        job, about = prepared(arguments, place)
         print(f"{about['task']}: {about['examples']}, {about['classes']} classes; BERT of "
               f"{about['parameters']:,} parameters; {job['steps']} steps of {job['batch_size']} "
               f"texts of up to {job['max_length']} tokens")  # fmt: skip
@@ -299,18 +348,20 @@ def main(words: list[str] | None = None) -> None:
                     continue  # no figure to be proud of is made of these
                 count = min(job["steps"], max(2, arguments.short_steps)) if short else job["steps"]
                 short = count < job["steps"]
-                folder = Path(place) / f"{number}-{[*ROWS].index(name)}"
-                row = run_row(name, job | {"count": count, "short": short}, arguments.threads,
-                              folder)  # fmt: skip
+                row_job = job | {"count": count, "short": short}
+                folder = place / f"{number}-{[*ROWS].index(name)}"
+                row = kept_row(name, row_job, arguments.threads, folder)
                 rounds[name].append(row)
                 told = row.get("failed") or f"{row['whole_train_seconds']:.1f} s"
                 print(f"round {number + 1}: {name}: {told}", flush=True)
     rows = {name: condense(found) for name, found in rounds.items()}
+    if arguments.nine:
+        rows |= {name: {"failed": f"not run: {why}"} for name, why in absent().items()}
     found = verdicts(rows, about["examples"]["dev"])
     print("", *table(rows, arguments.threads), "", *found, sep="\n")
-    print("\ntrain s: the fastest round; ~: extrapolated from a few steps; process s: with imports "
-          "and setup; peak MB: resident set of the largest process; skipped -: not counted by the "
-          "method")  # fmt: skip
+    print(f"\nthe largest class alone would give an accuracy of {about['largest_class_of_dev']:.4f}"
+          "\ntrain s: the fastest round; ~: extrapolated from a few steps; peak MB: resident set "
+          "of the largest process; skipped -: not counted by the method")  # fmt: skip
     outside = {n: r["outside_steps_seconds"] for n, r in rows.items() if r.get("processes")}
     told = [f"{n} {s:.1f}" for n, s in outside.items() if s and not rows[n]["extrapolated"]]
     if told:
@@ -327,7 +378,8 @@ def main(words: list[str] | None = None) -> None:
             "verdicts": found,
             "rows": rows,
         }
-        print(f"\nwritten: {save('classify-methods', results, CPU)}")
+        title = "classify-ways" if arguments.nine else "classify-methods"
+        print(f"\nwritten: {save(title, results, CPU)}")
 
 
 if __name__ == "__main__":

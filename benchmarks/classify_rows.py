@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -56,12 +58,15 @@ def around(format: str) -> Any:
     return lambda: torch.autocast("cpu", dtype=FORMATS[format])
 
 
-def by_hand(job: dict, format: str, grouped: bool = False, ranks: int = 1) -> dict:
+def by_hand(
+    job: dict, format: str, grouped: bool = False, ranks: int = 1, wrapper: Any = None
+) -> dict:
     """The loop of torch's tutorials; of several ranks with DistributedDataParallel."""
     if ranks > 1:
         dist.init_process_group("gloo")
+        wrapper = DistributedDataParallel
     work = Work(job, dist.get_rank() if ranks > 1 else 0, ranks)
-    model: Any = DistributedDataParallel(work.model) if ranks > 1 else work.model
+    model: Any = wrapper(work.model) if wrapper else work.model
     scaler = torch.amp.GradScaler("cpu", enabled=format == "fp16")
     watch, skipped, context = Watch(job["count"]), 0, around(format)
     model.train()
@@ -84,6 +89,48 @@ def by_hand(job: dict, format: str, grouped: bool = False, ranks: int = 1) -> di
     work.evaluate(watch, context)
     if ranks > 1:
         dist.destroy_process_group()
+    return watch.results()
+
+
+def by_spawn(job: dict, format: str) -> None:
+    """The same on two ranks that ``torch.multiprocessing.spawn`` starts instead of torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_spawned, (port, job, format), nprocs=2)
+
+
+def _spawned(rank: int, port: int, job: dict, format: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+                   "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # fmt: skip
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    write(by_hand(job, format, ranks=2), job["scratch"])
+
+
+def with_deepspeed(job: dict, format: str) -> dict:
+    """DeepSpeed's engine, which casts, clips, steps and moves the schedule itself."""
+    import deepspeed  # not a dependency: the row is left out where it is missing
+
+    deepspeed.init_distributed("gloo")
+    ranks = dist.get_world_size()
+    work, watch = Work(job, dist.get_rank(), ranks), Watch(job["count"])
+    config = {
+        "train_batch_size": job["batch_size"], "gradient_clipping": MAX_NORM,
+        format: {"enabled": True}, "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=work.model, optimizer=work.optimizer, lr_scheduler=work.schedule, config=config
+    )
+    engine.train()
+    watch.start()
+    for batch in epochs(work.loader()):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        if watch.step():
+            break
+    work.evaluate(watch, contextlib.nullcontext)
+    dist.destroy_process_group()
     return watch.results()
 
 
@@ -169,6 +216,52 @@ def with_trainer(job: dict, format: str, grouped: bool = False, attached: bool =
     return watch.results()
 
 
+class Classifier(pl.LightningModule):
+    """The model, its optimizer and its schedule as Lightning wants them."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work, self.model = work, work.model
+
+    def training_step(self, batch: dict, index: int) -> torch.Tensor:
+        """The loss of a batch."""
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> dict:
+        """The schedule moves at every step."""
+        schedule = {"scheduler": self.work.schedule, "interval": "step"}
+        return {"optimizer": self.work.optimizer, "lr_scheduler": schedule}
+
+
+class LightningStamps(pl.Callback):
+    """The stopwatch inside Lightning's Trainer."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def on_train_start(self, *_: Any) -> None:
+        """Start."""
+        self.watch.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Stamp, and stop a short row."""
+        trainer.should_stop |= self.watch.step()
+
+
+def with_lightning(job: dict, format: str) -> dict:
+    """Lightning's Trainer, which clips no gradients of a fused optimizer in mixed precision."""
+    work, watch = Work(job, fused=False), Watch(job["count"])
+    trainer = pl.Trainer(
+        max_steps=job["steps"], precision="32-true" if format == "fp32" else f"{format}-mixed",
+        gradient_clip_val=MAX_NORM, accelerator="cpu", callbacks=[LightningStamps(watch)],
+        default_root_dir=job["scratch"], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Classifier(work).train(), work.loader())
+    work.evaluate(watch, around(format))
+    return watch.results()
+
+
 def ours(job: dict, policy: str, kept: bool = True) -> dict:
     """What ``halfstep finetune classify`` does, stopped by the same watch.
 
@@ -240,12 +333,24 @@ ROWS: dict[str, tuple] = {
     "halfstep fp16-mixed": (ours, "fp16-mixed"),
     "halfstep bf16-mixed": (ours, "bf16-mixed"),
     "halfstep bf16-split": (ours, "bf16-split"),
+    "dataparallel fp32": (by_hand, "fp32", False, 1, DataParallel),
+    "lightning fp32": (with_lightning, "fp32"),
+    "lightning bf16": (with_lightning, "bf16"),
     "2 x ddp fp32": (by_hand, "fp32", False, 2),
+    "2 x ddp spawn fp32": (by_spawn, "fp32"),
+    "2 x ddp fp16": (by_hand, "fp16", False, 2),
     "2 x ddp bf16": (by_hand, "bf16", False, 2),
+    "2 x deepspeed bf16": (with_deepspeed, "bf16"),
     "2 x halfstep fp32": (ours, "fp32"),
     "2 x halfstep bf16-mixed": (ours, "bf16-mixed"),
 }
 """Name of a row to the function that trains it, and its arguments; "2 x" are two processes."""
+
+
+def write(results: dict, folder: str) -> None:
+    """The results of this process, under the number of its rank."""
+    file = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
+    file.write_text(json.dumps(results))
 
 
 def main(arguments: Iterable[str]) -> None:
@@ -253,9 +358,8 @@ def main(arguments: Iterable[str]) -> None:
     job = json.loads(Path(job_file).read_text()) | {"scratch": folder}
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     row, *rest = ROWS[name]
-    results = row(job, *rest)
-    out = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
-    out.write_text(json.dumps(results))
+    if (results := row(job, *rest)) is not None:
+        write(results, folder)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def resident_bytes(field: str) -> int | None:
 class Work:
     """Model, data, optimizer and schedule of a row that is not halfstep's own trainer."""
 
-    def __init__(self, job: dict, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, job: dict, rank: int = 0, ranks: int = 1, *, fused: bool = True) -> None:
         self.job, self.rank, self.ranks = job, rank, ranks
         torch.manual_seed(job["seed"])
         self.model = AutoModelForSequenceClassification.from_pretrained(job["model"])
@@ -90,7 +90,7 @@ class Work:
                 {"params": decayed, "weight_decay": WEIGHT_DECAY},
                 {"params": others, "weight_decay": 0.0},
             ],
-            lr=job["learning_rate"], betas=BETAS, eps=EPS, fused=True,
+            lr=job["learning_rate"], betas=BETAS, eps=EPS, fused=fused,
         )  # fmt: skip
         curve = ScheduleConfig(warmup_steps=job["warmup"], min_ratio=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(

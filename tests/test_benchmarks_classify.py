@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("docstring_data", "classify_setup", "classify_rows", "classify_methods",
-           "english_encoder", "common")  # fmt: skip
+           "classify_ways", "english_encoder", "common")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def benchmarks():
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import classify_methods
         import classify_rows
+        import classify_ways
         import docstring_data
         import english_encoder
-    yield {m.__name__: m for m in (classify_methods, classify_rows, docstring_data,
-                                   english_encoder)}  # fmt: skip
+    yield {m.__name__: m for m in (classify_methods, classify_rows, classify_ways,
+                                   docstring_data, english_encoder)}  # fmt: skip
     for name in MODULES:
         sys.modules.pop(name, None)
 
@@ -110,11 +111,14 @@ def label_as_guessed(job):
     Path(job["dev"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-ROWS = ("torch fp32", "torch fp32, length groups", "accelerate fp32", "trainer fp32",
-        "accelerate fp32 + halfstep", "trainer fp32 + halfstep",
+ROWS = ("torch fp32", "dataparallel fp32", "lightning fp32", "torch fp32, length groups",
+        "accelerate fp32", "trainer fp32", "accelerate fp32 + halfstep", "trainer fp32 + halfstep",
         "halfstep fp32, default malloc")  # fmt: skip
 
 
+# Lightning 2.6 with torch 2.13; and advice about loaders that a set in memory does not need
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_starts_from_the_same_weights_and_counts_every_example(
     name, benchmarks, job, tmp_path, monkeypatch
@@ -143,7 +147,7 @@ def test_a_short_row_stops_without_evaluation(benchmarks, job, tmp_path, monkeyp
 def made(seconds, accuracy=0.5, **more):
     return {"whole_train_seconds": seconds, "evaluation_seconds": 1.0, "wall_seconds": 9.0,
             "accuracy": accuracy, "peak_bytes": 10**8, "skipped": None, "extrapolated": False,
-            "processes": 1, **more}  # fmt: skip
+            "processes": 1, "steps": 4, **more}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,61 @@ def test_verdict_says_who_is_fastest_at_equal_accuracy(benchmarks, ours, right, 
     lines = methods.table(rows, threads=2)
     assert any("ValueError: broken" in line for line in lines)
     assert any("| ~1.0 |" in line and "| - |" in line for line in lines)
+
+
+def test_the_nine_ways_are_rows_and_the_others_say_why(benchmarks):
+    methods, ways = benchmarks["classify_methods"], benchmarks["classify_ways"]
+    names = {*benchmarks["classify_rows"].ROWS}
+    assert {*ways.NINE} <= names
+    assert {*ways.NOTES} <= {*ways.NINE}
+    found = methods.parse(["--nine", "--max-steps", "7"])
+    assert found.rows == [name for name in ways.NINE if name not in ways.absent()]
+    assert (found.max_steps, found.rounds, found.layers) == (7, 1, ways.DEFAULTS["layers"])
+    assert methods.parse([]).max_steps == 120
+    rows = {name: {"failed": f"not run: {why}"} for name, why in ways.absent().items()}
+    rows["2 x ddp fp16"] = methods.condense([made(1.0, None, extrapolated=True)])
+    told = methods.table(rows, threads=2)
+    assert any("horovod" in line and "not run: Horovod" in line for line in told)
+    assert any("GradScaler; torch's fp16 products are slow" in line for line in told)
+    assert {line.count("|") for line in told} == {10}
+
+
+def test_what_is_absent_is_refused_with_its_reason(benchmarks, monkeypatch, capsys):
+    monkeypatch.setattr("classify_ways.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        benchmarks["classify_methods"].parse(["--nine", "--rows", "2 x deepspeed bf16"])
+    assert "deepspeed is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_count_every_example_once(benchmarks, job, tmp_path):
+    methods = benchmarks["classify_methods"]
+    found = methods.run_row("2 x ddp spawn fp32", job, threads=2, folder=tmp_path / "row")
+    assert (found["accuracy"], found["processes"], found["steps"]) == (36 / 37, 2, 3)
+
+
+def test_a_kept_row_is_not_run_again(benchmarks, job, tmp_path, monkeypatch):
+    methods, runs = benchmarks["classify_methods"], []
+
+    def run(name, job, threads, folder):
+        folder.mkdir(exist_ok=True)
+        runs.append(name)
+        return {"failed": "broken"} if len(runs) == 1 else {"seconds": 1.0}
+
+    monkeypatch.setattr(methods, "run_row", run)
+    found = [methods.kept_row("torch fp32", job, 2, tmp_path / "row") for _ in range(3)]
+    assert found == [{"failed": "broken"}, {"seconds": 1.0}, {"seconds": 1.0}]
+    assert len(runs) == 2
+
+
+def test_other_options_do_not_go_on_from_what_was_kept(benchmarks, job, tmp_path):
+    methods = benchmarks["classify_methods"]
+    data = ["--train", job["train"], "--dev", job["dev"], "--layers", "1", "--width", "64",
+            "--vocabulary", "60", "--max-length", "16"]  # fmt: skip
+    first = methods.prepared(methods.parse(data), tmp_path / "kept")
+    assert methods.prepared(methods.parse([*data, "--rounds", "3"]), tmp_path / "kept") == first
+    with pytest.raises(SystemExit, match="made with other options"):
+        methods.prepared(methods.parse([*data, "--seed", "2"]), tmp_path / "kept")
 
 
 def test_from_scratch_has_the_shape_but_not_the_weights(benchmarks, job, tmp_path):

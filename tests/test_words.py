@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep.errors import ConfigError
-from halfstep.words import LANGUAGES, chosen_language, read_phrases
+from halfstep.words import LANGUAGES, Told, chosen_language, read_phrases, speaking, spoken
 
 SOURCE = Path(halfstep.__file__).parent
 TABLES = [
@@ -52,6 +53,37 @@ def test_every_phrase_stands_in_every_language_and_takes_the_same_values(package
         assert tuple(texts) == LANGUAGES, name
         assert all(text.strip() for text in texts.values()), name
         assert names(texts["en"]) == names(texts["zh"]), name
+
+
+TOLD = re.compile(r"\b_?told\(\s*f?\"([a-z_ ]+)")
+
+
+@pytest.mark.parametrize("package", ["halfstep.cli", "halfstep.trainer", "halfstep.trainer.config"])
+def test_every_phrase_is_told_somewhere_and_what_is_told_has_a_phrase(package):
+    folder = SOURCE.joinpath(*package.split(".")[1:])
+    # A table is told where its package is named, and in the command line's files by cli/words.py.
+    own = f'Told("{package}")'
+    files = [
+        path for path in folder.rglob("*.py") if package.endswith("cli") or own in path.read_text()
+    ]
+    told = {name for path in files for name in TOLD.findall(path.read_text())}
+    # Sections of configurations and names of types are put together: "section " + "run".
+    told |= {"int", "float", "bool", "str"} if package.endswith("config") else set()
+    phrases = {
+        "section " if name.startswith("section ") else name for name in read_phrases(package)
+    }
+    assert told == phrases
+
+
+def test_a_package_tells_its_phrases_in_the_language_spoken():
+    told = Told("halfstep.trainer.config")
+    assert told("missing", where="--to") == "--to is missing"
+    with speaking("zh"):
+        assert told("missing", where="--to") == "缺少 --to"
+        with speaking("en"):
+            assert spoken() == "en"
+        assert spoken() == "zh"
+    assert spoken() == "en"
 
 
 def test_there_are_tables():

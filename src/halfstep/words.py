@@ -1,16 +1,20 @@
 """The languages that halfstep speaks, and tables of phrases in each of them.
 
 A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, then the phrase in
-every language. A phrase may have names in braces, which values take the place of.
+every language. A phrase may have names in braces, which values take the place of. ``Told`` reads
+them in the language that a command speaks; the library itself speaks English.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from importlib import resources
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from halfstep.errors import ConfigError
 
@@ -18,8 +22,36 @@ Language = Literal["en", "zh"]
 LANGUAGES: tuple[str, ...] = get_args(Language)
 Phrases = Mapping[str, Mapping[str, str]]
 """Name to language to phrase."""
+_SPOKEN: ContextVar[str] = ContextVar("language", default="en")
 
 
+def spoken() -> str:
+    """The language of what is being said: English, but within :func:`speaking`."""
+    return _SPOKEN.get()
+
+
+@contextmanager
+def speaking(language: str) -> Iterator[None]:
+    """Speak a language within the block, as a command does."""
+    token = _SPOKEN.set(language)
+    try:
+        yield
+    finally:
+        _SPOKEN.reset(token)
+
+
+class Told:
+    """The phrases of one package, in the language spoken: ``told("resumed", step=100)``."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __call__(self, name: str, /, **values: Any) -> str:
+        """A phrase, with values put in."""
+        return read_phrases(self._package)[name][spoken()].format(**values)
+
+
+@cache
 def read_phrases(package: str) -> Phrases:
     """The table of a package's ``words.toml``."""
     text = resources.files(package).joinpath("words.toml").read_text(encoding="utf-8")

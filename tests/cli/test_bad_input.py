@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -185,11 +184,6 @@ def test_a_run_shorter_than_the_warm_up_has_a_shorter_one_and_says_so(corpus, tm
 def test_a_warm_up_that_is_given_is_not_shortened(refused, corpus):
     refused("train", *TINY, "--data", corpus, "--max-steps", 3, "--schedule.warmup_steps", 4,
             "--output-dir", "r", words="schedule.warmup_steps=4 is longer")  # fmt: skip
-
-
-def test_demo_checks_every_precision_before_the_first_run(refused, monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a run was started"))
-    refused("demo", "--config", "gpt-tiny", "--precisions", "fp32", "bf16-module", words="bf16-mod")
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16, 11), (3, 4, 32, 7, 256), (2, 1, 4, 1, 0)])

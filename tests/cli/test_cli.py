@@ -8,14 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.cli import demo
 from halfstep.cli.commands import COMMANDS
-from halfstep.cli.main import main
 from halfstep.errors import HalfstepError
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.models.gpt.gpt import GPT
@@ -296,38 +293,6 @@ def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, 
     assert done.returncode == 2, done.stderr
     assert "cannot be written" in done.stderr
     assert not list((tmp_path / "r" / "checkpoints").iterdir())
-
-
-class Here:
-    """A process of the demo that is this one."""
-
-    def __init__(self, command):
-        assert command[:3] == [sys.executable, "-m", "halfstep"]
-        self.words = command[3:]
-
-    def wait(self):
-        return main(self.words)
-
-
-def test_demo_prints_a_sample_and_a_table(tmp_path, corpus, halfstep, monkeypatch):
-    config = tmp_path / "c.toml"
-    config.write_text(
-        f"[model]\nn_layer = 1\nn_head = 2\nn_embd = 32\nblock_size = 32\n"
-        f'[data]\ntrain = ["{corpus}"]\ntokenizer = "bytes"\n[run]\nbatch_size = 4\n'
-        f'device = "cpu"\neval_batches = 2\n'
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=Here))
-    done = halfstep("demo", "--config", config, "--max-steps", 3)
-    assert done.returncode == 0, done.stderr
-    header, fp32, bf16 = done.stdout.split("precision", 1)[1].splitlines()[:3]
-    assert header.split() == ["val", "loss", "tokens/s", "peak", "memory", "loss", "scale",
-                              "applied", "skipped", "seconds"]  # fmt: skip
-    assert fp32.startswith("fp32")
-    assert fp32.split()[-3:-1] == bf16.split()[-3:-1] == ["3", "0"]
-    assert bf16.startswith("bf16-mixed")
-    assert len(fp32) == len(bf16) == len("precision" + header)
-    assert "times the tokens per second" in done.stdout
 
 
 def test_head_closing_the_pipe_is_no_error():

@@ -9,6 +9,7 @@ import halfstep
 from halfstep.diagnostics.memory.table import PARTS, Memory
 from halfstep.errors import PrecisionError
 from halfstep.kernels.forward import loaded
+from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -137,6 +138,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
+@pytest.mark.skipif(not cpu_has_bf16(), reason="no block is fused where products are simulated")
 def test_a_fused_block_tells_casted_weights_from_activations(monkeypatch):
     monkeypatch.undo()  # with the kernels
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=VOCABULARY))

@@ -245,7 +245,9 @@ def test_close_gives_the_model_back(name):
     Precision("fp32", model, optimizer)
 
 
-def test_forwards_of_an_evaluation_cast_each_weight_once():
+def test_forwards_of_an_evaluation_cast_each_weight_once(monkeypatch):
+    # where products are simulated, their operands are cast as well
+    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
     model, x, device = (
         nn.Linear(8, 8, bias=False),
         torch.ones(2, 8, dtype=BF16),

@@ -143,20 +143,3 @@ def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
     trainer(3).train(resume=True)
     assert "the run keeps bf16-mixed" in capsys.readouterr().err
     assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
-
-
-def test_demo_compares_with_what_auto_takes(monkeypatch, capsys, cpu):
-    started = []
-
-    def popen(command, *_, **__):
-        started.append(command[command.index("--precision") + 1])
-        raise halfstep.HalfstepError("enough")
-
-    monkeypatch.setattr("subprocess.Popen", popen)
-    cpu({"bf16"})
-    main(["demo"])
-    assert started == ["fp32"]
-    assert "precision auto took bf16-mixed: Some CPU" in capsys.readouterr().err
-    cpu({"avx2"})
-    main(["demo"])
-    assert "--precisions fp32 bf16-mixed compares two all the same" in capsys.readouterr().err

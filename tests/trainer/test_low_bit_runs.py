@@ -24,6 +24,7 @@ NVFP4 = "nvfp4,simulate=yes"
         "fp8-delayed,simulate=yes",
     ],
 )
+@pytest.mark.filterwarnings("ignore:the second moments of parameter")  # they may become bf16
 def test_a_run_below_16_bits_resumes_bit_for_bit(corpus, tmp_path, policy):
     config = small_config(corpus, policy, model__dropout=0.1, run__grad_accum=2)
     _, whole = run(config, tmp_path / "whole")

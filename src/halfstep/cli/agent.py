@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, Outcome, read_outcomes
+from halfstep.cli.words import told
 from halfstep.errors import PeerError
 
 # 2 refused, 3 numerics guard, 4 saved after a signal, 130 Ctrl-C: a restart would not help
@@ -158,7 +159,7 @@ def report(causes: list[Outcome], size: int, attempt: int = 0, attempts: int = 0
         alike = len(ranks) == size and message[:1] != " "
         if message:
             text = message if alike else who + message.lstrip()
-            print(f"halfstep: error: {text}{suffix}", file=sys.stderr)
+            print(told("error", message=text + suffix), file=sys.stderr)
     return roots[0].code
 
 

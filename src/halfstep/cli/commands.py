@@ -56,6 +56,9 @@ class Explain:
 
     policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Names, field strings or files; default: all."""
+    config: str = ""
+    """Also show, for this configuration's model, the format that a policy gives each module: which
+    layers are in 16 bits, and which stay in fp32."""
     device: str = "auto"
     """auto, cpu, mps, cuda or cuda:N."""
     simulate: bool = False
@@ -249,17 +252,66 @@ class CopyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlpacaSample:
+    """Write sample instructions for finetune lm: docstrings of Python's standard library.
+
+    Each record asks what a function or a class is for, and its docstring is the answer. finetune lm
+    needs the folder of a model besides; halfstep train makes one, and halfstep export writes it.
+    """
+
+    out: str = ""
+    """The file to write, which must not exist; default: alpaca.jsonl."""
+    count: int = 1000
+    """Number of records."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        _require_count(self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmotionsSample:
+    """Write sample posts in Chinese with one of six emotions, for finetune classify.
+
+    The posts are synthetic: a grammar of templates makes them, so a classifier learns them almost
+    without a mistake. They show how the task works and say nothing about a model's quality.
+    """
+
+    out: str = ""
+    """The file to write, which must not exist; default: emotions.jsonl, for pairs emotions.json."""
+    count: int = 600
+    """Number of posts."""
+    format: Literal["records", "pairs"] = "records"
+    """records: {"text", "label"} a line; pairs: [["words with blanks", id], ...] in .json, with the
+    table of the labels beside it."""
+    seed: int = 0
+    """Seed of the draw."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number or a name out of range."""
+        _require_count(self.count)
+        suffix = {"records": ".jsonl", "pairs": ".json"}[self.format]
+        if self.out and not self.out.endswith(suffix):
+            raise ConfigError(f"--out {self.out}: --format {self.format} is written to {suffix}")
+
+
+def _require_count(count: int) -> None:
+    if count < 1:
+        raise ConfigError(f"--count {count}; allowed: integers >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train the same model in several precisions, one after the other, and compare."""
+    """Train the same model in several precisions, one after the other, and draw them together."""
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ("fp32", "auto")
-    """Policies to train in; auto: what suits this device."""
-    max_steps: int = 100
+    precisions: tuple[str, ...] = ()
+    """Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."""
+    max_steps: int = 80
     """Optimizer steps in each precision."""
     output_dir: str = ""
-    """Folder of the runs; default runs/demo-TIME."""
+    """Folder of the runs and of the figure; default runs/demo-TIME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,9 +329,10 @@ class Bench:
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
         r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save)"
+        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
     )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of."""
+    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
+    policy to measure says by itself that it is simulated."""
 
     config: str = ""
     """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
@@ -327,8 +380,6 @@ class Report:
     out: str = ""
     """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
     folder, for several runs in the current one."""
-    lang: str = ""
-    """Language of the report: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,8 +396,6 @@ class Lab:
     """What to change, as NAME=VALUE; each experiment says what it has."""
     out: str = "figures"
     """The folder to write into."""
-    lang: str = ""
-    """Language of the words: en or zh; default: the locale's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,6 +439,8 @@ COMMANDS: Mapping[str, type[Any]] = {
     "configs ls": ListConfigs,
     "configs show": ShowConfig,
     "configs cp": CopyConfig,
+    "data alpaca-sample": AlpacaSample,
+    "data emotions-sample": EmotionsSample,
     "demo": Demo,
     "lab": Lab,
     "bench": Bench,

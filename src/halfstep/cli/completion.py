@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from halfstep.cli.commands import COMMANDS, Completion
 from halfstep.cli.grammar import choices_of, keys_of, leaves, parser_of
+from halfstep.words import spoken
 
 _BASH = """_halfstep() {
   local words="$(halfstep completion words -- "${COMP_WORDS[@]:1:COMP_CWORD-1}" 2>/dev/null)"
@@ -33,7 +34,7 @@ def following(words: Sequence[str]) -> list[str]:
     if not name:
         rest = [n.split()[len(words) :] for n in COMMANDS if n.split()[: len(words)] == list(words)]
         return list(dict.fromkeys(parts[0] for parts in rest if parts))
-    options = parser_of(name)._option_string_actions
+    options = parser_of(name, spoken())._option_string_actions
     key = options[words[-1]].dest if words[-1] in options else ""
     kind = COMMANDS[name]
     for option in [*keys_of(kind), *leaves(kind)]:

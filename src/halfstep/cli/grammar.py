@@ -1,23 +1,19 @@
 """Derives the command line's grammar from dataclasses: ``commands.py`` and the configurations.
 
-Every field is an option, described by its type, default and docstring. argparse splits the words
-and prints help; words are converted to values by the code for TOML files, with the same errors.
+Every field is an option, described by its type, default and docstring (``help.py``). argparse
+splits the words and prints help; words are converted to values by the code for TOML files, with
+the same errors.
 docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import inspect
 import re
-import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields
 from functools import cache
-from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -31,14 +27,15 @@ from halfstep.cli.commands import (
     Request,
     Start,
 )
+from halfstep.cli.help import DOC, Formatter, answer, docstrings, overview
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.words import LANGUAGES, speaking, spoken
 
-EXIT_CODES = (
-    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics guard, "
-    "4 interrupted with a checkpoint written; with --nproc, that of the rank that failed first"
-)
+LANG = "--lang"
+"""The option of every command that says the language; main takes it out before others are read."""
 _VALUES = {int: "N", float: "X"}
 
 
@@ -49,6 +46,31 @@ class Option(NamedTuple):
     hint: Any
     field: Field[Any]
     text: str
+
+
+def split_language(words: Sequence[str]) -> tuple[list[str], str]:
+    """Take ``--lang`` out of a command line, before which or behind whose command it stands.
+
+    Returns:
+        The other words, and the language asked for: empty if none is.
+
+    Raises:
+        ConfigError: If no language follows.
+    """
+    kept: list[str] = []
+    asked = ""
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if word == "--":
+            return [*kept, word, *left], asked
+        if name == LANG:
+            asked = value if equals else next(left, "")
+            if not asked:
+                raise ConfigError(told("no_language", allowed=", ".join(LANGUAGES)))
+        else:
+            kept.append(word)
+    return kept, asked
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
@@ -67,7 +89,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     if runs and "--" in words:
         cut = words.index("--")
         words, launcher = words[:cut], words[cut + 1 :]
-    parser = parser_of(name)
+    parser = parser_of(name, spoken())
     given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
     first = Start if runs else kind
     own = {field.name for field in fields(first)}
@@ -78,7 +100,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     if not runs:
         return name, start
     if launcher is not None and start.nproc is None:
-        raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
+        raise ConfigError(told("launcher_alone"))
     return name, Request(kind=kind, start=start, given=keys, words=words, launcher=launcher or [])
 
 
@@ -98,14 +120,14 @@ def command_of(words: Sequence[str]) -> str:
         print(overview(group or list(COMMANDS)))
         raise SystemExit(0)
     if not first:
-        raise ConfigError("a COMMAND is missing; halfstep --help lists them")
+        raise ConfigError(told("no_command"))
     known = [name.split()[-1] for name in group] or [name.split()[0] for name in COMMANDS]
     wrong = " ".join(words[1:2]) if group else first
     allowed = ", ".join(dict.fromkeys(known))
     if not wrong:
-        raise ConfigError(f"{first} what? One of: {allowed}")
+        raise ConfigError(told("half_command", command=first, allowed=allowed))
     hint = did_you_mean(wrong, known) if group else _meant(wrong)
-    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {allowed}")
+    raise ConfigError(told("unknown_command", word=repr(wrong), hint=hint, allowed=allowed))
 
 
 def _meant(word: str) -> str:
@@ -114,29 +136,13 @@ def _meant(word: str) -> str:
         known = ["--help", "--version"]
         if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
             return hint
-        return ", the COMMAND comes first, as in halfstep train " + f"{word:.40}"
+        return told("command_first", word=f"{word:.40}")
     commands = [name.split()[0] for name in COMMANDS]
     # A name of this program goes before one of another.
     closest = difflib.get_close_matches(word.lower()[:100], [*commands, *ANSWERS], n=1, cutoff=0.7)
     if closest and closest[0] in ANSWERS:
-        return f": halfstep {ANSWERS[closest[0]]}"
+        return told("answered", answer=answer(closest[0]))
     return did_you_mean(word.lower(), commands)
-
-
-def overview(names: Sequence[str]) -> str:
-    """Return the text that ``halfstep --help`` prints for these commands."""
-    rows = [
-        f"  {name:<18} {inspect.getdoc(COMMANDS[name]) or ''}".splitlines()[0] for name in names
-    ]
-    return "\n".join(
-        [
-            "usage: halfstep COMMAND [--help] [options]; halfstep --version\n",
-            "Train in mixed precision, and account for every number on the way.\n",
-            *rows,
-            "",
-            textwrap.fill(EXIT_CODES, 80),
-        ]
-    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -144,30 +150,47 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         wrong, unknown, words = message.partition("unrecognized arguments: ")
-        if unknown and not wrong and "--data" in self._option_string_actions:
-            message += f"; files of text are given by --data {words.split()[0]}"
-        missing = message.partition("arguments are required: ")[2].split(", ")
-        for action in self._actions:
-            if action.dest in missing or action.metavar in missing:
-                message += f": {str(action.help).rstrip('.')}"
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        missing = message.partition("arguments are required: ")[2]
+        if unknown and not wrong:
+            message = told("unrecognized", words=words)
+            if "--data" in self._option_string_actions:
+                message += told("text_by_data", word=words.split()[0])
+        elif missing:
+            message = told("required", names=missing)
+            for action in self._actions:
+                if {action.dest, action.metavar} & {*missing.split(", ")}:
+                    message += f": {str(action.help).rstrip('.。')}"
+        else:
+            message = message.replace("expected one argument", told("one_argument"))
+            message = message.replace("expected at least one argument", told("some_arguments"))
+        raise ConfigError(told("see_help", message=message, program=self.prog))
 
 
 @cache
-def parser_of(name: str) -> argparse.ArgumentParser:
+def parser_of(name: str, language: str) -> argparse.ArgumentParser:
     """Make the parser of one command; its result has only options that are given, as text."""
+    with speaking(language):
+        return _made(name)
+
+
+def _made(name: str) -> argparse.ArgumentParser:
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
     parser = _Parser(
         prog=f"halfstep {name}",
-        usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
-        description=inspect.getdoc(kind),
-        epilog=EXIT_CODES,
+        usage=told("usage_of_runs") if runs else None,
+        description=docstrings(kind)[DOC],
+        epilog=told("exit_codes"),
+        formatter_class=Formatter,
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
+    parser._positionals.title, parser._optionals.title = told("positionals"), told("options")
+    parser.add_argument("-h", "--help", action="help", help=told("help"))
+    parser.add_argument(LANG, metavar="|".join(LANGUAGES), help=told("lang"))
     for option in leaves(Start if runs else kind):
         _add(parser, option, [option_name(option.key)])
     keys, shorts = keys_of(kind), short_options(*_configs(kind))
@@ -175,7 +198,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     for option in keys:
         section = option.key.rpartition(".")[0]
         if section not in groups:
-            groups[section] = parser.add_argument_group(section)
+            groups[section] = parser.add_argument_group(told(f"section {section}"))
         short = [f"--{short}" for short, key in shorts.items() if key == option.key]
         names = dict.fromkeys([*short, option_name(option.key)])
         _add(groups[section], option, list(names), sets=True)
@@ -236,9 +259,8 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
             every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
             if len(kinds) > 1:
                 names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
-                yield Option(
-                    f"{key}.{FAMILY}", names, field, f"Which family; default {kinds[0].FAMILY}."
-                )
+                text = told("which_family", default=kinds[0].FAMILY)
+                yield Option(f"{key}.{FAMILY}", names, field, text)
             yield from every.values()
         else:
             yield Option(key, hint, field, texts.get(field.name, ""))
@@ -271,29 +293,8 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
             name = name.replace("_", "-")
             if name not in known:
                 other = OTHER_NAMES.get(name[2:], "")
-                hint = f", did you mean {other!r}?" if other in known else did_you_mean(name, known)
-                raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
+                hint = did_you_mean(other if other in known else name, known)
+                message = told("unknown_option", name=f"{name:.80}", hint=hint)
+                raise ConfigError(told("see_help", message=message, program=parser.prog))
         done.append(name + equals + value)
     return done
-
-
-def docstrings(cls: type[Any]) -> Mapping[str, str]:
-    """Map fields, also inherited ones, to the string below them, which only the source has."""
-    texts: dict[str, str] = {}
-    for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        body = _classes(base.__module__)[base.__name__].body
-        for field, text in pairwise(body):
-            match field, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ):
-                    texts[name] = " ".join(doc.replace("``", "").split())
-    return texts
-
-
-@cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Parse a module's source, and return its classes by name."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -12,12 +12,12 @@ from halfstep.lab.course import EXPERIMENTS
 from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
 from halfstep.lab.figure import draw
 from halfstep.trainer.config.read import did_you_mean
-from halfstep.words import chosen_language
+from halfstep.words import LANGUAGES, spoken
 
 
 def run(arguments: Lab) -> int:
     """List the experiments, or make one, or all, and say what follows from the numbers."""
-    language = chosen_language(arguments.lang)
+    language = spoken()
     given = read_settings(arguments.settings)
     if not arguments.experiment:
         print("\n".join(f"{name:<14} {Say(name, language)('question')}" for name in EXPERIMENTS))
@@ -42,16 +42,20 @@ def _chosen(name: str) -> list[Experiment]:
 
 
 def _write(made: Made, folder: Path, language: str) -> None:
+    """Write the numbers, and the figure in every language; print what follows, and what is next."""
     say = Say(made.experiment.name, language)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{made.experiment.name}.svg"
+    name = made.experiment.name
     text = json.dumps(made.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(path.with_suffix(".json"), text + "\n")
-    drawn = draw(made, path, language)
+    write_whole(folder / f"{name}.json", text + "\n")
+    figures = {
+        each: folder / f"{name}{'' if each == 'en' else '.' + each}.svg" for each in LANGUAGES
+    }
+    drawn = all([draw(made, path, each) for each, path in figures.items()])
     print(made.verdict(language))
     print(say("look") if drawn else say("no_figure"))
     if drawn:
-        print(say("written", path=path))
+        print(say("written", path=figures[language]))
     print(f"\n{say('changes')}:")
-    for name, default, shows in made.experiment.changeable(language):
-        print(f"  {name}={default}: {shows}")
+    for option, default, shows in made.experiment.changeable(language):
+        print(f"  {option}={default}: {shows}")

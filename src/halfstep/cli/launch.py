@@ -25,9 +25,12 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 
 from halfstep.cli.agent import LOOPBACK, Agent, Ended, Loopback, report
 from halfstep.cli.commands import Request
+from halfstep.cli.grammar import LANG
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError, PeerError
 from halfstep.torch_version import LAUNCHER, require_torch
+from halfstep.words import spoken
 
 _SCRIPT = "<nothing>"  # placeholder for the program, which torchrun's parser requires
 _SAVING_SECONDS = 600  # time for ranks to save and exit after a signal
@@ -55,7 +58,8 @@ def run(request: Request) -> int:
         stack.callback(os.environ.clear)
         stack.callback(logging.disable, logging.root.manager.disable)
         _prepare(config, nproc, folder)
-        return _watch(config, _worker_arguments(request.words), Path(folder), nproc)
+        arguments = _worker_arguments([LANG, spoken(), *request.words])
+        return _watch(config, arguments, Path(folder), nproc)
 
 
 def _prepare(config: api.LaunchConfig, nproc: int, folder: str) -> None:
@@ -87,8 +91,8 @@ def _watch(config: api.LaunchConfig, arguments: list[str], folder: Path, nproc: 
         if said:
             return report(said, nproc)
         name = signal.Signals(error.sigval).name
-        lost = f"stopped by {name} before all ranks had saved; what was not saved is lost"
-        print(f"halfstep: error: {lost}", file=sys.stderr)
+        lost = told("stopped_unsaved", signal=name)
+        print(told("error", message=lost), file=sys.stderr)
         return 128 + int(error.sigval)
     except PeerError:
         raise

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from halfstep import __version__
 from halfstep.cli.commands import Request
-from halfstep.cli.grammar import read_words
+from halfstep.cli.grammar import read_words, split_language
 from halfstep.cli.outcome import describe, leave, rank_of_many, tell
+from halfstep.cli.words import told
 from halfstep.errors import HalfstepError
+from halfstep.words import chosen_language, speaking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if any("\0" in word for word in argv):
-        return _complain(ValueError(), "an argument holds a NUL character", 2)
+    """Run one command in the language of ``--lang``, else of the locale."""
+    with speaking(chosen_language()):
+        if any("\0" in word for word in argv):
+            return _complain(ValueError(), told("nul"), 2)
+        try:
+            words, asked = split_language(argv)
+            language = chosen_language(asked)
+        except HalfstepError as error:
+            return _complain(error, *describe(error))
+        with speaking(language):
+            return _run_command(words)
+
+
+def _run_command(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"halfstep {__version__}")
         return 0
@@ -44,7 +58,7 @@ def _run(argv: Sequence[str]) -> int:
     except SystemExit as end:  # after printing help
         return int(end.code or 0)
     except KeyboardInterrupt as error:
-        return _complain(error, "interrupted; what was not saved is lost", 130)
+        return _complain(error, told("interrupted"), 130)
     except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -57,12 +71,12 @@ def _run(argv: Sequence[str]) -> int:
 def _told(error: Exception) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left on the disk: {error}", 1
+        return told("disk_full", error=error), 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"a name is too long for this file system: {error}", 2
+        return told("name_too_long", error=error), 2
     extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if extra:
-        return f"{error}; install what this needs: pip install 'halfstep[{extra}]'", 2
+        return told("install", error=error, extra=extra), 2
     return describe(_cause(error))
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from halfstep.cli.words import told
 from halfstep.errors import HalfstepError, lost_contact
 
 FOLDER = "HALFSTEP_OUTCOME"
@@ -52,8 +53,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     if rank_of_many() is not None and lost_contact(error):
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         reason = re.sub(r"^\[[^]]*\] ", "", reason)
-        return f"lost contact with another rank ({reason}); its own message tells why", 1
-    return f"unexpected {type(error).__name__}: {error}; HALFSTEP_DEBUG=1 shows where", 1
+        return told("lost_contact", reason=reason), 1
+    return told("unexpected", kind=type(error).__name__, error=error), 1
 
 
 def tell(code: int, message: str = "", error: BaseException | None = None) -> None:
@@ -77,8 +78,8 @@ def tell(code: int, message: str = "", error: BaseException | None = None) -> No
                 time.sleep(0.02)
             return
     if plain:
-        who = "" if rank is None else f"rank {rank}: "
-        print(f"halfstep: error: {who}{plain}", file=sys.stderr)
+        message = plain if rank is None else told("by_rank", rank=rank, message=plain)
+        print(told("error", message=message), file=sys.stderr)
 
 
 def leave(code: int) -> None:

@@ -8,6 +8,7 @@ from halfstep.cli.commands import Report
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
+from halfstep.words import spoken
 
 
 def run(arguments: Report) -> int:
@@ -15,7 +16,7 @@ def run(arguments: Report) -> int:
     if not arguments.runs:
         raise ConfigError("halfstep report RUN [RUN ...]: give the folder of a run, or of several")
     folders = [Path(name) for name in arguments.runs]
-    report = make_report([read_run(folder) for folder in folders], arguments.lang)
+    report = make_report([read_run(folder) for folder in folders], spoken())
     default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     path = report.write(Path(arguments.out) if arguments.out else default)
     for row in report.rows:

@@ -22,7 +22,7 @@ class Say:
         self.language = language
         self._experiment = experiment
 
-    def __call__(self, name: str, **values: Any) -> str:
+    def __call__(self, name: str, /, **values: Any) -> str:
         """The phrase ``EXPERIMENT.name`` of words.toml, or the shared one, with values put in."""
         own = f"{self._experiment}.{name}"
         return PHRASES[own if own in PHRASES else name][self.language].format(**values)
@@ -45,8 +45,8 @@ class Experiment:
     """Draws what was measured into a figure of matplotlib, without computing anything new."""
     verdict: Callable[[Data, Say], str]
     """The one sentence that follows from the numbers, whatever they are."""
-    size: tuple[float, float] = (9.0, 4.6)
-    """Inches of the figure."""
+    size: tuple[float, float] = (6.4, 4.6)
+    """Inches of the figure; wider, its letters would be too small on a telephone."""
 
     def options_of(self, given: Mapping[str, str]) -> Any:
         """The options, with those given by name as text.

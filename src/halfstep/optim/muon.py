@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from halfstep.optim.options import check_rate, checked_betas, require_option
 from halfstep.optim.rules import ADAMW, MUON, SGD, Algorithm, averaging
 from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import StepTask, dense
+from halfstep.precision.casting.simulate import simulated_bf16
 from halfstep.precision.masters.local_part import (
     is_sharded,
     part_like,
@@ -28,6 +30,7 @@ from halfstep.precision.masters.local_part import (
     whole_of,
 )
 from halfstep.precision.masters.rounding import Update
+from halfstep.precision.policy.devices import cpu_has_bf16
 
 Adjustment = Literal["original", "match_rms_adamw"]
 
@@ -65,9 +68,16 @@ def newton_schulz(
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # the smaller of X X^T and X^T X
     x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        x = quintic(x, coefficients)
+    with _fast_products(x):
+        for _ in range(steps):
+            x = quintic(x, coefficients)
     return x.T if tall else x
+
+
+def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
+    """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
+    scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
+    return simulated_bf16() if scalar else nullcontext()
 
 
 def quintic(x: Tensor, coefficients: Sequence[float]) -> Tensor:

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import torch
 
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
+
 BUSY = 0.2
 """Share of the time that a thread waits for a core from which a machine counts as busy. Of two
 threads on two idle cores it was 0.04 at most, with one neighbour 0.33 to 0.66."""
@@ -110,11 +114,7 @@ def remark(share: float | None, threads: int) -> str:
     """
     if share is None or share < BUSY:
         return ""
-    said = f"this machine is busy: a thread waited {share:.0%} of the time for a core"
+    busy = _told("busy", share=share)
     if threads == 1:
-        return f"{said}, so timings say little; end what else runs"
-    return (
-        f"{said}, and a step waits for its slowest thread. End what else runs, or compute with "
-        f"fewer threads (--threads {threads // 2}), or set OMP_WAIT_POLICY=passive in the "
-        "environment"
-    )
+        return _told("busy_one", busy=busy)
+    return _told("busy_several", busy=busy, threads=threads // 2)

@@ -105,18 +105,11 @@ def estimate_config(
             layout does not fit.
         PrecisionError: For moments that the optimizer does not keep.
     """
-    config = load_config(spec)
-    if not isinstance(config, TrainConfig) or config.run.init_from:
-        raise ConfigError(
-            f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
-            "batch) answers for any model, or give --params"
-        )
+    config, model = described_model(
+        spec, "halfstep.estimate(model, policy, batch) answers for any model, or give --params"
+    )
     optimizer = optimizer or config.optimizer
     _check_moments(optimizer, policies)
-    shape = config.model
-    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(shape, vocab_size=vocabulary))
     model.require_shares(layout.tensor)
     run = config.run
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
@@ -126,6 +119,25 @@ def estimate_config(
         release=release_gradients or config.optimizer.release_gradients,
     )  # fmt: skip
     return [of_rank.memory(policy) for policy in policies]
+
+
+def described_model(spec: str, instead: str) -> tuple[TrainConfig, GPT]:
+    """A configuration and its GPT without memory, where the configuration alone describes it.
+
+    Args:
+        spec: As for :func:`halfstep.trainer.config.config.load_config`.
+        instead: What answers for another model, for the message.
+
+    Raises:
+        ConfigError: For a model that is loaded from a folder.
+    """
+    config = load_config(spec)
+    if not isinstance(config, TrainConfig) or config.run.init_from:
+        raise ConfigError(f"--config {spec} loads its model from a folder; {instead}")
+    shape = config.model
+    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
+    with torch.device("meta"):
+        return config, GPT(dataclasses.replace(shape, vocab_size=vocabulary))
 
 
 def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:

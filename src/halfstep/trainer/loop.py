@@ -32,10 +32,10 @@ from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkp
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
+from halfstep.trainer.memory import PeakMemory
 from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
-from halfstep.trainer.run.metrics import PeakMemory
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
 

@@ -1,11 +1,18 @@
-"""What memory a machine has; what is refused before a model or a batch is made on it.
+"""What memory a machine has and a run takes; what is refused before a model or a batch is made.
 
 :mod:`halfstep.trainer.estimate` refuses what a training step would not fit into.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
+import platform
+import resource
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -91,6 +98,55 @@ def free_bytes(device: torch.device) -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return found
+
+
+# The peak of a run, for its metrics.
+
+
+class PeakMemory:
+    """The peak memory so far, which it takes the system longer to tell than the trainer a line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes, self._asked = 0, -math.inf
+
+    def bytes(self) -> int:
+        """Return the peak as the system told it last, at most a tenth of a second ago."""
+        now = time.monotonic()
+        if now - self._asked > 0.1:
+            self._bytes, self._asked = peak_memory_bytes(self._device), now
+        return self._bytes
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU.
+
+    On Linux that is the peak since :func:`count_peak_from_here`.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:  # not getrusage: on Linux its ru_maxrss is inherited from the parent process
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
+
+
+def count_peak_from_here() -> None:
+    """Let the peak of this process begin anew, so that the preparation of data is not in it.
+
+    What the preparation has freed goes back to the system first. On systems other than Linux, and
+    where the kernel refuses, the peak stays that of the whole process.
+
+    **Source:** proc_pid_clear_refs(5): 5 resets the peak resident set size to its current value.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _count(number: int) -> str:

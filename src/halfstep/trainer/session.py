@@ -40,6 +40,7 @@ from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.estimate import require_memory
 from halfstep.trainer.evaluate import Evaluation, Judge
+from halfstep.trainer.memory import count_peak_from_here
 from halfstep.trainer.run.progress import Best, read_progress
 from halfstep.trainer.step import Batch, LossSum
 from halfstep.trainer.tasks.classify import ClassifyTask
@@ -268,6 +269,7 @@ def open_session(
     )
     _require_rows(run.batch_size, config, layout)
     task = (opens or _open_task)(config, device, layout, world, progress, resuming)
+    count_peak_from_here()
     config = task.config
     _require_rows(task.smallest_batch, config, layout)
     memory = require_memory(task, device, layout)

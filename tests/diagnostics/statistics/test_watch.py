@@ -176,7 +176,7 @@ def test_a_fused_block_tells_what_its_layers_would(policy):
     named = [[(one.kind, one.name, one.dtype, one.elements) for one in step.tensors]
              for step in (fused, apart)]  # fmt: skip
     assert named[0] == named[1]
-    assert fused != apart or isinstance(loaded(), str)
+    assert fused != apart or isinstance(loaded(), str) or not cpu_has_bf16()
     for a, b in zip(fused.tensors, apart.tensors, strict=True):
         if a.kind == "update":  # Adam's first step is a sign, which rounding may turn
             continue

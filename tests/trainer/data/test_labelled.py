@@ -13,10 +13,9 @@ from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.labelled import (
     dev_sizes,
     read_labelled,
-    read_names,
-    sorted_names,
     stratified_split,
 )
+from halfstep.trainer.data.labelled.names import read_names, sorted_names
 
 
 def rows(write, name, *pairs):
@@ -84,7 +83,7 @@ def test_names_can_be_given_in_their_order(write, name, content):
     [
         ("l.txt", "a\nb\na\n", "l.txt:3: the name 'a' stands here and at /"),
         ("l.json", '["a", "b", "a"]', "l.json: item 3: the name 'a' stands here and at /"),
-        ("l.json", '{"0": "a"}', "the label must be a string, an integer or a boolean, got dict"),
+        ("l.json", '[{"0": "a"}]', "the label must be a string, an integer or a boolean, got dict"),
         ("l.json", '["a", null]', "l.json: item 2: the label must be a string"),
         ("l.json", "[", ":1: not JSON"),
         ("l.txt", "\n \n", "no names"),

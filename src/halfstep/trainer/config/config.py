@@ -18,7 +18,7 @@ import tomli_w
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
 from halfstep.trainer.config.optimizer import ScheduleConfig
@@ -113,8 +113,8 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
             )
     # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
-    if run.simulate and isinstance(precision, PrecisionPolicy) and precision.recipes():
-        precision = replace(precision, simulate=True)
+    if run.simulate:
+        precision = simulated(precision)
     return replace(
         config,
         precision=precision,
@@ -125,6 +125,21 @@ def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
             on_spike=on_spike,
         ),
     )
+
+
+def simulated(precision: PrecisionPolicy | Auto) -> PrecisionPolicy:
+    """Return the policy with its formats below 16 bits simulated, as ``--simulate`` asks.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    if isinstance(precision, Auto) or not precision.recipes():
+        raise ConfigError(
+            f"--simulate (run.simulate=true) with precision {precision}, which has no format below "
+            f"16 bits, and only those are simulated; allowed: {', '.join(RECIPES)} and policies "
+            "with one of them. Leave --simulate out, or name one by --precision"
+        )
+    return replace(precision, simulate=True)
 
 
 def config_to_table(config: BaseConfig) -> dict[str, Any]:

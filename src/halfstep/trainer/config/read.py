@@ -11,7 +11,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
+from halfstep.words import Told
 
+_told = Told("halfstep.trainer.config")
 FAMILY = "family"
 """The key that selects a dataclass of a union by its class attribute ``FAMILY``; the first one is
 the default."""
@@ -44,7 +46,8 @@ def require_ranges(section: str, config: object) -> None:
     for name, found in _ranges(kind).items():
         value = getattr(config, name)
         if not found.holds(value):
-            raise ConfigError(f"{section}.{name}={value}; allowed: {found.allowed}")
+            what = f"{section}.{name}={value}"
+            raise ConfigError(_told("allowed", what=what, allowed=found.allowed))
 
 
 @cache
@@ -65,7 +68,7 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"key {key}: {name} is a value, not a section")
+            raise ConfigError(_told("a_value", key=key, name=name))
     table[last] = value
 
 
@@ -85,15 +88,15 @@ def build(
     """
     if not isinstance(table, Mapping):
         where = named(path.rstrip("."))
-        raise ConfigError(f"{where}: {shown(table)} given, a section is expected")
+        raise ConfigError(_told("no_section", where=where, value=shown(table)))
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in names:
+            hint, allowed = did_you_mean(key, names), ", ".join(names)
             raise ConfigError(
-                f"unknown key {path}{key:.80}{did_you_mean(key, names)}; "
-                f"allowed: {', '.join(names)}"
+                _told("unknown_key", key=f"{path}{key:.80}", hint=hint, allowed=allowed)
             )
         if kinds := sections(hints[key]):
             part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
@@ -102,7 +105,7 @@ def build(
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
-            raise ConfigError(f"{named(path + f.name)} is missing")
+            raise ConfigError(_told("missing", where=named(path + f.name)))
     return cls(**values)
 
 
@@ -123,7 +126,8 @@ def _of_family(
     name = rest.pop(FAMILY)
     if not isinstance(name, str) or name not in known:
         hint = did_you_mean(str(name), known)
-        raise ConfigError(f"{named(where)}: {shown(name)}{hint}; allowed: {', '.join(known)}")
+        what = f"{named(where)}: {shown(name)}{hint}"
+        raise ConfigError(_told("allowed", what=what, allowed=", ".join(known)))
     return rest, known[name]
 
 
@@ -136,21 +140,24 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value in parts:
             return value
         allowed = ", ".join(str(choice) or "''" for choice in parts)
-        raise ConfigError(f"{where}: {shown(value)}; allowed: {allowed}")
+        raise _refused(value, where, allowed)
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence):
-            raise ConfigError(f"{where}: {shown(value)}; allowed: a list of strings")
+            raise _refused(value, where, _told("strings"))
         return tuple(_convert(item, parts[0], where) for item in items)
     if hint is Any:  # a ``Spelled`` field, which load_config parses later
         hint = str
     if hint is str and isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{where}: {shown(value)} holds a NUL character")
+        raise ConfigError(_told("nul", where=where, value=shown(value)))
     try:
         return _scalar(value, hint)
     except (ValueError, OverflowError):
-        allowed = _ALLOWED.get(hint, hint)
-        raise ConfigError(f"{where}: {shown(value)}; allowed: {allowed}") from None
+        raise _refused(value, where, _told(hint.__name__)) from None
+
+
+def _refused(value: Any, where: str, allowed: str) -> ConfigError:
+    return ConfigError(_told("allowed", what=f"{where}: {shown(value)}", allowed=allowed))
 
 
 def _scalar(value: Any, hint: Any) -> Any:
@@ -170,9 +177,6 @@ def _scalar(value: Any, hint: Any) -> Any:
     raise ValueError
 
 
-_ALLOWED = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-
-
 def shown(value: Any) -> str:
     """Represent any value in an error message, in at most 80 characters."""
     try:
@@ -185,4 +189,4 @@ def shown(value: Any) -> str:
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """Suggest the known name closest to a misspelt one; empty if none is close."""
     close = difflib.get_close_matches(word[:100], list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return _told("did_you_mean", word=repr(close[0])) if close else ""

@@ -122,7 +122,7 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
             try:
                 value = json.loads(line.rstrip("\r\n"))
             except (ValueError, RecursionError) as error:
-                raise _not_json(error, name, number) from None
+                raise not_json(error, name, number) from None
             if not isinstance(value, dict):
                 kind = f"a JSON {type(value).__name__}, not an object"
                 raise DataError(f'{place}: {kind}; write {{"text": ...}} on every line')
@@ -140,7 +140,7 @@ def read_json_rows(path: Path) -> Rows:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         if not text.lstrip().startswith("{") or getattr(error, "msg", "") != "Extra data":
-            raise _not_json(error, path, 1) from None
+            raise not_json(error, path, 1) from None
         yield from parse_objects(read_lines(path), path)
         return
     if isinstance(found, dict):
@@ -191,7 +191,7 @@ def _table(path: Path, separator: str) -> Rows:
         yield place, row
 
 
-def _not_json(error: Exception, name: Path | str, number: int) -> DataError:
+def not_json(error: Exception, name: Path | str, number: int) -> DataError:
     """Makes the error for text from a line on that is not JSON, for the caller to raise."""
     why = f"not usable JSON: {error}"  # such as a number of 5,000 digits, or [[[[[...
     if isinstance(error, json.JSONDecodeError):

@@ -30,6 +30,9 @@ from halfstep.trainer.run.folder import (
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
+from halfstep.words import Told, spoken
+
+_told = Told("halfstep.trainer")
 
 Say = Callable[[str], None]
 CURVES = "curves.png"
@@ -100,7 +103,7 @@ def execute(
             ticked(tick)
             last = tick
             if watch is not None and (busy := watch.look()):
-                say(f"note: {busy}")
+                say(_told("note", text=busy))
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
@@ -110,7 +113,7 @@ def execute(
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
-        message = f"{error}; the best state before it: {best}"
+        message = _told("best_before", error=error, best=best)
         if isinstance(error, SpikeError):
             raise SpikeError(message, cause=error.cause) from error
         told = NonFiniteError(message, cause=error.cause, parameters=error.parameters)
@@ -132,24 +135,34 @@ def _conclude(path: Path, say: Say) -> str:
         if len(record.steps) >= _LEAST_STEPS:
             draw_curves(record, path / CURVES)
     except OSError as error:
-        say(f"note: {path / CURVES} cannot be written: {error}")
-    return verdict(record)
+        say(_told("note", text=_told("not_written", path=path / CURVES, error=error)))
+    return verdict(record, spoken())
 
 
 def _introduce(session: Session, say: Say) -> None:
     """Tell the user what is trained, on which device, in which layout and arithmetic."""
     config, support, size = session.config, session.precision.support, session.world.size
-    layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
+    layout = _told("layout", size=size, layout=session.strategy.layout) if size > 1 else ""
     say(
-        f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
-        f"({support.status}: {support.reason})"
+        _told(
+            "introduction",
+            name=config.name,
+            precision=config.precision,
+            summary=session.task.summary(),
+            device=session.device,
+            layout=layout,
+            status=support.status,
+            reason=support.reason,
+        )
     )
-    notes = [f"precision auto took {config.precision}: {session.auto}"] if session.auto else []
+    notes = []
+    if session.auto:
+        notes.append(_told("auto_took", precision=config.precision, reason=session.auto))
     notes += session.task.notes
     if config.run.compile and support.status == "simulated":
-        notes.append("--compile has no effect: torch compiles nothing around a simulation")
+        notes.append(_told("compiles_nothing"))
     for note in notes:
-        say(f"note: {note}")
+        say(_told("note", text=note))
 
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
@@ -158,14 +171,12 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
     origin = resume(session, path / CHECKPOINTS)
     session.world.main_only(lambda: write_config(path, session.config))
     session.world.main_only(lambda: write_memory(path, session.memory))
-    say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+    say(_told("resumed", origin=origin or _told("the_start")))
     for other in passed_over(path / CHECKPOINTS):
-        say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
+        say(_told("note", text=_told("passed_over", path=other)))
     if before != now:
-        say(f"the precision changes from {before} to {now}")
+        say(_told("precision_changes", before=before, now=now))
     elif (device := made_by_auto(path)) and device != name_of(session.device):
         taken = choose(session.device).policy
-        say(
-            f"note: the run keeps {now}, which auto took for {device}; a new run would take "
-            f"{taken} here, and --precision {taken} changes to it"
-        )
+        kept = _told("auto_kept", precision=now, device=device, taken=taken)
+        say(_told("note", text=kept))

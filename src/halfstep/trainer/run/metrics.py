@@ -1,4 +1,4 @@
-"""Feeds loggers besides metrics.jsonl, and measures peak memory."""
+"""Feeds loggers besides metrics.jsonl, for runs that ask for them."""
 
 from __future__ import annotations
 
@@ -9,50 +9,13 @@ import importlib.util
 import json
 import math
 import os
-import resource
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from halfstep.diagnostics.recording.metrics import Record
 from halfstep.errors import ConfigError
-
-
-class PeakMemory:
-    """The peak memory so far, which it takes the system longer to tell than the trainer a line."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._bytes, self._asked = 0, -math.inf
-
-    def bytes(self) -> int:
-        """Return the peak as the system told it last, at most a tenth of a second ago."""
-        now = time.monotonic()
-        if now - self._asked > 0.1:
-            self._bytes, self._asked = peak_memory_bytes(self._device), now
-        return self._bytes
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:  # not getrusage: on Linux its ru_maxrss is inherited from the parent process
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
-
-
-# Loggers besides metrics.jsonl, for runs that ask for them.
 
 
 class MetricsSink(Protocol):

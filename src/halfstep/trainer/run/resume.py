@@ -52,13 +52,13 @@ def require_resumable(
         saved: The run's configuration.
         wanted: The configuration to resume it with.
         other_precision: Whether the user asked for another precision by name, which is possible
-            because a checkpoint holds exact masters.
+            because a checkpoint holds exact masters; whether it is simulated goes with it.
 
     Raises:
         ConfigError: Naming every key that differs but must not.
     """
     a, b = _flat(saved), _flat(wanted)
-    allowed = RESUMABLE | ({"precision"} if other_precision else set())
+    allowed = RESUMABLE | ({"precision", "simulate"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)

@@ -26,6 +26,7 @@ from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled.examples import Examples, encode_examples, padded
 from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
 from halfstep.trainer.data.labelled.length_batches import evaluation_batches
+from halfstep.trainer.data.labelled.texts import join_words
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
@@ -67,6 +68,9 @@ from halfstep.trainer.tasks.task import (
     pinned,
     within,
 )
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
@@ -174,10 +178,8 @@ class ClassifyTask(EpochTask):
     def summary(self) -> str:
         """Describe the run by its numbers of parameters, examples and classes."""
         count = sum(p.numel() for p in self.model.parameters())
-        return (
-            f"{count:,} parameters, {len(self._train):,} training and {len(self._dev):,} "
-            f"validation examples of {len(self.labels)} classes"
-        )
+        parts = {"train": len(self._train), "dev": len(self._dev), "classes": len(self.labels)}
+        return _told("classify_summary", parameters=count, **parts)
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT int64, mask_BT bool, labels_B int64) of some rows of a step's batch."""
@@ -256,12 +258,14 @@ class Predictor(InUse):
         device: torch.device,
         *,
         max_length: int | None = None,
+        join_words: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model and its tokenizer.
 
         ``max_length`` is the number of tokens at which texts are cut; None leaves only the limits
-        of the model and its tokenizer.
+        of the model and its tokenizer. With ``join_words``, texts to predict lose the blanks
+        between Chinese words, as those of the training did.
 
         Raises:
             ConfigError: If the folder holds no classifier.
@@ -271,6 +275,7 @@ class Predictor(InUse):
         self.policy = parse_policy(precision, device)
         require_support(self.policy, device)
         self.device = device
+        self._join_words = join_words
         self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
         self.labels: tuple[str, ...] = self.model.names
         if self.model.head_is_new:
@@ -290,7 +295,8 @@ class Predictor(InUse):
     @torch.no_grad()
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
         """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
-        examples = encode_examples(self.tokenizer, LabelledTexts(texts, [0] * len(texts)))
+        as_trained = [join_words(text) for text in texts] if self._join_words else texts
+        examples = encode_examples(self.tokenizer, LabelledTexts(as_trained, [0] * len(texts)))
         found = np.zeros((len(texts), len(self.labels)))
         with keeping_casts(self.device):
             for indices in evaluation_batches(examples.lengths, batch_size):
@@ -385,6 +391,7 @@ class TrainedClassifier(Trained):
             use.precision or (self.config.precision if self.config else "fp32"),
             choose_device(use.device),
             max_length=self.config.model.max_length if self.config else None,
+            join_words=self.config is not None and self.config.data.join_words,
             trust_remote_code=use.trust_remote_code,
         )
 

@@ -50,6 +50,9 @@ from halfstep.trainer.tasks.task import (
     pinned,
     within,
 )
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
@@ -120,10 +123,8 @@ class LMTask(EpochTask):
         every = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         rows = self.data.train_rows
-        return (
-            f"{trained:,} of {every:,} parameters, {rows.learned_tokens:,} tokens to learn in "
-            f"{len(rows):,} rows ({rows.efficiency:.0%} full)"
-        )
+        values = {"tokens": rows.learned_tokens, "rows": len(rows), "full": rows.efficiency}
+        return _told("lm_summary", trained=trained, every=every, **values)
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
@@ -286,10 +287,8 @@ def validation_rows(
 def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
     """Measure loss and perplexity; the text also names the precision."""
     loss, targets = mean_loss(batches, judge)
-    text = (
-        f"validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.3f} on "
-        f"{targets:,} tokens in {precision}"
-    )
+    values = {"perplexity": perplexity(loss), "targets": targets, "precision": precision}
+    text = _told("perplexity", loss=loss, **values)
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
 
 

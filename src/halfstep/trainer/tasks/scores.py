@@ -24,6 +24,9 @@ from halfstep.trainer.data.labelled.length_batches import evaluation_shares
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 
 def example_batches(
@@ -71,14 +74,13 @@ def classifier_scores(
     examples = sum(counts)
     loss, right, f1 = total / examples, accuracy(rows), macro_f1(rows)
     if not math.isfinite(loss):  # give no accuracy: the argmax of NaNs would count as class 0
-        text = f"validation loss {loss}: the model's outputs are not finite"
+        text = _told("not_finite", loss=loss)
         return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
     return Evaluation(
         loss=loss,
         targets=examples,
         score={"accuracy": right, "macro_f1": f1, "loss": -loss}[best_by or "accuracy"],
-        text=f"validation loss {loss:.4f}, accuracy {right:.4f}, macro F1 {f1:.4f} on "
-        f"{examples:,} examples",
+        text=_told("accuracy", loss=loss, accuracy=right, f1=f1, examples=examples),
         accuracy=right,
         macro_f1=f1,
         confusion=rows,

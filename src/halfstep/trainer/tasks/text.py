@@ -31,6 +31,9 @@ from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Progress, Task, share_of
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 
 def _no_folders(*_: Any, **__: Any) -> Any:
@@ -121,9 +124,8 @@ class TextTask(Task):
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
-        return (
-            f"{self.model.num_parameters():,} parameters, {self.data.train.count:,} training tokens"
-        )
+        count = self.model.num_parameters()
+        return _told("text_summary", parameters=count, tokens=self.data.train.count)
 
     def batch_size(self, step: int) -> int:
         """Return the number of sequences, which is the same in every step."""

@@ -25,9 +25,16 @@ class LabelledConfig:
     label_column: str = ""
     """The same for the label; empty means: look for a usual name."""
     labels: tuple[str, ...] = ()
-    """Names of the classes in the order of their numbers; empty means: find them in ``train``."""
+    """Names of the classes in the order of their ids; empty means: find them in ``train``. Labels
+    in the data are then these names, or their ids from 0."""
     labels_file: str = ""
-    """The same from a file: one name a line, or a JSON list in a ``.json`` file."""
+    """The same from a file: one name a line; or a ``.json`` file with a list, or with a table
+    {"name": id, ...}."""
+    join_words: bool = False
+    """Remove blanks between Chinese (or Japanese) characters, as texts that were cut into words
+    have; blanks beside other letters stay."""
+    limit: int = 0
+    """Use the first N examples of ``train`` only; 0 means all."""
     drop_empty: bool = False
     """Leave out, and count, texts that are empty or blank instead of refusing them."""
 
@@ -47,6 +54,8 @@ class LabelledConfig:
             )
         if labels and self.labels_file:
             raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
+        if self.limit < 0:
+            raise ConfigError(f"data.limit={self.limit}; allowed: integers >= 0")
         if blank := [name for name in labels if not name.strip()]:
             raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
         if twice := [name for name in labels if labels.count(name) > 1]:

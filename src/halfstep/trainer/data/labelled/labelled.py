@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +12,15 @@ import numpy.typing as npt
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.corpus.documents import held_out
 from halfstep.trainer.data.labelled.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.labelled.texts import NamedTexts, label_name, read_named
+from halfstep.trainer.data.labelled.names import (
+    is_integer,
+    numbers_of,
+    read_names,
+    shown,
+    sorted_names,
+)
+from halfstep.trainer.data.labelled.texts import NamedTexts, read_named
 from halfstep.trainer.data.random_bits import permutation
-from halfstep.trainer.data.records import read_json_rows, read_lines
-
-SHOWN = 20
-"""Number of names that a message lists at most."""
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
@@ -40,10 +41,11 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     names = listed or sorted_names(set(named.labels))
     why = f"{where} lacks it; add it there, or correct the text's label"
     train, note = _known(named, names, "train", why)
-    notes = [note]
-    if absent := [name for name in names if name not in named.first]:
+    notes = [note, *_advice(named, config, listed)]
+    present = set(train.labels)
+    if absent := [name for number, name in enumerate(names) if number not in present]:
         raise DataError(
-            f"{where}: no training text has the label {_shown(absent)}, so that class would never "
+            f"{where}: no training text has the label {shown(absent)}, so that class would never "
             f"be learned; add texts or remove the name"
         )
     if len(names) < 2:
@@ -88,12 +90,22 @@ def read_known(
 def _known(
     named: NamedTexts, names: tuple[str, ...], role: str, why: str
 ) -> tuple[LabelledTexts, str]:
-    numbers = {name: number for number, name in enumerate(names)}
-    for name, where in named.first.items():
-        if name not in numbers:
-            raise DataError(f"{where}: unknown label {name!r}: {why} (allowed: {_shown(names)})")
+    numbers = numbers_of(named, names, why)
     note = f"{role}: {named.dropped} empty texts left out" if named.dropped else ""
     return LabelledTexts(named.texts, [numbers[label] for label in named.labels]), note
+
+
+def _advice(named: NamedTexts, config: LabelledConfig, listed: Sequence[str]) -> list[str]:
+    """Notes on options that data of this kind usually want."""
+    notes = []
+    if not listed and all(map(is_integer, named.first)):
+        notes.append("the classes are numbers: --labels or --labels-file gives their names")
+    if not config.join_words and 2 * named.segmented > len(named.texts):
+        notes.append(
+            f"{named.segmented} of {len(named.texts)} train texts have blanks between Chinese "
+            f"words: --join-words removes them"
+        )
+    return notes
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
@@ -121,7 +133,7 @@ def _odd(
     for name in names:
         alike.setdefault(name.strip().casefold(), []).append(name)
     notes = [
-        f"classes {_shown(group)} differ only in case or blanks, and count as different"
+        f"classes {shown(group)} differ only in case or blanks, and count as different"
         for group in alike.values()
         if len(group) > 1
     ]
@@ -136,44 +148,8 @@ def _odd(
             f"good"
         )
     if not split and (absent := sorted(set(range(len(names))) - set(dev.labels))):
-        notes.append(f"dev has no text of {_shown(names[label] for label in absent)}")
+        notes.append(f"dev has no text of {shown(names[label] for label in absent)}")
     return notes
-
-
-def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts by value if all names are integers, else by code point."""
-    found = list(names)
-    if all(re.fullmatch(r"[+-]?[0-9]{1,18}", name) for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
-
-
-def read_names(given: str) -> tuple[str, ...]:
-    """Reads names in order: one a line, or a JSON list in a ``.json`` file.
-
-    Blanks around a name on a line, and blank lines, do not count.
-    """
-    path = Path(given).expanduser()
-    if path.suffix.lower() == ".json":
-        found = read_json_rows(path)
-    else:
-        found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
-    seen: dict[str, str] = {}
-    for place, value in found:
-        name = label_name(value, place)
-        if name in seen:
-            where = f"stands here and at {seen[name]}"
-            raise DataError(f"{place}: the name {name!r} {where}; remove one")
-        seen[name] = place
-    if not seen:
-        raise DataError(f"{path}: no names; write one a line")
-    return tuple(seen)
-
-
-def _shown(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
-    return ", ".join(map(repr, found[:SHOWN])) + more
 
 
 def stratified_split(

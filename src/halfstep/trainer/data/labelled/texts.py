@@ -5,6 +5,7 @@ Columns are found by their usual names, or by the name or number that the user g
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "æ
 
 STREAM = "standard input"
 
+_CJK = (
+    "\u2014\u2026"  # dash and ellipsis
+    "\u3001-\u303f"  # punctuation, but for the ideographic space
+    "\u3040-\u30ff"  # kana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
+    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff9f"  # full-width punctuation
+)
+_BETWEEN = re.compile(rf"(?<=[{_CJK}])[ \t\u3000]+(?=[{_CJK}])")
+
 
 class Column(NamedTuple):
     """A column to look for in the records."""
@@ -49,6 +59,8 @@ class NamedTexts:
     """Label to the place where it first occurs, for messages."""
     dropped: int = 0
     """Number of empty texts that were left out."""
+    segmented: int = 0
+    """Number of texts that have blanks between Chinese words."""
 
 
 def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:
@@ -66,16 +78,21 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
         Column("label", config.label_column, LABEL_COLUMNS),
     )
     header = all(column_number(column.given) is None for column in columns)
+    most = config.limit if role == "train" and config.limit else None
     for given in inputs:
         first_empty, empty = "", 0
         for place, (text, value) in _values(open_records(given, role, header=header), columns):
+            if len(found.texts) == most:
+                break
             _check_text(text, place)
             label = sys.intern(label_name(value, place))  # one object for all texts of a class
             if not text or text.isspace():
                 first_empty, empty = first_empty or place, empty + 1
                 continue
+            joined = join_words(text)
+            found.segmented += joined != text
             found.first.setdefault(label, place)
-            found.texts.append(text)
+            found.texts.append(joined if config.join_words else text)
             found.labels.append(label)
         if empty and not config.drop_empty:
             raise DataError(
@@ -108,6 +125,11 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[i
     else:
         records = open_records(str(source), "test", header=column_number(text_column) is None)
     return _texts(records, Column("text", text_column, TEXT_COLUMNS))
+
+
+def join_words(text: str) -> str:
+    """Removes blanks between Chinese or Japanese characters; Korean and Latin words keep theirs."""
+    return _BETWEEN.sub("", text)
 
 
 def label_name(value: Any, place: str) -> str:
@@ -253,7 +275,8 @@ def _by_number(place: str, record: list[Any], columns: tuple[Column, ...]) -> li
         if number is None:
             why = f"lists have no column {column.given!r}; leave {flag} out or give a number"
             raise DataError(f"{place}: {why} (from 1)")
-        if not column.given and len(record) != len(columns):
+        # a text to predict may still have its label behind it, as a pair to train on has
+        if not column.given and len(record) not in (len(columns), 2):
             why = f"{len(record)} values where {len(columns)} are needed"
             raise DataError(f"{place}: {why}; give the number (from 1) of {flag}")
         if number > len(record):

@@ -1,0 +1,1 @@
+"""What mixed precision saves, and what it does not: memory, traffic, time."""

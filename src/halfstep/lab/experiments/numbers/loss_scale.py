@@ -1,0 +1,179 @@
+"""No loss scale, a static and a dynamic one: at a small batch nothing differs, at a large one all.
+
+The model is the same plain GPT both times. The large batch is the small one whose loss is divided
+as if it were one of many micro-batches, and whose finished gradients are multiplied by as many:
+forward and backward compute what they would compute within a batch of so many tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from halfstep.lab.experiment import Data, Experiment, Say
+from halfstep.lab.experiments.numbers.underflow import LEAST, gradients, share_below
+from halfstep.lab.figure import COLOURS, finish, note, power
+from halfstep.lab.material import batches, gpt, loss_of
+from halfstep.optim import AdamW
+from halfstep.precision.result import StepResult
+from halfstep.precision.step import Precision
+from halfstep.trainer.config.read import AtLeast1
+from halfstep.trainer.models.gpt.gpt import GPT
+
+SEQUENCES, LENGTH, STEPS, LEARNING_RATE = 16, 64, 60, 3e-3
+LAST = 10
+"""The loss at the end is the mean of so many steps."""
+LOOKS = {"none": COLOURS["fp16"], "static": "#56b4e9", "dynamic": COLOURS["bf16"]}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be changed."""
+
+    micro_batches: AtLeast1 = 512
+    growth: AtLeast1 = 5
+    seeds: AtLeast1 = 3
+
+
+def measure(options: Options) -> Data:
+    """The losses of every run, the scale of the dynamic ones, and how much fp16 loses of each."""
+    policies = {
+        "none": "compute=fp16,scale=static,init_scale=1",
+        "static": "compute=fp16,scale=static,init_scale=65536",
+        "dynamic": f"compute=fp16,scale=dynamic,growth_interval={options.growth}",
+    }
+    model = gpt(2, 64, LENGTH)
+    _train("fp32", 0, 1, model)
+    counts = gradients(model, next(batches(SEQUENCES, LENGTH, seed=1)))["activation_gradient"]
+
+    def runs(policy: str, share: int) -> list[list[StepResult]]:
+        return [_train(policy, s, share, gpt(2, 64, LENGTH, s)) for s in range(options.seeds)]
+
+    exact = [[result.loss for result in run] for run in runs("fp32", 1)]
+    data: Data = {"fp32": exact, "growth": options.growth, "batches": {}}
+    for share in dict.fromkeys((1, options.micro_batches)):
+        made = {name: runs(policy, share) for name, policy in policies.items()}
+        trace = made["dynamic"][0]
+        data["batches"][str(SEQUENCES * LENGTH * share)] = {
+            "zeros": share_below(counts, LEAST + math.log2(share)),
+            "losses": {
+                name: [[share * result.loss for result in run] for run in each]
+                for name, each in made.items()
+            },
+            "scales": [result.loss_scale for result in trace],
+            "skipped": [step for step, result in enumerate(trace, 1) if not result.applied],
+        }
+    return data
+
+
+def _train(policy: str, seed: int, share: int, model: GPT) -> list[StepResult]:
+    """Train on micro-batches that stand for ``share`` of them each."""
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    data, results = batches(SEQUENCES, LENGTH, seed), []
+    with Precision(policy, model, optimizer, on_nonfinite="skip:1000") as precision:
+        for _ in range(STEPS):
+            with precision.autocast():
+                loss = loss_of(model, next(data))
+            precision.backward(loss / share)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad *= share
+            results.append(precision.step(max_norm=1.0))
+    return results
+
+
+def draw(figure: Any, data: Data, say: Say) -> None:
+    """A panel of losses for each batch size, and the dynamic scale of both."""
+    count = len(data["batches"])
+    *panels, trace = figure.subplots(count + 1, 1, height_ratios=[1.15] * count + [1.0])
+    steps = range(1, STEPS + 1)
+    everything = [loss for run in data["fp32"] for loss in _smooth(run)]
+    bottom = min(everything)
+    for axes, (tokens, batch) in zip(panels, data["batches"].items(), strict=True):
+        for name, runs in batch["losses"].items():
+            _band(axes, runs, color=LOOKS[name], lw=2.4)
+        _band(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)))
+        axes.set(xlim=(1, STEPS * 1.01), ylim=(bottom - 0.15, max(everything) + 0.1))
+        title = say("batch", tokens=f"{int(tokens):,}", zeros=f"{batch['zeros']:.0%}")
+        finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
+        ends = {name: end(runs) for name, runs in batch["losses"].items()}
+        _point(axes, (0.42, 0.85), batch["losses"]["none"], "none", say("none", end=ends["none"]))
+        text = say("scaled", end=ends["dynamic"], fp32=end(data["fp32"]))
+        _point(axes, (0.03, 0.13), batch["losses"]["dynamic"], "dynamic", text)
+    for (tokens, batch), colour in zip(
+        data["batches"].items(), ("#56b4e9", "#0072b2"), strict=False
+    ):
+        scales = batch["scales"]
+        trace.step(steps, scales, where="mid", color=colour, lw=2.2)
+        at = [scales[step - 1] for step in batch["skipped"]]
+        trace.plot(batch["skipped"], at, "x", color=COLOURS["fp16"], ms=9, mew=2.4)
+        trace.annotate(
+            say("tokens", tokens=f"{int(tokens):,}"),
+            (STEPS, scales[-1]),
+            (0, -6),
+            textcoords="offset points",
+            **{"ha": "right", "va": "top", "color": colour, "fontsize": 11.5},
+        )
+    trace.set_yscale("log", base=2)
+    shown = [scale for batch in data["batches"].values() for scale in batch["scales"]]
+    low, high = math.log2(min(shown)), math.log2(max(shown))
+    trace.set_ylim(2 ** (low - 2), 2 ** (high + 3))
+    trace.set_xlim(1, STEPS * 1.01)
+    ticks = range(int(low), int(high) + 1, 2)
+    trace.set_yticks([2.0**e for e in ticks], map(power, ticks))
+    trace.minorticks_off()
+    finish(trace, say("step"), say("scale", growth=data["growth"]))
+
+
+def _band(axes: Any, runs: list[list[float]], **how: Any) -> None:
+    """Mean and range over seeds."""
+    curves = torch.tensor([_smooth(run) for run in runs])
+    steps = range(1, curves.shape[1] + 1)
+    axes.plot(steps, curves.mean(0), **how)
+    low, high = curves.min(0).values, curves.max(0).values
+    axes.fill_between(steps, low, high, color=how["color"], alpha=0.18, lw=0)
+
+
+def _smooth(losses: list[float], over: int = 5) -> list[float]:
+    """The mean of each loss and those before it, at most ``over``."""
+    parts = [losses[max(0, i + 1 - over) : i + 1] for i in range(len(losses))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _point(
+    axes: Any, at: tuple[float, float], runs: list[list[float]], name: str, text: str
+) -> None:
+    here = round(0.8 * STEPS)
+    height = sum(_smooth(run)[here - 1] for run in runs) / len(runs)
+    note(axes, text, at, (here, height), colour=LOOKS[name], textcoords="axes fraction")
+
+
+def end(runs: list[list[float]]) -> str:
+    """The mean loss over the last steps and all seeds, with its half range over seeds."""
+    means = [sum(run[-LAST:]) / LAST for run in runs]
+    return f"{sum(means) / len(means):.2f} ± {(max(means) - min(means)) / 2:.2f}"
+
+
+def verdict(data: Data, say: Say) -> str:
+    """What the lack of a scale cost at each batch size, and what the dynamic scale left of it."""
+
+    def beyond(runs: list[list[float]]) -> float:
+        """The mean over seeds of what a run ended above fp32."""
+        pairs = zip(runs, data["fp32"], strict=True)
+        found = [sum(a[-LAST:]) / LAST - sum(b[-LAST:]) / LAST for a, b in pairs]
+        return fmean(found)
+
+    parts = []
+    for tokens, batch in data["batches"].items():
+        values = {name: f"{beyond(runs):+.3f}" for name, runs in batch["losses"].items()}
+        zeros = f"{batch['zeros']:.0%}"
+        parts.append(say("at", tokens=f"{int(tokens):,}", zeros=zeros, **values))
+    return say("verdict", parts=say("join").join(parts))
+
+
+EXPERIMENT = Experiment("loss-scale", Options, measure, draw, verdict, size=(6.4, 9.0))

@@ -1,0 +1,68 @@
+"""What ``--simulate`` and ``--precision`` say together, and which layers a policy keeps in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep import explain_model
+from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
+from halfstep.trainer.estimate import described_model
+from halfstep.trainer.run.folder import run_config
+
+SMALL = ("--model.n-layer", 1, "--model.n-head", 2, "--model.n-embd", 32, "--block-size", 16,
+         "--tokenizer", "bytes", "--batch-size", 4, "--threads", 1)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32", "auto"])
+def test_simulate_without_a_format_below_16_bits_is_refused(precision, halfstep, tmp_path):
+    done = halfstep("train", "--precision", precision, "--simulate", "--output-dir", tmp_path / "r")
+    assert done.returncode == 2
+    assert f"--simulate (run.simulate=true) with precision {precision}" in done.stderr
+    assert "Leave --simulate out" in done.stderr
+    assert not (tmp_path / "r").exists()
+    done = halfstep("explain", precision, "--simulate", "--device", "cpu")
+    assert done.returncode == 2
+    assert "Leave --simulate out" in done.stderr
+    assert "simulate" in halfstep("explain", "fp32", "mxfp8", "--simulate").stdout
+
+
+def test_bench_says_in_the_policy_what_is_simulated(halfstep):
+    done = halfstep("bench", "--simulate")
+    assert done.returncode == 2
+    assert "unknown option --simulate" in done.stderr
+
+
+def test_a_run_goes_on_in_a_simulated_precision_and_back(corpus, halfstep, tmp_path):
+    path = tmp_path / "r"
+    words = ("train", *SMALL, "--data", corpus, "--output-dir", path, "--quiet")
+    for more, simulated in (
+        (("--max-steps", 1, "--precision", "bf16-mixed"), False),
+        (("--max-steps", 2, "--precision", "mxfp8", "--simulate", "--resume"), True),
+        (("--max-steps", 3, "--precision", "fp32", "--resume"), False),
+    ):
+        done = halfstep(*words, *more)
+        assert done.returncode == 0, done.stderr
+        config = run_config(path)
+        assert config.run.simulate is simulated
+        assert getattr(config.precision, "simulate", False) is simulated
+
+
+def test_simulate_in_a_file_reads_back():
+    table = config_to_table(load_config("gpt-tiny", [("precision", "nvfp4"),
+                                                     ("run.simulate", "true")]))  # fmt: skip
+    assert table["precision"] == "nvfp4,simulate=yes"
+    assert config_to_table(config_from_table(table)) == table
+
+
+def test_explain_shows_the_formats_of_a_configurations_layers(halfstep):
+    _, model = described_model("gpt-tiny", "")
+    policy = "bf16-master,keep_fp32=type:LayerNorm"
+    done = halfstep("explain", policy, "--config", "gpt-tiny", "--device", "cpu")
+    assert str(explain_model(policy, model)) in done.stdout
+    assert "type:LayerNorm" in done.stdout
+    own = halfstep("explain", "--config", "gpt-tiny", "--device", "cpu")  # its own policy
+    assert own.stdout.startswith("policy")
+    assert "layers.0.mlp.up" in own.stdout
+    refused = halfstep("explain", "fp32", "--config", "lm-lora")
+    assert refused.returncode == 2
+    assert "halfstep.explain_model(policy, model)" in refused.stderr

@@ -1,0 +1,83 @@
+"""Formats that matter less than a seed, and recipes below 16 bits that are further off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lab.drawn import assert_drawn, made
+
+
+@pytest.fixture(scope="module")
+def parity():
+    return made("parity", steps=12, seeds=2)
+
+
+def test_fp16_and_bf16_are_close_to_fp32_with_the_same_seed(parity):
+    losses = parity.data["losses"]
+    for name in ("bf16", "fp16"):
+        for run, fp32 in zip(losses[name], losses["fp32"], strict=True):
+            assert run != fp32  # it is another format
+            # a dozen steps of relative error 2^-9 in a loss of about 4
+            assert run[-1] == pytest.approx(fp32[-1], abs=0.05)
+    assert all(run[-1] < run[0] for run in losses["fp32"])
+    assert losses["fp32"][0] != losses["fp32"][1]
+
+
+def test_the_sentence_on_parity_follows_the_numbers(parity):
+    steps, losses = parity.data["steps"], {"fp32": [[2.0], [2.4]], "bf16": [[2.01], [2.4]]}
+    data = {**parity.data, "steps": steps[-1:], "losses": {**losses, "fp16": [[2.0], [2.38]]}}
+    said = replace(parity, data=data).verdict("en")
+    assert "at most 0.0100 and fp16-mixed at most 0.0200" in said
+    assert "the format matters less than the seed" in said
+    far = {**data, "losses": {**losses, "fp16": [[2.0], [3.0]]}}
+    assert "as large as that of the seeds" in replace(parity, data=far).verdict("en")
+    one = {name: runs[:1] for name, runs in data["losses"].items()}
+    assert "only several seeds" in replace(parity, data={**data, "losses": one}).verdict("en")
+
+
+def test_parity_is_drawn_in_both_languages(parity, tmp_path, monkeypatch):
+    assert_drawn(parity, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def low_bit():
+    return made("low-bit", trained=40, draws=4)
+
+
+def test_fewer_bits_are_further_off_and_stochastic_rounding_averages(low_bit):
+    errors = low_bit.data["errors"]
+    one = {name: each["one"] for name, each in errors.items()}
+    assert one["bf16"] < one["mxfp8"] < one["nvfp4"] / 2
+    assert one["bf16"] < one["fp8"] < one["nvfp4"] / 2
+    assert one["kept"] < one["nvfp4"]
+    for name, each in errors.items():
+        if name in ("nvfp4", "kept"):
+            assert each["mean"] < each["one"]
+        else:  # to nearest: the same error each time
+            assert each["mean"] == pytest.approx(each["one"], rel=1e-9)
+
+
+def test_the_sentence_on_recipes_follows_the_numbers(low_bit):
+    errors = {**low_bit.data["errors"], "nvfp4": {"one": 0.2, "mean": 0.18}}
+    helped = {**low_bit.data, "errors": {**errors, "kept": {"one": 0.05, "mean": 0.05}}}
+    assert "with block 0 in bf16 only 5.0% are left" in replace(low_bit, data=helped).verdict("en")
+    not_so = {**helped, "errors": {**errors, "kept": {"one": 0.19, "mean": 0.05}}}
+    not_so["blocks"] = [0.1, 0.3, 0.2]
+    assert "most of it comes from block 1" in replace(low_bit, data=not_so).verdict("en")
+
+
+def test_low_bit_is_drawn_in_both_languages(low_bit, tmp_path, monkeypatch):
+    assert_drawn(low_bit, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_at_full_size_the_seed_matters_more_and_the_first_block_is_the_sensitive_one():
+    assert "the format matters less than the seed" in made("parity").verdict("en")
+    whole = made("low-bit").data
+    first, *others = whole["blocks"]
+    assert first > 2 * max(others)
+    assert whole["errors"]["kept"]["one"] < whole["errors"]["nvfp4"]["one"] / 2
+    last = made("low-bit", kept_block=2, draws=1).data["errors"]
+    assert last["kept"]["one"] > 0.7 * last["nvfp4"]["one"]
