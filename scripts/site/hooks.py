@@ -113,6 +113,7 @@ def _page(name: str, markdown: str) -> str:
     markdown = re.sub(
         r"^ *<!--\s*(?:setup|not run|continues|task)\b.*?-->\n+", "", markdown, flags=re.M | re.S
     )
+    markdown = re.sub(r"^\[(?:中文|English)\]\([\w.-]+\)\n+", "", markdown, flags=re.M)
 
     def found(match: re.Match[str]) -> str:
         target = _target(name, match[2], match[3] or "")
@@ -135,7 +136,10 @@ def _target(name: str, target: str, anchor: str) -> str:
         if not english.exists() and english.name not in MADE:
             log.info("%s: %s is not written yet", name, target)
             return ""
-        return target.replace(".zh.md", ".md") + anchor  # the English page stands in for it
+        # The English page stands in for it, whose anchors are others.
+        return target.replace(".zh.md", ".md") + (anchor if anchor.isascii() else "")
+    if name.replace(".zh.md", ".md") == posixpath.join(folder, target.replace(".zh.md", ".md")):
+        return anchor  # to itself or to its twin, which the site's head links to
     if anchor and page.name.endswith(".zh.md"):
         anchor = "#" + dict(_anchors(page)).get(anchor[1:], anchor[1:])
     return target + anchor
@@ -155,7 +159,7 @@ def _anchors(page: Path) -> list[tuple[str, str]]:
     twin = page.with_name(page.name.replace(".zh.md", ".md"))
     texts = [path.read_text(encoding="utf-8") for path in (page, twin) if path.exists()]
     slugs = [[_SLUG(_plain(heading[1]), "-") for heading in _headings(text)] for text in texts]
-    return list(zip(slugs[0], slugs[-1], strict=len(slugs[0]) == len(slugs[-1])))
+    return list(zip(slugs[0], slugs[-1], strict=False))  # a test says whether both have as many
 
 
 def _plain(heading: str) -> str:
