@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import sys
 import tomllib
@@ -16,10 +15,11 @@ from typing import get_args, get_origin
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from halfstep.cli import grammar  # noqa: E402
+from halfstep.cli import grammar, help  # noqa: E402
 from halfstep.cli.commands import COMMANDS, POSITIONAL, Start  # noqa: E402
+from halfstep.cli.words import told  # noqa: E402
 from halfstep.trainer.config.run import BaseConfig  # noqa: E402
-from halfstep.words import LANGUAGES as LANGUAGES  # noqa: E402
+from halfstep.words import LANGUAGES as LANGUAGES, speaking  # noqa: E402
 
 SOURCE = ROOT / "src" / "halfstep"
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
@@ -28,8 +28,9 @@ WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding=
 
 def generated_pages(language: str) -> Iterator[tuple[str, str]]:
     """Each page's path below docs/, as that of the English page, and its Markdown."""
-    yield "commands.md", commands(language)
-    yield "configuration.md", configuration(language)
+    with speaking(language):
+        pages = {"commands.md": commands(language), "configuration.md": configuration(language)}
+    yield from pages.items()
     for section in SECTIONS:
         yield f"api/{section}.md", api(section, language)
 
@@ -43,14 +44,14 @@ def commands(language: str) -> str:
     parts = [f"# {words['commands']}", words["commands_text"]]
     for name, kind in COMMANDS.items():
         parts.append(f"## halfstep {name} {{: #{name.replace(' ', '-')} }}")
-        parts.append(plain(told(inspect.getdoc(kind) or "", language)))
+        parts.append(plain(help.docstrings(kind)[help.DOC]))
         runs = issubclass(kind, BaseConfig)
         options = list(grammar.leaves(Start if runs else kind))
         rows = [_row(one, _spelling(one), language) for one in options]
         parts.append(table(("option", "values", "default", "meaning"), rows, words))
         if grammar.keys_of(kind):
             parts.append(words["plus"])
-    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(told(grammar.EXIT_CODES, language))]
+    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(told("exit_codes"))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -108,7 +109,7 @@ def _row(option: grammar.Option, name: str, language: str) -> list[str]:
     else:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
         shown = f"`{shown.lower() if default is True else shown}`"
-    return [name, values + (" ..." if several else ""), shown, plain(told(option.text, language))]
+    return [name, values + (" ..." if several else ""), shown, plain(option.text)]
 
 
 def table(columns: tuple[str, ...], rows: list[list[str]], words: Mapping[str, str]) -> str:
@@ -124,11 +125,6 @@ def table(columns: tuple[str, ...], rows: list[list[str]], words: Mapping[str, s
 def plain(text: str) -> str:
     """Help as Markdown: what looks like a tag or emphasis is shown as it stands."""
     return re.sub(r"(?<!`)([<*\[\]])(?!`)", r"\\\1", text.replace("``", "`"))
-
-
-def told(text: str, language: str) -> str:
-    """A sentence of the help in a language; in English where nobody has translated it."""
-    return text
 
 
 # ---- the API --------------------------------------------------------------------------------
@@ -160,16 +156,22 @@ def public() -> dict[str, tuple[str, str]]:
 @cache
 def sections() -> dict[str, tuple[str, tuple[str, ...]]]:
     """The pages of the API as docs/reference.md groups the names: slug to title and names."""
-    found = {}
+    parts = {}
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
-        cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
-        said = re.findall(r"`(\w+)`", " ".join(cells) or body)
-        names = [name for name in dict.fromkeys(said) if name in public()]
         slug = re.sub(r"\W+", "-", title.partition(":")[0].lower()).strip("-")
-        found[slug] = (title, tuple(names))
-    return found
+        cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
+        parts[slug] = title, re.findall(r"`(\w+)`", " ".join(cells)), re.findall(r"`(\w+)`", body)
+    left = dict.fromkeys(public())
+    for _, in_table, _ in parts.values():
+        for name in in_table:
+            left.pop(name, None)
+    return {  # what no table has is where the text names it
+        slug: (title, tuple(n for n in dict.fromkeys([*in_table, *(n for n in said if n in left)])
+                            if n in public()))
+        for slug, (title, in_table, said) in parts.items()
+    }  # fmt: skip
 
 
 MODULES = {

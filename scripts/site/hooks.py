@@ -14,15 +14,16 @@ from typing import Any
 from generated import LANGUAGES, SECTIONS, generated_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
-from mkdocs.structure.files import Files
-from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 FILES = "repository"
 """The folder of the site with the files outside docs/ that pages link to, as text."""
 
 log = logging.getLogger("mkdocs.hooks.site")
-_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
+_SLUG = slugify(case="lower")
+MADE = {path for path, _ in generated_pages("en")}
 
 
 @event_priority(100)
@@ -69,7 +70,7 @@ def _prepare(folder: Path) -> None:
             text = path.read_text(encoding="utf-8")
             texts |= {
                 _shown(outside): _text(ROOT / outside).encode()
-                for target, _ in _LINK.findall(text)
+                for _, target, _ in _LINK.findall(text)
                 if (outside := _outside(name, target))
             }
             texts[name] = _page(name, text).encode()
@@ -112,25 +113,72 @@ def _page(name: str, markdown: str) -> str:
     markdown = re.sub(
         r"^ *<!--\s*(?:setup|not run|continues|task)\b.*?-->\n+", "", markdown, flags=re.M | re.S
     )
-    up = "../" * name.count("/")
+    markdown = re.sub(r"^\[(?:中文|English)\]\([\w.-]+\)\n+", "", markdown, flags=re.M)
 
     def found(match: re.Match[str]) -> str:
-        target, anchor = match[1], match[2] or ""
-        if posixpath.basename(target).startswith("README"):
-            return f"]({up}index.md)"
-        outside = _outside(name, target)
-        return f"]({up}{_shown(outside)})" if outside else f"]({target}{anchor})"
+        target = _target(name, match[2], match[3] or "")
+        return f"[{match[1]}]({target})" if target else match[1]
 
-    markdown = _LINK.sub(found, markdown)
+    markdown = re.sub(_LINK, found, _with_anchors(name, markdown))
     return re.sub(r"<!-- data: (\S+) -->", lambda match: _data(match[1]), markdown)
+
+
+def _target(name: str, target: str, anchor: str) -> str:
+    """Where a link of a page leads on the site; empty if to a page that nobody wrote yet."""
+    folder = posixpath.dirname(name)
+    if posixpath.basename(target).startswith("README"):
+        return posixpath.relpath("index.md", folder)
+    if outside := _outside(name, target):
+        return posixpath.relpath(_shown(outside), folder)
+    page = ROOT / "docs" / folder / target if target else ROOT / "docs" / name
+    if target.endswith(".md") and not page.exists():
+        english = page.with_name(page.name.replace(".zh.md", ".md"))
+        if not english.exists() and english.name not in MADE:
+            log.info("%s: %s is not written yet", name, target)
+            return ""
+        # The English page stands in for it, whose anchors are others.
+        return target.replace(".zh.md", ".md") + (anchor if anchor.isascii() else "")
+    if name.replace(".zh.md", ".md") == posixpath.join(folder, target.replace(".zh.md", ".md")):
+        return anchor  # to itself or to its twin, which the site's head links to
+    if anchor and page.name.endswith(".zh.md"):
+        anchor = "#" + dict(_anchors(page)).get(anchor[1:], anchor[1:])
+    return target + anchor
+
+
+def _headings(markdown: str) -> list[re.Match[str]]:
+    fences = [match.span() for match in re.finditer(r"^ *```.*?^ *```", markdown, re.M | re.S)]
+    return [
+        heading
+        for heading in re.finditer(r"^#+ (.*?)(?: *\{.*#.*\})?$", markdown, re.MULTILINE)
+        if not any(start < heading.start() < end for start, end in fences)
+    ]
+
+
+def _anchors(page: Path) -> list[tuple[str, str]]:
+    """Each heading's anchor as a page itself would have it, and that of the English page."""
+    twin = page.with_name(page.name.replace(".zh.md", ".md"))
+    texts = [path.read_text(encoding="utf-8") for path in (page, twin) if path.exists()]
+    slugs = [[_SLUG(_plain(heading[1]), "-") for heading in _headings(text)] for text in texts]
+    return list(zip(slugs[0], slugs[-1], strict=False))  # a test says whether both have as many
+
+
+def _plain(heading: str) -> str:
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading)
+
+
+def _with_anchors(name: str, markdown: str) -> str:
+    """A Chinese page whose headings have the anchors of the English page: a link serves both."""
+    if not name.endswith(".zh.md"):
+        return markdown
+    headings = _headings(markdown)
+    anchors = _anchors(ROOT / "docs" / name)
+    for heading, (_, anchor) in reversed(list(zip(headings, anchors, strict=False))):
+        if "{" not in heading[0]:
+            markdown = f"{markdown[: heading.end()]} {{: #{anchor} }}{markdown[heading.end() :]}"
+    return markdown
 
 
 def _data(name: str) -> str:
     """A JSON file of docs/javascripts, in the page, since a page in a folder cannot fetch it."""
     text = (ROOT / "docs" / "javascripts" / name).read_text(encoding="utf-8").strip()
     return f'<script type="application/json" id="{name}">{text}</script>'
-
-
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the roles of Sphinx in docstrings, such as :meth:`step`, as the code that they name."""
-    return re.sub(r":(?:class|meth|func|mod|attr|data|exc):(?=<code>)", "", html)

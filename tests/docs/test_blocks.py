@@ -92,6 +92,7 @@ def nothing_left_of_accelerate():
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
 @pytest.mark.parametrize("block", named(PYTHON))
 def test_a_block_of_python_runs(block: Block, tmp_path, monkeypatch):

@@ -1,0 +1,213 @@
+"""The site: it builds without a warning, its links lead somewhere, and it has two languages."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+from tests.docs.blocks import DOCS, ROOT, pages
+
+import halfstep
+from halfstep.cli.commands import COMMANDS
+from halfstep.cli.grammar import keys_of, option_name, parser_of
+
+AWAITED = {"lab.md", "loss-scale.md", "number-line.md"}
+"""Pages of the nav that are not written yet; empty in the end."""
+
+WITHOUT_TWIN = {"diagnostics.md", "distributed.md", "examples.md", "low-bit.md"}
+"""Pages that are not in Chinese yet; empty in the end."""
+
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in pages()}
+ENGLISH = sorted(name for name in PAGES if not name.endswith(".zh.md"))
+GENERATED = {"commands.md", "configuration.md"}  # and those of the API, which the hook adds
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags of Python matter to mkdocs alone."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def leaves(nav):
+    for entry in nav.values() if isinstance(nav, dict) else nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            yield from leaves(entry)
+
+
+def test_every_page_is_in_the_nav_once_and_the_nav_has_no_other():
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)["nav"]
+    assert Counter(leaves(nav)) == Counter([*ENGLISH, *GENERATED, *AWAITED])
+
+
+def twin(name):
+    return name.replace(".md", ".zh.md")
+
+
+def test_every_page_is_there_in_chinese():
+    assert {name for name in ENGLISH if twin(name) not in PAGES} == WITHOUT_TWIN
+    assert {name for name in PAGES if name.endswith(".zh.md")} <= {twin(name) for name in ENGLISH}
+
+
+def form(text):
+    """Levels of headings, languages of fences, columns and rows of tables, in order."""
+    fences = re.findall(r"^ *```(\w*)[^\n]*\n.*?^ *```$", text, re.M | re.S)
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    headings = [len(marks) for marks in re.findall(r"^(#+) ", prose, re.M)]
+    tables = re.findall(r"(?:^ *\|.*\n?)+", prose, re.M)
+    sizes = [(len(t.splitlines()), t.splitlines()[1].count("|")) for t in tables]
+    return {"headings": headings, "fences": fences, "tables": sizes}
+
+
+@pytest.mark.parametrize("name", [name for name in ENGLISH if twin(name) in PAGES])
+def test_both_languages_have_the_same_form(name):
+    english, chinese = (form(PAGES[n].read_text(encoding="utf-8")) for n in (name, twin(name)))
+    assert chinese == english
+
+
+# ---- the built site -------------------------------------------------------------------------
+
+
+class Read(HTMLParser):
+    """What a page of HTML links to and loads, and the anchors that it has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors, self.links, self.loads = set(), [], []
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[key] for key in ("id", "name") if found.get(key)}
+        if tag == "a" and found.get("href") is not None:
+            self.links.append(found["href"])
+        if found.get("src"):
+            self.loads.append(found["src"])
+        if tag == "link" and found.get("rel") not in ("canonical", "alternate", "next", "prev"):
+            self.loads.append(found["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=250, check=False,
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if not line.startswith("INFO")]
+    assert done.returncode == 0, "\n".join(told)
+    return {path.relative_to(folder).as_posix(): Read(path) for path in folder.rglob("*.html")}
+
+
+@pytest.fixture(scope="module")
+def folder(site, tmp_path_factory):
+    return next(tmp_path_factory.getbasetemp().glob("built*/site"))
+
+
+def test_every_page_is_built_in_both_languages(site):
+    built = {name.removesuffix(".html") for name in site} - {"404"}
+    english = {name for name in built if not name.startswith("zh/")}
+    assert english >= {name.removesuffix(".md") for name in [*ENGLISH, *GENERATED]}
+    assert {name.removeprefix("zh/") for name in built if name.startswith("zh/")} == english
+    for name in english - {name.removesuffix(".md") for name in WITHOUT_TWIN}:
+        assert '<html lang="zh"' in site[f"zh/{name}.html"].text
+        assert site[f"zh/{name}.html"].text != site[f"{name}.html"].text
+
+
+def test_every_link_leads_somewhere(site, folder):
+    wrong = []
+    for name, page in site.items():
+        if name == "404.html":
+            continue
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme:
+                if not re.fullmatch(r"https://[\w.-]+(/\S*)?|mailto:\S+@\S+", link):
+                    wrong.append((name, link))
+                continue
+            path = (folder / name).parent / unquote(parts.path) if parts.path else folder / name
+            if path.is_dir():
+                path /= "index.html"
+            target = path.resolve()
+            if not target.exists():
+                wrong.append((name, link))
+            elif parts.fragment and target.suffix == ".html":
+                anchors = site[target.relative_to(folder.resolve()).as_posix()].anchors
+                if unquote(parts.fragment) not in anchors:
+                    wrong.append((name, link))
+    assert not wrong, wrong[:20]
+
+
+def test_nothing_is_loaded_from_elsewhere(site, folder):
+    for name, page in site.items():
+        for source in page.loads:
+            parts = urlsplit(source)
+            assert not parts.scheme or parts.scheme == "data", (name, source)
+            assert not parts.netloc, (name, source)
+            if name != "404.html" and parts.path:
+                assert ((folder / name).parent / unquote(parts.path)).exists(), (name, source)
+    for path in [*folder.glob("stylesheets/*"), *folder.glob("javascripts/*")]:
+        assert not re.search(r"https?://(?!www\.w3\.org)", path.read_text("utf-8")), path.name
+
+
+def test_no_comment_for_the_tests_is_shown(site):
+    for name, page in site.items():
+        assert not re.search(r"<!--\s*(setup|not run|continues|task)\b", page.text), name
+
+
+def test_every_public_name_is_on_a_page_of_the_api(site):
+    text = "".join(page.text for name, page in site.items() if name.startswith("api/"))
+    shown = set(re.findall(r"<h2[^>]*>(.*?)<a", text, re.S))
+    shown = {re.sub(r"<[^>]*>", " ", heading).split()[0] for heading in shown}
+    names = {f"halfstep.{name}" for name in halfstep.__all__} - {
+        "halfstep.optim", "halfstep.distributed", "halfstep.__version__",
+    }  # fmt: skip
+    names |= {f"halfstep.optim.{name}" for name in halfstep.optim.__all__}
+    names |= {f"halfstep.distributed.{name}" for name in halfstep.distributed.__all__}
+    assert names <= shown, sorted(names - shown)
+
+
+@pytest.mark.parametrize("language", ["", "zh/"])
+def test_every_option_and_key_is_in_the_reference(site, language):
+    commands, keys = (
+        {html.unescape(code) for code in re.findall(r"<code>(.*?)</code>", page.text)}
+        for page in (site[f"{language}commands.html"], site[f"{language}configuration.html"])
+    )
+    assert "--lang zh" in commands
+    for name, kind in COMMANDS.items():
+        own = {option.key for option in keys_of(kind)}
+        for action in parser_of(name, "en")._actions:
+            if action.dest in own:
+                assert action.dest in keys, (name, action.dest)
+            elif action.dest not in ("help", "lang"):  # of every command
+                assert {option_name(action.dest), action.dest.upper()} & commands, action.dest
+        if language:
+            assert f'id="{name.replace(" ", "-")}"' in site["zh/commands.html"].text
+
+
+def test_the_reference_is_in_chinese(site):
+    for name in ("commands", "configuration"):
+        cells = re.findall(r"<td>(.*?)</td>\s*</tr>", site[f"zh/{name}.html"].text, re.S)
+        told = [cell for cell in cells if re.search("[\u4e00-\u9fff]", cell)]
+        assert len(told) > 0.9 * len(cells) > 30
+
+
+def test_the_search_has_the_pages_of_both_languages(folder):
+    index = (folder / "search" / "search_index.json").read_text(encoding="utf-8")
+    texts = [entry["text"] for entry in json.loads(index)["docs"]]
+    for phrase in ("loss scale", "损失缩放", "混合精度"):
+        assert any(phrase in text for text in texts), phrase
