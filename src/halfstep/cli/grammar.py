@@ -188,13 +188,15 @@ def _made(name: str) -> argparse.ArgumentParser:
     )
     # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
-    parser._positionals.title, parser._optionals.title = told("positionals"), told("options")
-    parser.add_argument("-h", "--help", action="help", help=told("help"))
-    parser.add_argument(LANG, metavar="|".join(LANGUAGES), help=told("lang"))
+    positionals = parser.add_argument_group(told("positionals"))
+    options = parser.add_argument_group(told("options"))
+    options.add_argument("-h", "--help", action="help", help=told("help"))
+    options.add_argument(LANG, metavar="|".join(LANGUAGES), help=told("lang"))
     for option in leaves(Start if runs else kind):
-        _add(parser, option, [option_name(option.key)])
+        named = option.field.metadata != POSITIONAL
+        _add(options if named else positionals, option, [option_name(option.key)])
     keys, shorts = keys_of(kind), short_options(*_configs(kind))
-    groups: dict[str, Any] = {"": parser}
+    groups: dict[str, Any] = {"": options}
     for option in keys:
         section = option.key.rpartition(".")[0]
         if section not in groups:

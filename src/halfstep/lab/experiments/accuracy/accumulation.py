@@ -155,10 +155,9 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(data[what], [str(k) for k in data[what]])
         axes.minorticks_off()
-        axes.set_ylabel(say("error" if axes is products else "per_cent"))
         axes.set_xlim(data[what][0] * 0.9, data[what][-1] ** 1.55)
-        finish(axes, say(f"{what}_axis"))
-        axes.set_title(say(f"{what}_title"), fontsize=11, loc="left")
+        unit = say("error" if axes is products else "per_cent")
+        finish(axes, say(f"{what}_axis"), unit, say(f"{what}_title"))
 
 
 def _name(axes: Any, at: list[int], values: list[float], text: str, colour: str) -> None:
@@ -191,8 +190,7 @@ def _draw_sums(axes: Any, data: Data, say: Say) -> None:
         )
     axes.set_xlim(0, TERMS * 1.25)
     axes.set_xticks(range(0, TERMS + 1, TERMS // 4))
-    finish(axes, say("sum_axis", term=term))
-    axes.set_title(say("sum_title", terms=TERMS, term=term), fontsize=11, loc="left")
+    finish(axes, say("sum_axis", term=term), title=say("sum_title", terms=TERMS, term=term))
 
 
 def verdict(data: Data, say: Say) -> str:

@@ -117,8 +117,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         blocks.text(error, row, f" {error:.1f}", va="center")
     blocks.set_yticks(range(len(errors)), [say("block", number=b) for b in range(len(errors))])
     blocks.invert_yaxis()
-    finish(blocks, say("error"))
-    blocks.set_title(say("blocks"), fontsize=11, loc="left")
+    finish(blocks, say("error"), title=say("blocks"))
     for axes in (recipes, blocks):
         axes.set_xlim(0, axes.get_xlim()[1] * 1.1)
         axes.set_axisbelow(True)

@@ -69,9 +69,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         curves.fill_between(data["steps"], seeds.min(0).values, seeds.max(0).values, **how)
         how = {"color": COLOURS[name], "lw": 2.4}
         curves.plot(data["steps"], seeds.mean(0), style, label=data["policies"][name], **how)
-    finish(curves, say("steps_axis"))
-    curves.set_ylabel(say("loss"))
-    curves.set_title(say("curves", seeds=len(data["losses"]["fp32"])), fontsize=11, loc="left")
+    title = say("curves", seeds=len(data["losses"]["fp32"]))
+    finish(curves, say("steps_axis"), say("loss"), title)
     found = _compared(data)
     ends.axvspan(-found["noise"], found["noise"], color="#999999", alpha=0.3, lw=0)
     ends.axvline(0, color=COLOURS["fp32"], lw=1.6)
@@ -86,8 +85,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     )
     ends.set_xlim(-(reach or 1), reach or 1)
     ends.text(0, len(names) - 0.4, say("noise", noise=found["noise"]), ha="center", va="center")
-    finish(ends, say("difference"))
-    ends.set_title(say("ends"), fontsize=11, loc="left")
+    finish(ends, say("difference"), title=say("ends"))
 
 
 def _compared(data: Data) -> dict[str, Any]:

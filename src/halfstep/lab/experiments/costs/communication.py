@@ -72,8 +72,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         above.barh(row, size, 0.6, color=COLOURS[wire])
         above.text(size, row, f" {size:.2f} MB", va="center")
     above.set_yticks(range(len(wires)), [f"reduce={wire}" for wire in wires])
-    finish(above, say("sent"))
-    above.set_title(say("sent_title", ranks=data["ranks"]), fontsize=11, loc="left")
+    finish(above, say("sent"), title=say("sent_title", ranks=data["ranks"]))
     errors = {f"reduce={wire}": (data["error"][wire], COLOURS[wire]) for wire in wires[1:]}
     errors[say("noise")] = (data["noise"], "#999999")
     for row, (error, colour) in enumerate(errors.values()):
@@ -81,8 +80,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         below.text(100 * error, row, f" {100 * error:.3g}%", va="center")
     below.set_yticks(range(len(errors)), [*errors])
     below.set_xscale("log")
-    finish(below, say("error"))
-    below.set_title(say("error_title"), fontsize=11, loc="left")
+    finish(below, say("error"), title=say("error_title"))
     for axes in (above, below):
         axes.invert_yaxis()
         axes.set_axisbelow(True)

@@ -109,9 +109,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         axes.text(at[0] / 1.2, 0.94, say("slower"), color="#a04000", va="top")
         axes.text(at[-1] * 1.3, 1.06, say("faster"), ha="right", va="bottom")
         told = {"sequences": data["of_widths"], "width": data["width"], "length": LENGTH}
-        finish(axes, say(f"{what}_axis"))
-        axes.set_title(say(f"{what}_title", **told), fontsize=11, loc="left")
-        axes.set_ylabel(say("ratio", policy=data["policy"]))
+        ratio, title = say("ratio", policy=data["policy"]), say(f"{what}_title", **told)
+        finish(axes, say(f"{what}_axis"), ratio, title)
     highest = max(row["high"] for what in ("widths", "sequences") for row in data[what])
     panels[0].set_ylim(0, max(1.3, 1.15 * highest))
 

@@ -112,8 +112,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         trace.step(steps, scales, where="mid", color=colour, lw=2.2)
         at = [scales[step - 1] for step in batch["skipped"]]
         trace.plot(batch["skipped"], at, "x", color=COLOURS["fp16"], ms=9, mew=2.4)
-        text, at = say("tokens", tokens=f"{int(tokens):,}"), (STEPS, scales[-1] / 1.4)
-        note(trace, text, at, colour=colour, ha="right", va="top")
+        text = say("tokens", tokens=f"{int(tokens):,}")
+        note(trace, text, (STEPS, scales[-1] / 1.4), colour=colour, ha="right", va="top")
     trace.set_yscale("log", base=2)
     shown = [scale for batch in data["batches"].values() for scale in batch["scales"]]
     low, high = math.log2(min(shown)), math.log2(max(shown))
