@@ -146,11 +146,10 @@ def test_joining_is_asked_for_and_a_note_tells_of_it(write):
 
 
 def test_the_first_examples_are_those_of_train_alone(write, posts):
-    more = str(write("more.json", '[["dev one", 0], ["dev two", 1]]'))
-    data = read_labelled(
-        LabelledConfig(train=(posts, more), dev=(more,), labels=NAMES, limit=12), 0
-    )
+    more = str(write("more.json", '[["one more", 0], ["two more", 1]]'))
+    config = LabelledConfig(train=(posts, more), dev=(posts, more), labels=NAMES, limit=12)
+    data = read_labelled(config, 0)
     assert data.train.texts == [text for text, _ in POSTS[:12]]
-    assert data.dev.texts == ["dev one", "dev two"]
+    assert len(data.dev.texts) == 26
     with pytest.raises(ConfigError, match=r"data\.limit=-1; allowed: integers >= 0"):
         LabelledConfig(limit=-1)
