@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
+from tests.docs.blocks import reader
 
 import halfstep
 from halfstep.cli.grammar import read_words
@@ -195,7 +195,7 @@ def test_the_diff_trains_on_both_sides():
     lines = diff.splitlines()
     for sign in "-+":
         block = "\n".join(line[1:] for line in lines if line[0] in f"{sign} ")
-        have = {**what_users_have(""), "device": "cpu"}
+        have = {**reader(""), "device": "cpu"}
         before = [p.detach().clone() for p in have["model"].parameters()]
         exec(compile(block, f"README.md, {sign}", "exec"), have)
         after = have["model"].parameters()
@@ -237,28 +237,6 @@ BLOCKS = [  # those of docs/ are tried in tests/docs/test_blocks.py
 ]
 
 
-def what_users_have(block):
-    """Model, data and the like of a reader, who has them under the names that the pages use."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
-    x, y = torch.randn(6, 4, requires_grad=True), torch.randint(3, (6,))
-    data = torch.utils.data.TensorDataset(x.detach(), y)
-    have = {
-        "halfstep": halfstep, "torch": torch, "AdamW": halfstep.optim.AdamW, "model": model, "x": x,
-        "y": y, "batches": [(x.detach(), y)] * 3, "criterion": functional.cross_entropy,
-        "loss_fn": functional.cross_entropy, "train_data": data, "val_data": data,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-    }  # fmt: skip
-    if "precision." in block and "precision =" not in block:
-        precision = halfstep.Precision("bf16-mixed", model, have["optimizer"])
-        have["precision"] = precision
-        if "first" in block:
-            with precision.autocast():
-                loss = functional.cross_entropy(model(x), y)
-            have |= {"first": loss, "second": loss * 2}
-    return have
-
-
 def test_there_are_blocks_to_run():
     assert len(BLOCKS) > 1
 
@@ -267,7 +245,7 @@ def test_there_are_blocks_to_run():
 def test_a_block_of_python_runs(page, number, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
-    have = what_users_have(block)
+    have = reader(block)
     before = [p.detach().clone() for p in have["model"].parameters()]
     model = have["model"]
     exec(compile(block, f"{page}, block {number}", "exec"), have)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
@@ -12,15 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_origin
 
+from halfstep.cli import grammar, help
+from halfstep.cli.commands import COMMANDS, POSITIONAL, Start
+from halfstep.cli.words import told
+from halfstep.trainer.config.run import BaseConfig
+from halfstep.words import LANGUAGES as LANGUAGES, speaking
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "src"))
-
-from halfstep.cli import grammar, help  # noqa: E402
-from halfstep.cli.commands import COMMANDS, POSITIONAL, Start  # noqa: E402
-from halfstep.cli.words import told  # noqa: E402
-from halfstep.trainer.config.run import BaseConfig  # noqa: E402
-from halfstep.words import LANGUAGES as LANGUAGES, speaking  # noqa: E402
-
 SOURCE = ROOT / "src" / "halfstep"
 WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 """What these pages say: a name, then the phrase in every language."""

@@ -37,9 +37,7 @@ from halfstep.trainer.environment import choose_device
 from halfstep.trainer.session import open_session
 from halfstep.words import spoken
 
-_COLUMNS = (
-    *("precision", "products", "val loss", "tokens/s", "peak memory", "skipped", "seconds"),
-)
+_COLUMNS = ("precision", "products", "val loss", "tokens/s", "peak memory", "skipped", "seconds")
 _LOOK_SECONDS = 0.5
 _WARMUP = 20
 

@@ -7,8 +7,11 @@ stands beside the curve and not in a legend.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from halfstep.lab.experiment import Made, Say
 from halfstep.report.figures import INK, new_figure, plain, save_svg, styled
@@ -32,18 +35,30 @@ LETTERS = 11.5
 
 
 def finish(axes: Any, x: str, y: str = "", title: str = "") -> None:
-    """Give drawn axes the common look and their names, the vertical one lying above the axis.
-
-    Without ``y`` and ``title`` it takes those that the axes have.
-    """
-    title, y = title or axes.get_title(), y or axes.get_ylabel()
-    axes.set_title("")
-    axes.set_ylabel("")
+    """Give drawn axes the common look and their names, the vertical one lying above the axis."""
     styled(axes, x)
     axes.tick_params(labelsize=LETTERS)
     axes.xaxis.label.set_fontsize(LETTERS)
     above = "\n".join(part for part in (title, y) if part)
     axes.set_title(above, loc="left", fontsize=LETTERS, color=INK, pad=8)
+
+
+def band(
+    axes: Any, steps: Sequence[int], runs: Sequence[Sequence[float]], *, pale: float, **how: Any
+) -> None:
+    """Draw the mean of some runs, and their range as a pale band.
+
+    Args:
+        axes: Of matplotlib.
+        steps: Where each run has its numbers.
+        runs: One for each seed.
+        pale: The opacity of the band.
+        **how: Properties of the mean's line; ``color`` is that of both.
+    """
+    curves = torch.tensor(runs, dtype=torch.float64)
+    low, high = curves.min(0).values, curves.max(0).values
+    axes.fill_between(steps, low, high, color=how["color"], alpha=pale, lw=0)
+    axes.plot(steps, curves.mean(0), **how)
 
 
 def note(

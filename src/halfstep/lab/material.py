@@ -5,7 +5,7 @@ Shapes: B sequences, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pydoc_data import topics
 
@@ -100,3 +100,44 @@ def validation(precision: Precision, model: nn.Module, length: int, sequences: i
     """The loss on the same sequences of the held-out text every time, in the policy's precision."""
     with precision.autocast():
         return float(loss_of(model, next(batches(sequences, length, seed=0, held_out=True))))
+
+
+def validated(
+    policy: str,
+    model: GPT,
+    optimizer: Optimizer,
+    data: Iterator[Batch],
+    steps: Sequence[int],
+    length: int,
+    *,
+    warmup: int,
+) -> list[float]:
+    """Train as :func:`train` does, and return the validation loss after each of some steps.
+
+    Args:
+        policy: As there.
+        model: As there.
+        optimizer: As there.
+        data: As there.
+        steps: In rising order; the last one ends the training.
+        length: Of the sequences that it is validated on.
+        warmup: As there.
+    """
+    losses: list[float] = []
+
+    def look(step: int, precision: Precision) -> None:
+        if step in steps:
+            losses.append(validation(precision, model, length))
+
+    train(policy, model, optimizer, data, steps[-1], warmup=warmup, after=look)
+    return losses
+
+
+def running_sum(start: float, term: float, count: int, dtype: torch.dtype) -> list[float]:
+    """A sum to which a term is added ``count`` times, each result rounded to the dtype."""
+    total, addend = torch.tensor(start, dtype=dtype), torch.tensor(term, dtype=dtype)
+    totals = [start]
+    for _ in range(count):
+        total = total + addend
+        totals.append(total.item())
+    return totals

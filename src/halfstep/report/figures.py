@@ -30,9 +30,6 @@ _OF_THE_PAGE = {
     **{INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)"},
     **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
 }
-_ALONE = {INK: "#1b1f24", PAPER: "#ffffff", GRID: "#d8dadd"}
-"""What a file that stands alone has in place of the page's colours."""
-_FONTS = "system-ui, 'Noto Sans', 'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', sans-serif"
 _LINES = ("-", "--", ":", "-.")
 
 
@@ -98,12 +95,8 @@ def save_svg(figure: Any, path: Path) -> None:
 
     Its text stays text, in the fonts of whoever looks at it, so that no glyph is missing.
     """
-    svg = as_svg(figure, salt=path.stem)
-    for ours, pages in _OF_THE_PAGE.items():
-        svg = svg.replace(pages, _ALONE.get(ours, ours))
-    svg = re.sub('font-family: [^;"]*sans-serif', f"font-family: {_FONTS}", svg)
-    svg = svg.replace("<svg", '<svg style="background: #ffffff"', 1)
-    write_whole(path, '<?xml version="1.0" encoding="utf-8"?>\n' + svg)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of glyphs here
+        write_whole(path, standalone_svg(figure, salt=path.stem))
 
 
 def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:

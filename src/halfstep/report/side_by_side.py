@@ -13,7 +13,7 @@ from halfstep.report.figures import (
     fonts_of,
     new_figure,
     save_png,
-    standalone_svg,
+    save_svg,
     styled,
 )
 from halfstep.report.words import phrase
@@ -111,7 +111,7 @@ def draw(sides: Sequence[Side], trial: Trial, folder: Path, language: str) -> li
     with fonts_of(language) as spoken:
         _fill(figure, sides, trial, spoken)
         png, svg = folder / "demo.png", folder / "demo.svg"
-        svg.write_text(standalone_svg(figure, salt="demo"), encoding="utf-8")
+        save_svg(figure, svg)
         save_png(figure, png)
     return [png, svg]
 

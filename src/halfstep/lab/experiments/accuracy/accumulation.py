@@ -25,7 +25,7 @@ LENGTH, WARMUP = 64, 30
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """The term of the sum by itself, the products' length, and how many micro-batches."""
 
     term: Positive = 1e-3
     length: AtLeast1 = 4096
@@ -46,7 +46,10 @@ def measure(options: Options) -> Data:
     counts.append(options.micro_batches)
     return {
         "term": options.term,
-        "sums": {name: _running_sum(options.term, dtype) for name, dtype in DTYPES.items()},
+        "sums": {
+            name: material.running_sum(0.0, options.term, TERMS, dtype)
+            for name, dtype in DTYPES.items()
+        },
         "gains": _gains(options.term),
         "lengths": lengths,
         "products": products,
@@ -55,18 +58,9 @@ def measure(options: Options) -> Data:
     }
 
 
-def _running_sum(term: float, dtype: torch.dtype) -> list[float]:
-    total, addend = torch.zeros((), dtype=dtype), torch.tensor(term, dtype=dtype)
-    totals = [0.0]
-    for _ in range(TERMS):
-        total = total + addend
-        totals.append(total.item())
-    return totals
-
-
 def _gains(term: float) -> list[dict[str, float]]:
     """What a term adds to a bf16 sum, wherever that stays the same for a tenth of all terms."""
-    totals = _running_sum(term, torch.bfloat16)
+    totals = material.running_sum(0.0, term, TERMS, torch.bfloat16)
     gains = [after - before for before, after in pairwise(totals)]
     found, first = [], 0
     for gain, same in groupby(gains):

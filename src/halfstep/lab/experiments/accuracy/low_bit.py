@@ -21,7 +21,7 @@ RATE = 3e-3
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Draws of random bits, steps of training, and the block that stays in bf16."""
 
     draws: AtLeast1 = 16
     trained: AtLeast1 = 100
@@ -82,16 +82,10 @@ def _gradients(policy: str, model: Any, batch: material.Batch, draws: int) -> li
 def _trained(policy: str, steps: int) -> float:
     """The validation loss after training with the recipe from the start."""
     model = material.gpt(LAYERS, WIDTH, LENGTH)
-    ends: list[float] = []
-
-    def validated(step: int, precision: Precision) -> None:
-        if step == steps:
-            ends.append(material.validation(precision, model, LENGTH))
-
     optimizer = AdamW(model.parameters(), lr=RATE)
     data = material.batches(8, LENGTH, seed=0)
-    material.train(policy, model, optimizer, data, steps, warmup=20, after=validated)
-    return ends[0]
+    (end,) = material.validated(policy, model, optimizer, data, [steps], LENGTH, warmup=20)
+    return end
 
 
 def draw(figure: Any, data: Data, say: Say) -> None:

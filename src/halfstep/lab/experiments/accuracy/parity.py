@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 from halfstep.lab import material
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, finish
+from halfstep.lab.figure import COLOURS, band, finish
 from halfstep.optim import AdamW
-from halfstep.precision.step import Precision
 from halfstep.trainer.config.read import AtLeast1, Positive
 
 POLICIES = {"fp32": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
@@ -21,7 +18,7 @@ LAYERS, WIDTH, LENGTH, SEQUENCES, POINTS = 2, 64, 64, 8, 10
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Steps and learning rate of each run, and how many seeds."""
 
     steps: AtLeast1 = 150
     seeds: AtLeast1 = 3
@@ -42,33 +39,17 @@ def measure(options: Options) -> Data:
 
 def _losses(policy: str, seed: int, options: Options, at: list[int]) -> list[float]:
     model = material.gpt(LAYERS, WIDTH, LENGTH, seed=seed)
-    found: list[float] = []
-
-    def validated(step: int, precision: Precision) -> None:
-        if step in at:
-            found.append(material.validation(precision, model, LENGTH))
-
-    material.train(
-        policy,
-        model,
-        AdamW(model.parameters(), lr=options.learning_rate),
-        material.batches(SEQUENCES, LENGTH, seed),
-        options.steps,
-        warmup=10,
-        after=validated,
-    )
-    return found
+    optimizer = AdamW(model.parameters(), lr=options.learning_rate)
+    data = material.batches(SEQUENCES, LENGTH, seed)
+    return material.validated(policy, model, optimizer, data, at, LENGTH, warmup=10)
 
 
 def draw(figure: Any, data: Data, say: Say) -> None:
     """Bands of the seeds above; below, each run's difference from fp32 beside the seeds' spread."""
     curves, ends = figure.subplots(2, height_ratios=(1.25, 1))
     for (name, runs), style in zip(data["losses"].items(), ("-", "--", ":"), strict=True):
-        seeds = torch.tensor(runs, dtype=torch.float64)
-        how = {"color": COLOURS[name], "lw": 0, "alpha": 0.15}
-        curves.fill_between(data["steps"], seeds.min(0).values, seeds.max(0).values, **how)
-        how = {"color": COLOURS[name], "lw": 2.4}
-        curves.plot(data["steps"], seeds.mean(0), style, label=data["policies"][name], **how)
+        how = {"color": COLOURS[name], "lw": 2.4, "ls": style, "label": data["policies"][name]}
+        band(curves, data["steps"], runs, pale=0.15, **how)
     title = say("curves", seeds=len(data["losses"]["fp32"]))
     finish(curves, say("steps_axis"), say("loss"), title)
     found = _compared(data)

@@ -25,7 +25,7 @@ SMALL = 0.1
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Ranks, the GPT's width, and the micro-batches of a step."""
 
     ranks: Ranks = 2
     width: AtLeast1 = 128

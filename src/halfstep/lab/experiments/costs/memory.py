@@ -37,7 +37,7 @@ STATE = ("weights", "masters", "gradients", "moments")
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Sequences of the batch, the GPT's width, and its vocabulary."""
 
     sequences: AtLeast1 = 16
     width: AtLeast1 = 192

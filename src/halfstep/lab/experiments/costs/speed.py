@@ -31,7 +31,7 @@ PAYS = 1.05
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """The policy beside fp32, the width at which batches vary, and pairs of steps."""
 
     policy: str = "bf16-mixed"
     width: AtLeast1 = 256

@@ -23,7 +23,7 @@ RANGE_TICKS = (-149, -75, -24, 16, 64, 128)
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """The number that is rounded, and where the number line begins."""
 
     value: Positive = 0.1
     at: Positive = 1.0

@@ -16,7 +16,7 @@ import torch
 
 from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.experiments.numbers.underflow import LEAST, gradients, share_below
-from halfstep.lab.figure import COLOURS, finish, note, power
+from halfstep.lab.figure import COLOURS, band, finish, note, power
 from halfstep.lab.material import batches, gpt, loss_of
 from halfstep.optim import AdamW
 from halfstep.precision.result import StepResult
@@ -32,7 +32,7 @@ LOOKS = {"none": COLOURS["fp16"], "static": "#56b4e9", "dynamic": COLOURS["bf16"
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Micro-batches of the large batch, good steps until the scale doubles, and seeds."""
 
     micro_batches: AtLeast1 = 512
     growth: AtLeast1 = 5
@@ -96,8 +96,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     bottom = min(everything)
     for axes, (tokens, batch) in zip(panels, data["batches"].items(), strict=True):
         for name, runs in batch["losses"].items():
-            _band(axes, runs, color=LOOKS[name], lw=2.4)
-        _band(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)))
+            _draw_runs(axes, runs, color=LOOKS[name], lw=2.4)
+        _draw_runs(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)))
         axes.set(xlim=(1, STEPS * 1.01), ylim=(bottom - 0.15, max(everything) + 0.1))
         title = say("batch", tokens=f"{int(tokens):,}", zeros=f"{batch['zeros']:.0%}")
         finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
@@ -125,13 +125,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     finish(trace, say("step"), say("scale", growth=data["growth"]))
 
 
-def _band(axes: Any, runs: list[list[float]], **how: Any) -> None:
-    """Mean and range over seeds."""
-    curves = torch.tensor([_smooth(run) for run in runs])
-    steps = range(1, curves.shape[1] + 1)
-    axes.plot(steps, curves.mean(0), **how)
-    low, high = curves.min(0).values, curves.max(0).values
-    axes.fill_between(steps, low, high, color=how["color"], alpha=0.18, lw=0)
+def _draw_runs(axes: Any, runs: list[list[float]], **how: Any) -> None:
+    band(axes, range(1, STEPS + 1), [_smooth(run) for run in runs], pale=0.18, **how)
 
 
 def _smooth(losses: list[float], over: int = 5) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, finish, note
+from halfstep.lab.figure import COLOURS, band, finish, note
 from halfstep.lab.material import batches, gpt, train, validation
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
@@ -21,7 +21,7 @@ SEQUENCES, LENGTH, VALIDATED, LOOKED_AT = 16, 64, 32, 6
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Learning rate and steps of each run, and how many seeds."""
 
     learning_rate: Positive = 2e-5
     steps: Annotated[int, Range("integers >= 2", lambda x: x >= 2)] = 60
@@ -65,8 +65,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     """Above, the share of updates that are lost; below, the validation loss."""
     lost, loss = figure.subplots(2, 1, height_ratios=(1.0, 1.3), sharex=True)
     for policy in reversed(POLICIES):
-        _band(lost, data, policy, "lost", 100.0)
-        _band(loss, data, policy, "loss")
+        _draw_runs(lost, data, policy, "lost", 100.0)
+        _draw_runs(loss, data, policy, "loss")
     steps = data["policies"]["fp32"][0]["steps"]
     most = {policy: max(_mean(data, policy, "lost")) for policy in POLICIES}
     kept = max(most[policy] for policy in POLICIES if policy != "bf16-pure")
@@ -92,15 +92,11 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     finish(loss, say("step", rate=rate), say("loss", seeds=len(data["policies"]["fp32"])))
 
 
-def _band(axes: Any, data: Data, policy: str, key: str, factor: float = 1.0) -> None:
-    """Mean and range over seeds."""
-    runs = [run[key] for run in data["policies"][policy]]
-    low = [factor * min(values) for values in zip(*runs, strict=True)]
-    high = [factor * max(values) for values in zip(*runs, strict=True)]
+def _draw_runs(axes: Any, data: Data, policy: str, key: str, factor: float = 1.0) -> None:
+    seeds = data["policies"][policy]
+    runs = [[factor * value for value in run[key]] for run in seeds]
     style = {"fp32": (0, (3, 6)), "bf16-split": (4, (3, 6))}.get(policy, "-")
-    mean, steps = [factor * value for value in _mean(data, policy, key)], data["policies"][policy]
-    axes.plot(steps[0]["steps"], mean, color=LOOKS[policy], lw=2.4, ls=style)
-    axes.fill_between(steps[0]["steps"], low, high, color=LOOKS[policy], alpha=0.15, lw=0)
+    band(axes, seeds[0]["steps"], runs, pale=0.15, color=LOOKS[policy], lw=2.4, ls=style)
 
 
 def _mean(data: Data, policy: str, key: str) -> list[float]:

@@ -37,7 +37,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """How often activations double, steps of training before, and layers."""
 
     powers: AtLeast1 = 20
     steps: AtLeast1 = 60

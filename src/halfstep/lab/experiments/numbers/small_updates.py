@@ -10,6 +10,7 @@ import torch
 from halfstep.formats import FORMATS
 from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.figure import COLOURS, finish, note
+from halfstep.lab.material import running_sum
 from halfstep.optim import SGD
 from halfstep.precision.masters.rounding import Update
 from halfstep.trainer.config.read import AtLeast1, Positive
@@ -20,7 +21,7 @@ KEPT: tuple[Update, ...] = ("split", "kahan")
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """The update, how many of them, and seeds of stochastic rounding."""
 
     update: Positive = 1e-3
     steps: AtLeast1 = 100
@@ -29,7 +30,10 @@ class Options:
 
 def measure(options: Options) -> Data:
     """The weight after each update, as the next update finds it."""
-    curves = {name: _added(dtype, options) for name, dtype in PLAIN.items()}
+    curves = {
+        name: running_sum(1.0, options.update, options.steps, dtype)
+        for name, dtype in PLAIN.items()
+    }
     curves |= {f"bf16-{update}": _trained(update, options) for update in KEPT}
     seeds = [_trained("stochastic", options, seed) for seed in range(options.seeds)]
     return {
@@ -39,16 +43,6 @@ def measure(options: Options) -> Data:
         "stochastic": seeds,
         "gaps": {name: FORMATS[name].eps for name in PLAIN},
     }
-
-
-def _added(dtype: torch.dtype, options: Options) -> list[float]:
-    """The update added to the weight itself, each sum rounded to its format."""
-    weight, update = torch.ones(1, dtype=dtype), torch.tensor([options.update], dtype=dtype)
-    kept = [1.0]
-    for _ in range(options.steps):
-        weight = weight + update
-        kept.append(weight.item())
-    return kept
 
 
 def _trained(update: Update, options: Options, seed: int = 0) -> list[float]:

@@ -35,7 +35,7 @@ FEW, MANY = COLOURS["bf16"], COLOURS["fp16"]
 
 @dataclass(frozen=True)
 class Options:
-    """What can be changed."""
+    """Sequences of the two batches, and steps of training before."""
 
     small: AtLeast1 = 16
     large: AtLeast1 = 96
