@@ -205,7 +205,7 @@ def optimizer(figure: Any, say: Say) -> None:
 
 
 CHARTS: Mapping[str, tuple[tuple[float, float], Callable[[Any, Say], None]]] = {
-    "peers": ((7.6, 3.9), peers),
+    "peers": ((9.4, 2.8), peers),
     "measured-speed": ((7.0, 4.2), speed),
     "measured-quality": ((7.6, 3.9), quality),
     "measured-memory": ((7.6, 3.7), memory),

@@ -31,6 +31,11 @@ COMMANDS = [
 ]
 
 
+def pictures(text):
+    """The files of the pictures on a page, of Markdown and of HTML."""
+    return re.findall(r"""(?:!\[[^\]]*\]\(|<img src=")([^)"]+)""", text)
+
+
 def test_there_are_commands_to_check():
     assert len(COMMANDS) > 15
 
@@ -44,7 +49,7 @@ def test_every_command_is_one(line):
 
 @pytest.mark.parametrize("name", READMES)
 def test_every_link_leads_somewhere(name):
-    for target in re.findall(r"\]\(([^)#]+)\)", READMES[name]):
+    for target in [*re.findall(r"\]\(([^)#]+)\)", READMES[name]), *pictures(READMES[name])]:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
@@ -103,7 +108,7 @@ OURS = ("halfstep.Precision bf16-mixed, their model", "halfstep train bf16-mixed
 
 @pytest.mark.parametrize("name", READMES)
 def test_the_table_of_peers_is_that_of_the_results(name):
-    table = READMES[name].split(".svg)")[-1]
+    table = READMES[name].split("svg")[-1]
     found = [re.findall(r"\d\.\d\d", line) for line in table.splitlines() if line.startswith("|")]
     for told, row in zip(found[2:5], OURS, strict=True):
         speeds = [
@@ -176,7 +181,8 @@ def test_a_page_and_its_translation_are_equal(english, chinese):
     one, other = map(shape, pages)
     for part in one:
         assert one[part] == other[part], part
-    for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", pages[1]):  # figures speak the language too
+    assert len(pictures(pages[0])) == len(pictures(pages[1])) > 0
+    for target in pictures(pages[1]):  # figures speak the language too
         picture = ROOT / Path(chinese).parent / target
         assert picture.exists()
         assert ".zh." in target or not picture.with_suffix(".zh.svg").exists()
