@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
@@ -214,7 +213,6 @@ def room(tmp_path_factory, corpus):
     """A folder with the reader's files."""
     folder = tmp_path_factory.mktemp("reader")
     text = corpus.read_text(encoding="utf-8")
-    text += Path(argparse.__file__).read_text(encoding="utf-8")  # gpt-tiny wants 1,024 tokens
     for name in ("book.txt", "train.txt"):
         (folder / name).write_text(text, encoding="utf-8")
     rows = [(f"a {word} film, number {i}", word) for i in range(30) for word in ("good", "bad")]
