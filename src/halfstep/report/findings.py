@@ -27,7 +27,7 @@ SKIPS = 0.01
 """Share of skipped steps from which a dynamic scale is not what is wrong: with torch's growth every
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
 LOST = 0.1
-"""Share of lost updates from which on training suffers visibly: docs/diagnostics.md."""
+"""Share of lost updates from which on training suffers visibly: docs/lost-updates.md."""
 FLUSHED = 0.01
 """Share of nonzero gradients that fp16 may round to zero unnoticed."""
 HEADROOM = 65504 / 4

@@ -11,7 +11,7 @@ each parameter group on every N-th step, through the optimizer's own hooks::
     in report()       replay the step on the sample in fp64 and compare bits
 
 The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
-:meth:`LostUpdateMeter.report`. ``docs/diagnostics.md`` is the how-to.
+:meth:`LostUpdateMeter.report`. ``docs/lost-updates.md`` is the how-to.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It is a context around anybody's loop. Every so many steps it counts, for each t
 numbers have which binary exponent; the other steps run without its hooks. Weights and losses are
 bit for bit those of a run without it, wherever a model computes the same with hooks as without.
 halfstep's own GPT does: its kernels serve hooks that only look (``kernels/onlookers.py``).
-``docs/diagnostics.md`` says how to read what it shows.
+``docs/watch.md`` says how to read what it shows.
 """
 
 from __future__ import annotations

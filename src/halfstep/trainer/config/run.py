@@ -43,10 +43,10 @@ class RunConfig:
     """What to do about a finite loss or gradient norm far above the steps before: "off", "stop",
     "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md)."""
     lost_update_every: Count = 50
-    """Measure lost updates every this many applied steps (docs/diagnostics.md); 0: never."""
+    """Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."""
     watch: Count = field(default=0, metadata={"bare": "100"})
     """Count the exponents of weights, activations, gradients and updates on the first step and on
-    every N-th, into numerics.jsonl (docs/diagnostics.md); --watch alone: every 100th; 0: never."""
+    every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never."""
     watch_formats: tuple[str, ...] = ()
     """Formats below 16 bits, such as mxfp8 nvfp4: watched steps also measure what each would change
     of every tensor, and of the products of linear layers; halfstep report shows it."""

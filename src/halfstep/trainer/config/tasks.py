@@ -28,7 +28,7 @@ class TextRunConfig(RunConfig):
     the place of ``model``'s, whose dropout and activation_checkpointing stay."""
     capture: Count = 0
     """How many captures to keep of steps that were not finite, where no loss scale can help, or
-    that spiked, for halfstep replay (docs/diagnostics.md); each is as large as a checkpoint."""
+    that spiked, for halfstep replay (docs/replay.md); each is as large as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
