@@ -1,4 +1,4 @@
-"""Judges what `recipes.py` wrote: tables on stdout and the figures of docs/low-bit.md as SVG.
+"""Judges what `recipes.py` wrote: tables on stdout, and the figures of docs/low-bit.md as SVG.
 
     python benchmarks/recipes_figures.py [--results FILE FILE] [--out docs/figures]
 
@@ -6,22 +6,24 @@ Seeds are paired: all recipes of a seed share weights and batches, so that what 
 seeds cancels in a difference. `p` is Student's two-sided t of the difference to bf16-mixed, once
 from that recipe's seeds alone (few degrees of freedom) and once with the noise of all recipes
 pooled: the residual of a two-way analysis of variance, recipes by seeds, which assumes that all are
-equally noisy. Needs matplotlib and scipy.
+equally noisy. Figures are drawn in English and in Chinese. Needs matplotlib, scipy and an installed
+font with Chinese characters.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
+from charts import TEXTS, Say
 from common import RESULTS
+from halfstep.report.figures import GRID, INK, PAPER, fonts_of, new_figure, standalone_svg
 from recipes import KEPT, LAST, LINEARS, POLICIES
 
 STUDIES = [RESULTS / f"recipes-{text}.json" for text in ("tinyshakespeare", "standard-library")]
@@ -99,52 +101,44 @@ def print_claims(final: dict[str, np.ndarray]) -> None:
     )
 
 
-def style() -> None:
-    mpl.use("Agg")
-    plt.rcParams.update({
-        "font.size": 12, "axes.spines.top": False, "axes.spines.right": False,
-        "svg.hashsalt": "halfstep", "savefig.facecolor": "white", "svg.fonttype": "path",
-    })  # fmt: skip
-
-
-def draw_curves(studies: dict[str, tuple[list[int], dict[str, np.ndarray]]], path: Path) -> None:
+def draw_losses(figure: Any, contents: list[dict[str, Any]], say: Say) -> None:
     """Losses above those of bf16-mixed of the same seed, by text; bands of a standard error."""
-    figure, panels = plt.subplots(
-        1, len(studies), figsize=(10, 4.8), layout="constrained", sharey=True, squeeze=False
-    )
+    panels = figure.subplots(1, len(contents), sharey=True, squeeze=False)[0]
     late = []
-    for axes, (text, (steps, losses)) in zip(panels[0], studies.items(), strict=True):
+    for axes, content in zip(panels, contents, strict=True):
+        steps, losses = curves(content)
         for name, runs in losses.items():
             if name == BASE:
                 continue
             change = runs - losses[BASE]
             mean, error = change.mean(0), change.std(0, ddof=1) / np.sqrt(len(change))
-            axes.plot(steps, mean, color=COLOURS[name], lw=2, label=name)
+            axes.plot(steps, mean, color=COLOURS[name], lw=2, label=named(name, say))
             low, high = mean - error, mean + error
             axes.fill_between(steps, low, high, color=COLOURS[name], alpha=0.15, lw=0)
             late += [low[len(steps) // 6 :], high[len(steps) // 6 :]]
-        axes.axhline(0, color="black", lw=1)
-        axes.set(xlabel="step", title=f"{text}, {len(losses[BASE])} seeds")
-        axes.grid(alpha=0.3)
-    panels[0, 0].set_ylim(np.min(late) - 0.003, np.max(late) + 0.003)
-    panels[0, 0].set_ylabel("validation loss above bf16-mixed, nats a byte")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def draw_sensitivity(found: dict[str, Any], path: Path) -> None:
-    """The gradient's error by recipe, and by layer and product in NVFP4."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4.6), layout="constrained", width_ratios=(0.8, 1)
+        axes.axhline(0, color=INK, lw=1)
+        text, seeds = Path(content["data"]).stem, len(losses[BASE])
+        plain(axes, say("study").format(text=text, seeds=seeds), say("step"))
+        axes.grid(color=GRID, linewidth=0.6)
+    panels[0].set_ylim(np.min(late) - 0.003, np.max(late) + 0.003)
+    panels[0].set_ylabel(say("above"), color=INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=4, frameon=False, labelcolor=INK
     )
+
+
+def draw_gradients(figure: Any, contents: list[dict[str, Any]], say: Say) -> None:
+    """The gradient's error with the first text: by recipe, and by layer and product in NVFP4."""
+    found = contents[0]["sensitivity"]
+    left, right = figure.subplots(1, 2, width_ratios=(0.8, 1))
     errors = dict(sorted(found["by_recipe"].items(), key=lambda entry: entry[1]))
     bars = left.barh([*errors], [100 * value for value in errors.values()], color="#0072B2")
-    left.bar_label(bars, [f"{value:.1%}" for value in errors.values()], padding=3, fontsize=11)
+    shown = [f"{value:.1%}" for value in errors.values()]
+    left.bar_label(bars, shown, padding=3, fontsize=11, color=INK)
     left.invert_yaxis()
     left.set_xlim(0, 120 * max(errors.values()))
-    left.set(xlabel="error of the gradient, per cent", title="The whole model")
+    plain(left, say("whole_model"), say("gradient_error"))
     layers = [f"layers.{b}.{name}" for b in range(len(found["by_block"])) for name in LINEARS]
     table = np.array(
         [[found["by_layer"][f"{x}/{product}"] for product in PRODUCTS] for x in layers]
@@ -152,13 +146,45 @@ def draw_sensitivity(found: dict[str, Any], path: Path) -> None:
     right.imshow(table, aspect="auto", cmap="Blues", norm="log")
     dark = np.sqrt(table.min() * table.max())
     for (y, x), value in np.ndenumerate(table):
-        colour = "white" if value > dark else "black"
+        colour = PAPER if value > dark else INK
         right.text(x, y, f"{value:.1%}", ha="center", va="center", color=colour)
     right.set_xticks(range(len(PRODUCTS)), PRODUCTS)
     right.set_yticks(range(len(layers)), [x.removeprefix("layers.") for x in layers])
-    right.set_title("One product of one layer in NVFP4")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    plain(right, say("one_product"), "")
+
+
+def named(recipe: str, say: Say) -> str:
+    """A recipe's name in a legend."""
+    return say(recipe) if recipe in TEXTS else recipe
+
+
+def plain(axes: Any, title: str, label: str) -> None:
+    """Axes with a title and a label below, without a frame above and at the right."""
+    axes.set_title(title, color=INK)
+    axes.set_xlabel(label, color=INK)
+    axes.tick_params(colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["bottom", "left"]].set_color(INK)
+
+
+FIGURES: Mapping[str, tuple[tuple[float, float], Callable[..., None]]] = {
+    "recipes-loss": ((10, 4.8), draw_losses),
+    "recipes-gradients": ((10, 4.6), draw_gradients),
+}
+"""A figure's name to its size in inches and the function that fills it."""
+
+
+def drawn(name: str, contents: list[dict[str, Any]], language: str) -> str:
+    """One figure as SVG; its text stays text."""
+    from matplotlib import rc_context
+
+    with fonts_of(language) as spoken, rc_context({"font.size": 12}):
+        if spoken != language:
+            raise SystemExit("no installed font has Chinese characters: install fonts-noto-cjk")
+        size, fill = FIGURES[name]
+        figure = new_figure(size)
+        fill(figure, contents, lambda key: TEXTS[key][language])
+        return standalone_svg(figure, salt=name)
 
 
 def main() -> None:
@@ -180,10 +206,11 @@ def main() -> None:
             print(f"\n{label}")
             print_claims(what)
         print()
-    style()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    draw_curves(studies, arguments.out / "recipes-loss.svg")
-    draw_sensitivity(contents[0]["sensitivity"], arguments.out / "recipes-gradients.svg")
+    for name in FIGURES:
+        for language, end in (("en", ".svg"), ("zh", ".zh.svg")):
+            svg = drawn(name, contents, language)
+            (arguments.out / f"{name}{end}").write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

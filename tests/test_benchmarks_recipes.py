@@ -1,6 +1,7 @@
 """The study of recipes: differences are judged rightly, and a killed run goes on bit by bit."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -72,14 +73,40 @@ def test_a_study_that_was_killed_goes_on(benchmarks, monkeypatch, tmp_path):
         recipes.main()
 
 
-def test_docs_show_the_judgement_of_the_results(benchmarks, capsys):
+@pytest.mark.parametrize("end", ["", ".zh"])
+def test_docs_show_the_judgement_of_the_results(end, benchmarks, capsys):
     import recipes_figures
 
-    page = (BENCHMARKS.parent / "docs" / "low-bit.md").read_text()
+    page = (BENCHMARKS.parent / "docs" / f"low-bit{end}.md").read_text(encoding="utf-8")
     for path in recipes_figures.STUDIES:
         _, losses = recipes_figures.curves(json.loads(path.read_text()))
         recipes_figures.print_table(recipes_figures.judge({k: v[:, -1] for k, v in losses.items()}))
-        assert capsys.readouterr().out in page
-    for figure in ("recipes-loss.svg", "recipes-gradients.svg"):
-        assert f"(figures/{figure})" in page
-        assert (BENCHMARKS.parent / "docs" / "figures" / figure).is_file()
+        judged = capsys.readouterr().out
+        if end:  # recipes have names of their own there
+            judged = "\n".join(row[row.index("|", 1) :] for row in judged.splitlines()[2:])
+            shown = [row[row.find("|", 1) :] for row in page.splitlines()]
+            assert judged in "\n".join(shown)
+        else:
+            assert judged in page
+    for figure in recipes_figures.FIGURES:
+        assert f"(figures/{figure}{end}.svg)" in page
+
+
+def test_the_figures_are_those_of_the_results(benchmarks):
+    import recipes_figures
+
+    contents = [json.loads(path.read_text()) for path in recipes_figures.STUDIES]
+    for name in recipes_figures.FIGURES:
+        english, chinese = (
+            (BENCHMARKS.parent / f"docs/figures/{name}{end}.svg").read_text(encoding="utf-8")
+            for end in ("", ".zh")
+        )
+        assert texts(english) == texts(recipes_figures.drawn(name, contents, "en"))
+        numbers = [text for text in texts(english) if re.fullmatch(r"[−\d.%]+", text)]
+        assert len(numbers) > 20
+        assert [text for text in texts(chinese) if re.fullmatch(r"[−\d.%]+", text)] == numbers
+        assert re.search("[\u4e00-\u9fff]", "".join(texts(chinese)))
+
+
+def texts(svg):
+    return re.findall(r"<text[^>]*>([^<]*)<", svg)

@@ -12,7 +12,7 @@ from distributed import parity
 from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
-from halfstep.distributed.select import TABLE_LAYOUTS, choose_strategy, decide
+from halfstep.distributed.select import EXACT, TABLE_LAYOUTS, choose_strategy, decide
 from halfstep.distributed.shard import FullySharded
 from halfstep.distributed.tensor.tensor_parallel import TensorParallel
 from halfstep.errors import ConfigError, PrecisionError
@@ -72,6 +72,17 @@ def test_something_is_refused_and_something_is_not():
     assert ("bf16-module", "shard=2,tensor=2") in refused
     assert ("fp16-mixed,init_scale=auto", "shard=2") in refused
     assert not {(p, t) for p, t in refused if t in ("data=1", "data=2") and p != "bf16-module"}
+
+
+@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
+def test_two_ranks_are_one_device_but_for_random_bits(pool2, layout):
+    """Gradients that are rounded stochastically draw other bits on each rank, and so differ."""
+    for policy in ("mxfp8,simulate=yes", "nvfp4,simulate=yes"):
+        one = parity.run(0, "data=1", policy, steps=2, micro=2)
+        two, _ = pool2.run(parity.run, layout=layout, policy=policy, steps=2)
+        exact = decide(policy, layout).note == EXACT
+        assert exact == (policy == "mxfp8,simulate=yes")
+        assert exact == (two["losses"] == one["losses"]), policy
 
 
 @pytest.mark.parametrize(("policy", "layout"), [*all_refusals()])

@@ -200,7 +200,7 @@ SHORT = {
     "finetune lm": ["--max-steps", "2"],
     "demo": ["--config", "gpt-tiny", "--max-steps", "2"],
     "bench": ["--max-steps", "2", "--seconds", "40"],
-    "advise": ["--steps", "2", "--seeds", "1", "--batches", "2"],
+    "advise": ["--steps", "4", "--seeds", "2", "--batches", "2"],
 }
 """What makes a command short: the last of an option that is given twice counts."""
 
@@ -212,7 +212,8 @@ ELSEWHERE = ("lab", "ways", "data", "demo")
 def room(tmp_path_factory, corpus):
     """A folder with the reader's files."""
     folder = tmp_path_factory.mktemp("reader")
-    text = corpus.read_text(encoding="utf-8")
+    text = corpus.read_text(encoding="utf-8")  # and one that fills a vocabulary of bpe:1024
+    text += (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     for name in ("book.txt", "train.txt"):
         (folder / name).write_text(text, encoding="utf-8")
     rows = [(f"a {word} film, number {i}", word) for i in range(30) for word in ("good", "bad")]

@@ -40,6 +40,7 @@ _SCALES = Verdict(
     "init_scale=65536",
 )
 EXACT, REORDERED = "bit for bit", "another order of sums"
+OTHER_BITS = "other random bits on each rank"
 
 
 def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
@@ -92,6 +93,8 @@ def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
 
     a + b equals b + a, but for three summands and more, collectives choose the order.
     """
+    if any(scheme.stochastic for scheme in policy.schemes()):
+        return OTHER_BITS
     if policy.reduce_dtype not in (torch.float32, policy.grad_dtype):
         return f"sums in {dtype_name(policy.reduce_dtype)}"
     return EXACT if layout.batch_ranks == 2 else REORDERED

@@ -212,8 +212,9 @@ class BlockFormat:
 
         Returns:
             fp32 in the shape of ``x``, whose numbers are bf16 numbers, too (of MX blocks below
-            2^-115 some need more bits than bf16 has there); and the fp32 scales that are left to
-            multiply by: one of the whole tensor, one for each block where scales are fp32, or None.
+            2^-116 in e4m3, and 2^-102 in e5m2, some need more bits than bf16 has there); and the
+            fp32 scales that are left to multiply by: one of the whole tensor, one for each block
+            where scales are fp32, or None.
         """
         scales, y = self._scaled(x, dim, amax)
         steps, gap, _ = _steps(self.element, y, self._split_bits(bits, dim))
