@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, size_text
+from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, part_text, size_text
 from halfstep.errors import ConfigError
 from halfstep.report.figures import (
     COLOURS,
@@ -26,6 +26,7 @@ from halfstep.report.figures import (
 )
 from halfstep.report.record import RunRecord
 from halfstep.report.words import phrase
+from halfstep.words import said
 
 _COLOURS: Mapping[str, str] = {
     "weights": COLOURS[0],
@@ -139,7 +140,7 @@ def _legend(
 
 
 def _label(part: str, module: str, language: str) -> str:
-    name = phrase(f"part_{part.replace(' ', '_')}", language)
+    name = said(part_text(part), language)
     if not module:
         return name
     where = phrase(_MODULES[module], language) if module in _MODULES else module
@@ -183,15 +184,7 @@ def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -
 
 def sentence(memory: Memory, language: str) -> str:
     """What holds the memory, and why 16 bits saved less than half of it."""
-    reasons = [
-        phrase(f"why_{reason.name}", language, {"share": f"{reason.share:.0%}"})
-        for reason in memory.reasons()
-    ]
-    values = {
-        "total": size_text(memory.total),
-        "reasons": phrase("why_and", language).join(reasons),
-    }
-    return phrase("why", language, values)
+    return said(memory.why_not_half(), language)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +218,10 @@ def memory_view(
         ]
         for name, memory, peak in bars
     ]
-    head = ["run", *(f"part_{part.replace(' ', '_')}" for part in parts), "total", "memory"]
+    names = [said(part_text(part), language) for part in [*parts, "total"]]
     figure = memory_figure(bars, language) if drawn else None
     return MemoryView(
-        [phrase(key, language) for key in head],
+        [phrase("run", language), *names, phrase("memory", language)],
         rows,
         [(name, sentence(memory, language)) for name, memory, _ in bars],
         Markup("" if figure is None else as_svg(figure, salt="memory")),
