@@ -18,6 +18,7 @@ from halfstep.report.figures import (
     INK,
     PAPER,
     as_svg,
+    fonts_of,
     largest,
     new_figure,
     plain,
@@ -162,24 +163,30 @@ def require_figure_name(path: Path) -> None:
 def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -> bool:
     """Write the figure as SVG or PNG, by the path's suffix; whether matplotlib is there to do it.
 
+    Its words are English where no installed font has the characters of the language.
+
     Raises:
         ConfigError: For another suffix, or a path that cannot be written.
     """
     require_figure_name(path)
-    figure = memory_figure(bars, language)
-    if figure is None:
+    if new_figure((1.0, 1.0)) is None:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix.lower() == ".png":
-            save_png(figure, path)
-        else:
-            temporary = path.with_name(f".{path.name}")
-            figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
-            temporary.replace(path)
+        with fonts_of(language) as drawn:
+            _save(memory_figure(bars, drawn), path)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     return True
+
+
+def _save(figure: Any, path: Path) -> None:
+    if path.suffix.lower() == ".png":
+        save_png(figure, path)
+    else:
+        temporary = path.with_name(f".{path.name}")
+        figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
+        temporary.replace(path)
 
 
 def sentence(memory: Memory, language: str) -> str:

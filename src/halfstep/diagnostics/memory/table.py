@@ -106,11 +106,11 @@ class Memory:
 
     def modules_text(self) -> Phrase:
         """What :meth:`by_kind` tells, in a line."""
-        own = {WHOLE: "whole", OTHERS: "others"}
+        own = {WHOLE: _phrase("whole"), OTHERS: _phrase("others")}
         texts = [
             _phrase(
                 "module",
-                name=_phrase(own[name]) if name in own else name,
+                name=own.get(name, name),
                 size=size_text(sum(forms.values())),
                 forms=_forms(forms) if len(forms) > 1 else next(iter(forms)),
             )
@@ -181,7 +181,7 @@ class Memory:
 
 def part_text(part: str) -> Phrase:
     """The name of a part, of ``PARTS`` or ``"total"``."""
-    return _phrase("total" if part == "total" else f"part {part}")
+    return _phrase("total") if part == "total" else _phrase(f"part {part}")
 
 
 def _forms(found: Mapping[str, int]) -> Phrase:

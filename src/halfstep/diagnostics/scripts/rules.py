@@ -74,17 +74,17 @@ class Rule:
     @property
     def what(self) -> Phrase:
         """What is wrong."""
-        return _phrase(f"{self.name} what")
+        return _phrase(f"what {self.name}")
 
     @property
     def why(self) -> Phrase:
         """What follows from it."""
-        return _phrase(f"{self.name} why")
+        return _phrase(f"why {self.name}")
 
     @property
     def instead(self) -> Phrase:
         """What to write."""
-        return _phrase(f"{self.name} instead")
+        return _phrase(f"instead {self.name}")
 
 
 def check_script(path: str | Path) -> list[Finding]:

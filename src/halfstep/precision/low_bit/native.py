@@ -44,9 +44,8 @@ def why_not_native(name: str, device: torch.device) -> str:
     """
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        known = {"cpu": "a_cpu", "mps": "a_mac"}
-        what = _phrase(known[device.type]) if device.type in known else device.type
-        return _phrase("no_products", what=what, name=name)
+        known = {"cpu": _phrase("a_cpu"), "mps": _phrase("a_mac")}
+        return _phrase("no_products", what=known.get(device.type, device.type), name=name)
     if torch.version.hip:
         return _phrase("no_products_on_amd", name=name)
     has = torch.cuda.get_device_capability(device)

@@ -86,8 +86,8 @@ def failed_lists(device: torch.device, dtype: torch.dtype) -> str:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             return _phrase("autocast_fails", error=_first_line(error))
         if found != (torch.float32 if fp32 else dtype):
-            dtype = str(found).removeprefix("torch.")
-            return _phrase("autocast_differs", name=name, dtype=dtype)
+            said = str(found).removeprefix("torch.")
+            return _phrase("autocast_differs", name=name, dtype=said)
     return ""
 
 
