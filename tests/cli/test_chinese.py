@@ -191,9 +191,9 @@ def test_errors_stay_english_in_a_chinese_frame(capsys):
 
 
 def test_the_columns_of_a_table_stand_in_line():
-    lines = table([("策略", "合计"), ("fp32", "5 GB"), ("bf16", "-")], {1}).splitlines()
-    assert lines == ["策略  合计", "fp32  5 GB", "bf16     -"]
-    assert {columns(line) for line in lines} == {10}
+    lines = table([("精度策略", "最大批次"), ("fp32", "25"), ("权重", "-")], {1}).splitlines()
+    assert lines == ["精度策略  最大批次", "fp32            25", "权重             -"]
+    assert {columns(line) for line in lines} == {18}
 
 
 def test_every_configuration_is_listed(capsys):
