@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import re
 import string
 from pathlib import Path
@@ -10,7 +13,16 @@ import pytest
 
 import halfstep
 from halfstep.errors import ConfigError
-from halfstep.words import LANGUAGES, Told, chosen_language, read_phrases, speaking, spoken
+from halfstep.words import (
+    LANGUAGES,
+    Told,
+    chosen_language,
+    joined,
+    read_phrases,
+    said,
+    speaking,
+    spoken,
+)
 
 SOURCE = Path(halfstep.__file__).parent
 TABLES = [
@@ -55,10 +67,12 @@ def test_every_phrase_stands_in_every_language_and_takes_the_same_values(package
         assert names(texts["en"]) == names(texts["zh"]), name
 
 
-TOLD = re.compile(r"\b_?told\(\s*f?\"([a-z_ ]+)")
+TOLD = re.compile(r"\b(?:_?told(?:\.phrase)?|_phrase)\(\s*(f?)[\"']([^\"'{]+)")
+OF_OTHERS = {"halfstep.lab", "halfstep.report"}
+"""Packages whose phrases are asked for in other ways, and whose own tests see to it."""
 
 
-@pytest.mark.parametrize("package", ["halfstep.cli", "halfstep.trainer", "halfstep.trainer.config"])
+@pytest.mark.parametrize("package", sorted({*TABLES} - OF_OTHERS))
 def test_every_phrase_is_told_somewhere_and_what_is_told_has_a_phrase(package):
     folder = SOURCE.joinpath(*package.split(".")[1:])
     # A table is told where its package is named, and in the command line's files by cli/words.py.
@@ -66,13 +80,34 @@ def test_every_phrase_is_told_somewhere_and_what_is_told_has_a_phrase(package):
     files = [
         path for path in folder.rglob("*.py") if package.endswith("cli") or own in path.read_text()
     ]
-    told = {name for path in files for name in TOLD.findall(path.read_text())}
-    # Sections of configurations and names of types are put together: "section " + "run".
+    found = {match for path in files for match in TOLD.findall(path.read_text())}
+    told = {name for put_together, name in found if not put_together}
+    # names of types are those of Python
     told |= {"int", "float", "bool", "str"} if package.endswith("config") else set()
-    phrases = {
-        "section " if name.startswith("section ") else name for name in read_phrases(package)
-    }
+    # Others are put together, as sections of configurations: "section " + "run".
+    beginnings = {name for put_together, name in found if put_together}
+    phrases = set(read_phrases(package))
+    for beginning in beginnings:
+        others = {name for name in phrases if name.startswith(beginning)} - told
+        assert others, beginning
+        phrases -= others
     assert told == phrases
+
+
+# Names and code of several words, which are the same in every language.
+NAMES = re.compile(
+    r"halfstep [a-z]+( [A-Z]+)*( \.\.\. --[a-z]+ [A-Z]+)?|[a-z_]+\.?[a-z_.]+\([^)]*\)|--[a-z.-]+"
+    r"|torch\.[\w.]+|`[^`]*`|\{[^}]*\}"
+)
+SENTENCE = re.compile(r"(?:[A-Za-z][a-z']*[ ,]+){2,}[A-Za-z][a-z']*")
+
+
+@pytest.mark.parametrize("package", TABLES)
+def test_no_chinese_phrase_is_english(package):
+    """Three words of English in a row are a sentence, but for names and code."""
+    for name, texts in read_phrases(package).items():
+        found = SENTENCE.search(NAMES.sub("，", texts["zh"]))
+        assert not found, f"{name}: {found and found[0]}"
 
 
 def test_a_package_tells_its_phrases_in_the_language_spoken():
@@ -84,6 +119,25 @@ def test_a_package_tells_its_phrases_in_the_language_spoken():
             assert spoken() == "en"
         assert spoken() == "zh"
     assert spoken() == "en"
+
+
+def test_a_phrase_is_english_until_it_is_said():
+    told = Told("halfstep.diagnostics.memory")
+    reasons = joined([told.phrase("why casts", share="4%"), "x"], told.phrase("and"))
+    why = told.phrase("why", total="44 MB", reasons=reasons)
+    english = "Of 44 MB, 4% are 16-bit copies of weights that come on top; x."
+    assert why == english
+    with speaking("zh"):
+        # values, errors and JSON hold it as it is
+        assert (str(why), f"{why}", json.dumps([why])) == (english, english, f'["{english}"]')
+        assert said(why) == "44 MB 之中，4% 是额外的 16 位权重副本；x。"
+        others = told.phrase("others")
+        assert told("module", name=others, size="1 B", forms="x") == "其余 1 B（x）"
+        for kept in (copy.deepcopy(why), pickle.loads(pickle.dumps(why))):
+            assert said(kept) == said(why)
+        assert said(why, "en") == english
+        assert said("as it is") == "as it is"
+    assert said(why) == english
 
 
 def test_there_are_tables():

@@ -1,6 +1,7 @@
-r"""Makes what halfstep returns readable in a notebook, which shows the ``repr`` of other objects.
+r"""Makes what halfstep returns readable: in a notebook, and in the columns of a terminal.
 
-A string of several lines would stand there as one, with ``\n`` in it.
+A notebook shows the ``repr`` of other objects, where a string of several lines would stand as one,
+with ``\n`` in it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import html
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Self
+from unicodedata import east_asian_width
 
 
 class Text(str):
@@ -104,3 +106,22 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 def end_of(name: str, most: int = 28) -> str:
     """The end of a long name, which tells modules apart."""
     return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that text takes; a wide character, as Chinese ones are, takes two."""
+    return sum(1 + is_wide(character) for character in text)
+
+
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """Text with blanks behind it, up to so many columns of a terminal; ``right``: before it."""
+    blanks = " " * (width - columns(text))
+    return blanks + text if right else text + blanks
+
+
+def is_wide(character: str) -> bool:
+    """Whether a character takes two columns of a terminal.
+
+    **Source:** Unicode Standard Annex 11, "East Asian Width": W and F are wide.
+    """
+    return east_asian_width(character) in "WF"

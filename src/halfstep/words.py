@@ -3,18 +3,22 @@
 A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, then the phrase in
 every language. A phrase may have names in braces, which values take the place of. ``Told`` reads
 them in the language that a command speaks; the library itself speaks English.
+
+What is said at once is ``told("resumed", step=100)``. What is kept first, as the reason in a
+result, is ``told.phrase(...)``: a string in English, as values, errors and JSON are in every
+language, and :func:`said` tells it in the language spoken when a command shows it.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from halfstep.errors import ConfigError
 
@@ -40,6 +44,36 @@ def speaking(language: str) -> Iterator[None]:
         _SPOKEN.reset(token)
 
 
+class Phrase(str):
+    """English that :func:`said` tells in other languages too, such as :meth:`Told.phrase` makes.
+
+    Only the phrase itself can be told: an f-string of it is plain English.
+    """
+
+    _tell: Callable[[str], str]
+
+    @classmethod
+    def by(cls, tell: Callable[[str], str]) -> Self:
+        """The phrase that a function tells in the language it is given."""
+        made = cls(tell("en"))
+        made._tell = tell
+        return made
+
+
+def said(text: str, language: str = "") -> str:
+    """Text in a language, empty for the one spoken, if it is a phrase; other text as it is."""
+    return text._tell(language or spoken()) if isinstance(text, Phrase) else text
+
+
+def joined(parts: Sequence[str], separator: str) -> Phrase:
+    """Phrases and other text with a separator between them, as one phrase."""
+    return Phrase.by(partial(_join, tuple(parts), separator))
+
+
+def _join(parts: Sequence[str], separator: str, language: str) -> str:
+    return said(separator, language).join(said(part, language) for part in parts)
+
+
 class Told:
     """The phrases of one package, in the language spoken: ``told("resumed", step=100)``."""
 
@@ -47,8 +81,19 @@ class Told:
         self._package = package
 
     def __call__(self, name: str, /, **values: Any) -> str:
-        """A phrase, with values put in."""
-        return read_phrases(self._package)[name][spoken()].format(**values)
+        """A phrase in the language spoken, with values put in, which may be phrases."""
+        return self._fill(name, values, spoken())
+
+    def phrase(self, name: str, /, **values: Any) -> Phrase:
+        """A phrase to be kept: English until it is :func:`said`, and its values with it."""
+        return Phrase.by(partial(self._fill, name, values))
+
+    def _fill(self, name: str, values: Mapping[str, Any], language: str) -> str:
+        ready = {
+            key: said(value, language) if isinstance(value, Phrase) else value
+            for key, value in values.items()
+        }
+        return read_phrases(self._package)[name][language].format(**ready)
 
 
 @cache

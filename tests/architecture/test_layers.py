@@ -15,18 +15,20 @@ LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
     "files": {"errors"},
-    "formats": {"errors", "shown"},
+    "formats": {"errors", "shown", "words"},
     "shown": set(),
     "torch_version": {"errors"},
     "words": {"errors"},
-    "kernels": {"errors", "formats"},
-    "precision": {"errors", "formats", "kernels", "shown"},
+    "kernels": {"errors", "formats", "words"},
+    "precision": {"errors", "formats", "kernels", "shown", "words"},
     "precision.policy": {
-        *("errors", "formats", "precision.border", "precision.scaling"),
+        *("errors", "formats", "precision.border", "precision.scaling", "words"),
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
-    "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown"},
+    "optim": {"errors", "formats", "kernels", "precision", "words"},
+    "diagnostics": {
+        *("errors", "files", "formats", "kernels", "precision", "optim", "shown", "words"),
+    },
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "files", "formats", "diagnostics", "shown", "words"},

@@ -12,9 +12,11 @@ import pytest
 
 from halfstep.cli.commands import ANSWERS, COMMANDS, Start
 from halfstep.cli.grammar import choices_of, keys_of, leaves, option_name, parser_of, split_language
-from halfstep.cli.help import DOC, WORDS, chinese, columns, docstrings, english, wrapped
+from halfstep.cli.help import CONFIGS, DOC, WORDS, chinese, docstrings, english, wrapped
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
+from halfstep.shown import columns
+from halfstep.trainer.config.config import shipped_configs
 from halfstep.trainer.config.read import sections
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.words import speaking
@@ -59,7 +61,8 @@ def test_every_field_has_its_chinese(name):
 
 
 def test_no_chinese_is_left_of_what_is_gone():
-    assert set(chinese()) - {WORDS} <= set(CLASSES)
+    assert set(chinese()) - {WORDS, CONFIGS} <= set(CLASSES)
+    assert set(chinese()[CONFIGS]) == set(shipped_configs())
     assert set(chinese()[WORDS]) == set(ANSWERS)
 
 

@@ -21,6 +21,7 @@ from tests.docs.blocks import (
     Block,
     blocks_of,
     commands_of,
+    is_the_same,
     pages,
     reader,
     unread_comments,
@@ -30,6 +31,7 @@ from tests.trainer.lm_folders import alpaca, save_base, write
 
 from halfstep.cli.grammar import command_of, read_words
 from halfstep.cli.main import main
+from halfstep.diagnostics.scripts.rules import RULES, check_script
 
 PAGES = pages()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
@@ -78,7 +80,7 @@ def test_the_chinese_page_has_the_same_blocks(path):
     assert [b.language for b in blocks] == [b.language for b in twins]
     for block, twin in zip(blocks, twins, strict=True):
         if block.language in (*SHELLS, "python"):
-            assert without_comments(block) == without_comments(twin), block.name
+            assert is_the_same(block, twin), block.name
 
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -192,6 +194,40 @@ def test_a_command_is_one(block, words, tmp_path, monkeypatch, capsys):
         assert main(plain) == 0, capsys.readouterr().err
 
 
+PRINTED = [
+    block
+    for path in PAGES
+    for block in blocks_of(path)
+    if block.language == "console"
+    and re.match(r"\$ halfstep (doctor (--device|\w+\.py)|estimate --params)", block.code)
+]
+"""Consoles with commands that print the same on every machine."""
+
+
+@pytest.mark.parametrize("block", named(PRINTED))
+def test_a_console_shows_what_its_command_prints(block: Block, tmp_path, monkeypatch, capsys):
+    """In both languages, to the letter, but for an end that the page leaves out.
+
+    A script has the mistakes that the page shows, where it shows them.
+    """
+    monkeypatch.chdir(tmp_path)
+    (words,) = block.commands
+    shown = block.code.partition("\n")[2]
+    for path, line, name in re.findall(r"^(\w+\.py):(\d+): .*\[([\w-]+)\]$", shown, re.M):
+        (rule,) = [rule for rule in RULES if rule.name == name]
+        (tmp_path / path).write_text(rule.bad)
+        found = check_script(tmp_path / path)[0].line
+        (tmp_path / path).write_text("\n" * (int(line) - found) + rule.bad)
+    assert main(words[1:]) == (3 if "trainer.py" in words else 0)
+    assert capsys.readouterr().out.startswith(shown.rstrip() + "\n")
+
+
+def test_there_are_consoles_in_both_languages():
+    chinese = [block for block in PRINTED if "--lang zh" in block.code]
+    assert len(chinese) > 3
+    assert len(PRINTED) >= 2 * len(chinese)
+
+
 # ---- the slow tier: commands that train, made short -----------------------------------------
 
 SHORT = {
@@ -302,3 +338,8 @@ def test_a_block_is_the_same_in_another_language(tmp_path):
     )
     assert without_comments(block("x = 1", "python")) != without_comments(block("x = 2", "python"))
     assert without_comments(block("halfstep env  # 一", "sh")) == [["halfstep", "env"]]
+    english = block("$ halfstep env\ncores 2, free 1.5 GB", "console")
+    assert is_the_same(block("$ halfstep env --lang zh\n空闲 1.5 GB，2 个核", "console"), english)
+    for other in ("env --lang zh\n空闲 1.5 GB，3 个核", "doctor --lang zh\n空闲 1.5 GB，2 个核",
+                  "env\n空闲 1.5 GB，2 个核"):  # fmt: skip
+        assert not is_the_same(block(f"$ halfstep {other}", "console"), english)

@@ -5,13 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory
+from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, part_text
 from halfstep.errors import ConfigError
 from halfstep.report.memory import memory_figure, segments, sentence, write_memory_figure
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from halfstep.report.words import PHRASES
-from halfstep.words import LANGUAGES
+from halfstep.words import said
 from report.conftest import line
 
 MODULES = {
@@ -76,8 +75,9 @@ def test_the_sentence_is_the_library_s_own():
 
 
 def test_every_part_has_words():
-    for part in PARTS:
-        assert set(PHRASES[f"part_{part.replace(' ', '_')}"]) == set(LANGUAGES)
+    for part in (*PARTS, "total"):
+        assert part_text(part) == part
+        assert (said(part_text(part), "zh") == part) == (part == "logits")
 
 
 def test_a_page_shows_the_memory(run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.cli.commands import CopyConfig, ListConfigs, ShowConfig
+from halfstep.cli.help import summary_of
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 
@@ -16,7 +17,7 @@ def run(arguments: ListConfigs | ShowConfig | CopyConfig) -> int:
             shipped = shipped_configs()
             width = max(map(len, shipped))
             for name, text in shipped.items():
-                print(f"{name:<{width}}  {text.splitlines()[0].lstrip('# ')}")
+                print(f"{name:<{width}}  {summary_of(name, text)}")
         case ShowConfig(name=name):
             print(config_to_toml(load_config(name)).rstrip())
         case CopyConfig(name=name, path=path):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from halfstep.cli.commands import Doctor
 from halfstep.cli.formats import table
+from halfstep.cli.words import told
 from halfstep.diagnostics.scripts.rules import Finding, check_script
 from halfstep.errors import ConfigError
+from halfstep.precision.policy.devices import status_text
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.doctor.machine import (
     Diagnosis,
@@ -21,6 +23,7 @@ from halfstep.trainer.doctor.machine import (
     read_product,
 )
 from halfstep.trainer.doctor.runs import check_run
+from halfstep.words import said
 
 WRONG = 3
 """The exit code where a script or a run has a mistake."""
@@ -43,8 +46,11 @@ def run(arguments: Doctor) -> int:
     elif len(every) == 1:
         print(text_of(every[0]))
     else:
-        rows = [(name, d.policy, d.reason) for name, d in zip(arguments.device, every, strict=True)]
-        print(table([("device", "take", "why"), *rows], set()))
+        rows = [
+            (name, d.policy, said(d.reason))
+            for name, d in zip(arguments.device, every, strict=True)
+        ]
+        print(table([(told("device"), told("take"), told("why")), *rows], set()))
     return 0
 
 
@@ -62,10 +68,10 @@ def _check(arguments: Doctor) -> int:
         return WRONG if every else 0
     for finding in every:
         where = f"{finding.path}:{finding.line}" if finding.line else finding.path
-        print(f"{where}: {finding.what} [{finding.rule}]")
-        print(f"    {finding.why}\n    write: {finding.instead}")
+        print(f"{where}: {said(finding.what)} [{finding.rule}]")
+        print(f"    {said(finding.why)}\n    {told('write', instead=finding.instead)}")
     if not every:
-        print(f"{', '.join(arguments.targets)}: no known mistake of precision")
+        print(told("no_mistake", targets=", ".join(arguments.targets)))
     return WRONG if every else 0
 
 
@@ -80,25 +86,26 @@ def _findings(target: Path) -> list[Finding]:
 def text_of(found: Diagnosis) -> str:
     """Format a diagnosis: what to take and why, the formats, what it saves."""
     keys = list(dict.fromkeys(key for row in found.forms for key in row.rates))
-    head = ("format", "hardware", "halfstep", *(f"{key} GFLOP/s" for key in keys))
+    shapes = [told("square") if key == "square" else key for key in keys]
+    head = (told("format"), told("hardware"), "halfstep", *(f"{key} GFLOP/s" for key in shapes))
     rows = [
         (
             row.form,
-            row.status,
-            row.here or "-",
+            said(status_text(row.status)),
+            said(status_text(row.here)) if row.here else "-",
             *(f"{row.rates[key] / 1e9:,.0f}" if key in row.rates else "-" for key in keys),
         )
         for row in found.forms
     ]
     lines = [
-        f"take {found.policy}: {found.reason}",
-        f"source: {found.source}",
-        *([f"instructions: {', '.join(found.instructions)}"] if found.instructions else []),
+        told("take_this", policy=found.policy, reason=found.reason),
+        told("source", source=found.source),
+        *([told("instructions", names=", ".join(found.instructions))] * bool(found.instructions)),
         "",
         table([head, *rows], set(range(3, len(head)))),
         "",
         _savings(found),
-        *(f"note: {note}" for note in found.notes),
+        *(told("note", text=note) for note in found.notes),
     ]
     return "\n".join(lines)
 
@@ -107,15 +114,10 @@ def _savings(found: Diagnosis) -> str:
     """Say what the policy saves, in time of products and in bytes."""
     parts = []
     if found.product_times is not None:
-        parts.append(
-            f"measured: products take {found.product_times:.2f} of fp32's time in {found.policy}"
-        )
+        parts.append(told("product_times", times=found.product_times, policy=found.policy))
     cost = found.bytes_per_parameter
     if found.policy != "fp32":
-        parts.append(
-            f"{found.policy} saves the operands of products in 16 bits for the backward, and keeps "
-            f"{cost[found.policy]:g} bytes per parameter with AdamW, as fp32 does"
-        )
+        parts.append(told("as_fp32", policy=found.policy, bytes=cost[found.policy]))
     least = found.smallest
-    parts.append(f"{least} keeps {cost[least]:.3g} of fp32's {cost['fp32']:g}")
-    return "; ".join(parts)
+    parts.append(told("fewest_bytes", policy=least, bytes=cost[least], fp32=cost["fp32"]))
+    return told("separator").join(parts)

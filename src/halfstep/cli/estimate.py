@@ -6,7 +6,8 @@ import json
 
 from halfstep.cli.commands import Estimate
 from halfstep.cli.formats import table
-from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
+from halfstep.cli.words import told
+from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
@@ -14,6 +15,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.memory import memory_bytes
+from halfstep.words import said
 
 _POLICIES = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit")
 
@@ -56,32 +58,33 @@ def run(arguments: Estimate) -> int:
     else:
         print(_text(found, have, layout, release))
         if arguments.params and optimizer.name == "adafactor":
-            print("Adafactor's sums are left out: 4 bytes for each row and column of a matrix.")
+            print(told("without_sums"))
     return 0
 
 
 def _text(found: list[Memory], have: int, layout: Layout, release: bool) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
-    head = ("policy", *parts, "total", "fits", *(["largest batch"] if with_batch else []))
+    names = [said(part_text(part)) for part in [*parts, "total"]]
+    head = (told("policy"), *names, told("fits"), *([told("largest_batch")] * with_batch))
     rows = [
         (
             memory.policy,
             *(size_text(memory.part(part)) if memory.part(part) else "-" for part in parts),
             size_text(memory.total),
-            "yes" if memory.total <= have else "no",
+            told("yes") if memory.total <= have else told("no"),
             *([str(memory.largest_batch(have))] if with_batch else []),
         )
         for memory in found
     ]
-    notes = [f"fits: into {size_text(have)}"]
+    notes = [told("fits_into", size=size_text(have))]
     if with_batch:
-        notes.append(f"a micro-batch of {found[0].rows}")
+        notes.append(told("micro_batch", rows=found[0].rows))
     else:
-        parts_left = "activations and released gradients" if release else "activations"
-        notes.append(f"without {parts_left}, which depend on model and batch")
+        notes.append(told("without_released") if release else told("without_activations"))
     if layout.size > 1:
-        notes.append(f"on each of {layout.size} ranks ({layout})")
-    lines = [table([head, *rows], set(range(1, len(head)))), "", "; ".join(notes) + "."]
-    lines.append("Temporary tensors, the allocator's rounding and the process come on top.")
+        notes.append(told("each_rank", size=layout.size, layout=layout))
+    lines = [table([head, *rows], set(range(1, len(head)))), ""]
+    lines.append(told("sentence", text=told("separator").join(notes)))
+    lines.append(told("on_top"))
     return "\n".join(lines)

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from halfstep.cli.commands import Formats
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
+from halfstep.shown import columns, padded
+from halfstep.words import Phrase, said
 
 
 def run(arguments: Formats) -> int:
@@ -101,19 +104,20 @@ def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
     }
 
 
-def verdict(form: FloatFormat, value: float, number: float) -> str:
+def verdict(form: FloatFormat, value: float, number: float) -> Phrase:
     """Name in a word or two what rounding ``value`` to ``number`` did."""
     if math.isnan(number):
-        exact = "exact" if form.has_nan else "has no NaN"
-        return exact if math.isnan(value) else "overflows to NaN"
+        exact = told.phrase("exact") if form.has_nan else told.phrase("no_nan")
+        return exact if math.isnan(value) else told.phrase("overflows_to_nan")
     if not form.has_nan and abs(value) > form.max:
-        return "saturates"
+        return told.phrase("saturates")
     if math.isinf(number):
-        return "exact" if math.isinf(value) else "overflows to inf"
+        return told.phrase("exact") if math.isinf(value) else told.phrase("overflows_to_inf")
     if number == 0.0 and value != 0.0:
-        return "underflows to 0"
-    word = "exact" if number == value else "rounded"
-    return f"{word}, subnormal" if 0.0 < abs(number) < form.min_normal else word
+        return told.phrase("underflows_to_0")
+    word = told.phrase("exact") if number == value else told.phrase("rounded")
+    small = 0.0 < abs(number) < form.min_normal
+    return told.phrase("subnormal", word=word) if small else word
 
 
 def _describe(form: FloatFormat) -> dict[str, Any]:
@@ -151,19 +155,21 @@ def _power(value: float) -> str:
 
 
 def table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
-    """Align rows in columns, those in ``right`` flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Align rows in columns of a terminal, those in ``right`` flush right."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, widths, strict=True)
-        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(cells)]
+        parts = [padded(c, w, right=i in right) for i, (c, w) in enumerate(cells)]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
 
 
 def _ranges() -> str:
-    head = ("format", "bits", "s/e/m", "largest", "smallest normal", "smallest positive",
-            "gap at 1", "digits")  # fmt: skip
+    head = (
+        told("format"), told("bits"), "s/e/m", told("largest"), told("smallest_normal"),
+        told("smallest_positive"), told("gap"), told("digits"),
+    )  # fmt: skip
     rows = [
         (
             form.name,
@@ -181,26 +187,26 @@ def _ranges() -> str:
     numbers = ", ".join(form.name for form in FORMATS.values() if not form.has_nan)
     return (
         f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
-        "s/e/m: bits of sign, exponent, mantissa. digits: decimal, log10(2^(m+1)).\n"
-        f"tf32 is stored in 32 bits. {finite} has no infinity: beyond the largest comes NaN.\n"
-        f"{numbers} has neither: beyond the largest comes the largest.\n"
-        "halfstep formats VALUE shows what each makes of a number."
+        f"{told('about_formats', finite=finite, numbers=numbers)}"
     )
 
 
 def _blocks() -> str:
-    rows = [("block format", "numbers", "block", "scales", "rule", "bits per number")]
+    rows = [
+        (
+            *(told("block_format"), told("numbers"), told("block"), told("scales")),
+            *(told("scale_rule"), told("bits_per_number")),
+        )
+    ]
     for form in BLOCK_FORMATS.values():
-        shape = "the tensor" if form.block is None else "x".join(map(str, form.block))
+        shape = told("the_tensor") if form.block is None else "x".join(map(str, form.block))
         each = float(form.element.bits)
         if form.block is not None:
             each += form.scale.bits / math.prod(form.block)
-        scale = form.scale.name + (", and one fp32" if form.rule == "two-level" else "")
+        two = form.rule == "two-level"
+        scale = told("and_one_fp32", scale=form.scale.name) if two else form.scale.name
         rows.append((form.name, form.element.name, shape, scale, form.rule, f"{each:.4g}"))
-    return (
-        f"{table(rows, {5})}\n\n"
-        "halfstep formats VALUE VALUE ... --block NAME shows what becomes of a block."
-    )
+    return f"{table(rows, {5})}\n\n{told('about_blocks')}"
 
 
 def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> str:
@@ -208,19 +214,19 @@ def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> s
     if math.isfinite(value):
         spelled = str(Decimal(value))
         if len(spelled) > 60:  # the decimal digits of an fp64 number can be hundreds
-            spelled = f"about {Decimal(value):.25g}"
+            spelled = told("about", number=f"{Decimal(value):.25g}")
         spelled += f" = {value.hex()}"
-    errors = [("format", "number", "error", "relative", "verdict")]
-    bits = [("format", "s|exponent|mantissa", "hex", "below", "above")]
+    form = told("format")
+    errors = [(form, told("number"), told("error_of"), told("relative"), told("verdict"))]
+    bits = [(form, told("fields"), told("hex"), told("below"), told("above"))]
     for name, row in rounded.items():
         error, relative = row["absolute_error"], row["relative_error"]
         errors.append(
-            (name, repr(row["number"]), f"{error:.3g}", f"{relative:.3g}", row["verdict"])
+            (name, repr(row["number"]), f"{error:.3g}", f"{relative:.3g}", said(row["verdict"]))
         )
         fields = "|".join((row["sign"], row["exponent"], row["mantissa"]))
         bits.append((name, fields, row["hex"], f"{row['below']:.9g}", f"{row['above']:.9g}"))
     return (
-        f"{text} is read as fp64: {spelled}\n"
-        "Each format rounds that once, to the nearest, ties to even.\n\n"
+        f"{told('read_as', text=text, spelled=spelled)}\n\n"
         f"{table(errors, {1, 2, 3})}\n\n{table(bits, {3, 4})}"
     )

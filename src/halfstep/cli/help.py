@@ -1,7 +1,8 @@
 """The text of ``--help``: where it stands, in which language, and how its lines break.
 
 The English is in the docstrings of the dataclasses; ``help.zh.toml`` has the Chinese, by class and
-field, so that a field that many commands share is translated once.
+field, so that a field that many commands share is translated once. So has it that of the first
+lines of the configurations.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 from typing import Any
-from unicodedata import category, east_asian_width
+from unicodedata import category
 
 from halfstep.cli.commands import ANSWERS, COMMANDS
 from halfstep.cli.words import told
+from halfstep.shown import columns, is_wide
 from halfstep.words import spoken
 
 DOC = "doc"
 """The key of a class's own docstring among those of its fields."""
 WORDS = "ANSWERS"
 """The table of what answers words that are no commands."""
+CONFIGS = "CONFIGS"
+"""The table of the configurations that come with the package, by name."""
 # Source: Unicode Standard, table 4-4: opening and initial; closing, final and other punctuation.
 _OPENING, _CLOSING = {"Ps", "Pi"}, {"Pe", "Pf", "Po"}
 
@@ -72,6 +76,11 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
 def answer(word: str) -> str:
     """What answers a word that people try as a command, though it is none."""
     return chinese()[WORDS][word] if spoken() == "zh" else ANSWERS[word]
+
+
+def summary_of(name: str, text: str) -> str:
+    """What a configuration that comes with the package is for: in English, its first comment."""
+    return chinese()[CONFIGS][name] if spoken() == "zh" else text.splitlines()[0].lstrip("# ")
 
 
 def overview(names: Sequence[str]) -> str:
@@ -121,26 +130,11 @@ def wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
-def columns(text: str) -> int:
-    """Columns of a terminal that text takes."""
-    return sum(1 + _is_wide(character) for character in text)
-
-
-def padded(text: str, width: int) -> str:
-    """Text with blanks behind it, up to so many columns."""
-    return text + " " * (width - columns(text))
-
-
-def _is_wide(character: str) -> bool:
-    # Source: Unicode Standard Annex 11, "East Asian Width": W and F are wide.
-    return east_asian_width(character) in "WF"
-
-
 def _units(word: str) -> list[str]:
     """Split a word where a line may break: beside wide characters, but for marks."""
     units = [word[0]]
     for before, character in pairwise(word):
-        wide = _is_wide(before) or _is_wide(character)
+        wide = is_wide(before) or is_wide(character)
         bound = category(character) in _CLOSING or category(before) in _OPENING
         if bound or not wide:
             units[-1] += character

@@ -9,12 +9,14 @@ from pathlib import Path
 from halfstep.cli.commands import Memory
 from halfstep.cli.formats import table
 from halfstep.cli.one_step import opened
+from halfstep.cli.words import told
 from halfstep.diagnostics.memory import table as memory
 from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.errors import ConfigError
 from halfstep.report.memory import require_figure_name, write_memory_figure
 from halfstep.report.words import phrase
 from halfstep.trainer.loop import attempt
+from halfstep.words import said, spoken
 
 
 def run(arguments: Memory) -> int:
@@ -24,14 +26,16 @@ def run(arguments: Memory) -> int:
         require_figure_name(out)  # before the steps
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
-    if out is not None and not write_memory_figure([(m.policy, m, None) for m in found], out):
+    bars = [(m.policy, m, None) for m in found]
+    if out is not None and not write_memory_figure(bars, out, spoken()):
         raise ConfigError(f"--out {out}: {phrase('no_figures', 'en')}")
     if arguments.json:
         plain = [each.to_json() for each in found]
         print(json.dumps({"policies": plain}, indent=1))
         return 0
     parts = [part for part in memory.PARTS if any(each.part(part) for each in found)]
-    head = ("policy", *parts, "total", "of the first")
+    names = [said(memory.part_text(part)) for part in [*parts, "total"]]
+    head = (told("policy"), *names, told("of_the_first"))
     rows = [
         (
             each.policy,
@@ -43,10 +47,13 @@ def run(arguments: Memory) -> int:
     ]
     lines = [table([head, *rows], set(range(1, len(head))))]
     lines += [
-        f"\n{each.policy}: {each.why_not_half()}" for each in found[1:] if each.part("gradients")
+        f"\n{told('why_of', policy=each.policy, why=each.why_not_half())}"
+        for each in found[1:]
+        if each.part("gradients")
     ]
-    lines += ["", *(f"{each.policy}, activations: {each.modules_text()}" for each in found)]
-    lines += [f"\nWritten: {out}"] if out is not None else []
+    lines += [""]
+    lines += [told("modules_of", policy=m.policy, modules=m.modules_text()) for m in found]
+    lines += [f"\n{told('written', path=out)}"] if out is not None else []
     print("\n".join(lines))
     return 0
 

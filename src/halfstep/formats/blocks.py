@@ -35,8 +35,10 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
-from halfstep.shown import Text
+from halfstep.shown import Text, padded
+from halfstep.words import Phrase, Told, said
 
+_told = Told("halfstep.formats")
 ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
 
 LEAST_AMAX = 1e-12
@@ -249,12 +251,16 @@ class BlockFormat:
                         0.1    0x00               0               0        0.1         1
         """
         found = self.rows(values)
-        lines = [self._head(), found["scale"], "", _ROW.format(*_COLUMNS)]
+        rows = [[_told(f"column {name}") for name in _COLUMNS]]
         for row in found["numbers"]:
-            cells = (f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}")
-            errors = (f"{row['error']:.3g}", f"{row['relative']:.3g}")
-            lines.append(_ROW.format(*cells, f"{row['becomes']:.9g}", *errors))
-        return Text("\n".join(lines))
+            cells = [f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}"]
+            errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
+            rows.append([*cells, f"{row['becomes']:.9g}", *errors])
+        lines = [
+            "  ".join(padded(c, w, right=True) for c, w in zip(row, _COLUMNS.values(), strict=True))
+            for row in rows
+        ]
+        return Text("\n".join([self._head(), said(found["scale"]), "", *lines]))
 
     def rows(self, values: Sequence[float]) -> dict[str, Any]:
         """What :meth:`explain` shows, as plain values."""
@@ -281,11 +287,13 @@ class BlockFormat:
         return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
 
     def _head(self) -> str:
-        shape = "the whole tensor one block"
+        shape = _told("one_block")
         if self.block is not None:
-            shape = f"blocks of {self.block[0]}x{self.block[1]}"
-        scales = f"scales {self.scale.name} ({self.rule})"
-        return f"{self.name}: {self.element.name} numbers, {shape}, {scales}"
+            shape = _told("blocks", rows=self.block[0], columns=self.block[1])
+        return _told(
+            "head", name=self.name, element=self.element.name, shape=shape,
+            scale=self.scale.name, rule=self.rule,
+        )  # fmt: skip
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -466,19 +474,19 @@ def _over(number: float, x: Tensor) -> Tensor:
     return torch.full_like(x, number) / x
 
 
-_COLUMNS = ("number", "code", "in the block", "becomes", "error", "relative")
-_ROW = "{:>15}  {:>6}  {:>14}  {:>14}  {:>9}  {:>8}"
+_COLUMNS = {"number": 15, "code": 6, "in the block": 14, "becomes": 14, "error": 9, "relative": 8}
 
 
-def _scale_line(q: Quantized) -> str:
+def _scale_line(q: Quantized) -> Phrase:
     scale = q.scales.reshape(-1)[0]
     number = f"{scale.float().item():g}"
     if q.format.scale is FP32:
-        return f"scale {number}"
+        return _told.phrase("scale", number=number)
     code = f"0x{scale.view(torch.uint8).item():02x}"
     if q.outer is None:
-        return f"scale of the block {number} = 2^{scale.float().log2().item():g} ({code})"
-    return f"scale of the tensor {q.outer.item():g}, of the block {number} ({code})"
+        power = scale.float().log2().item()
+        return _told.phrase("scale_of_block", number=number, power=power, code=code)
+    return _told.phrase("scales", outer=q.outer.item(), number=number, code=code)
 
 
 MXFP8 = BlockFormat("mxfp8", E4M3FN, (1, 32), "rceil")

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from halfstep.words import Told
+
+_phrase = Told("halfstep.kernels").phrase
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math"),
@@ -43,7 +46,7 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     known = (name for name in ("g++", "c++", "clang++") if shutil.which(name))
     compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
     if not compiler:
-        return "no C++ compiler (g++, c++ or clang++) on the PATH"
+        return _phrase("no_compiler")
     try:
         return ctypes.CDLL(str(_build(compiler, sources, fused)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, size_text
+from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, part_text, size_text
 from halfstep.errors import ConfigError
 from halfstep.report.figures import (
     COLOURS,
@@ -18,6 +18,7 @@ from halfstep.report.figures import (
     INK,
     PAPER,
     as_svg,
+    fonts_of,
     largest,
     new_figure,
     plain,
@@ -26,6 +27,7 @@ from halfstep.report.figures import (
 )
 from halfstep.report.record import RunRecord
 from halfstep.report.words import phrase
+from halfstep.words import said
 
 _COLOURS: Mapping[str, str] = {
     "weights": COLOURS[0],
@@ -139,7 +141,7 @@ def _legend(
 
 
 def _label(part: str, module: str, language: str) -> str:
-    name = phrase(f"part_{part.replace(' ', '_')}", language)
+    name = said(part_text(part), language)
     if not module:
         return name
     where = phrase(_MODULES[module], language) if module in _MODULES else module
@@ -161,37 +163,35 @@ def require_figure_name(path: Path) -> None:
 def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -> bool:
     """Write the figure as SVG or PNG, by the path's suffix; whether matplotlib is there to do it.
 
+    Its words are English where no installed font has the characters of the language.
+
     Raises:
         ConfigError: For another suffix, or a path that cannot be written.
     """
     require_figure_name(path)
-    figure = memory_figure(bars, language)
-    if figure is None:
+    if new_figure((1.0, 1.0)) is None:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix.lower() == ".png":
-            save_png(figure, path)
-        else:
-            temporary = path.with_name(f".{path.name}")
-            figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
-            temporary.replace(path)
+        with fonts_of(language) as drawn:
+            _save(memory_figure(bars, drawn), path)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     return True
 
 
+def _save(figure: Any, path: Path) -> None:
+    if path.suffix.lower() == ".png":
+        save_png(figure, path)
+    else:
+        temporary = path.with_name(f".{path.name}")
+        figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
+        temporary.replace(path)
+
+
 def sentence(memory: Memory, language: str) -> str:
     """What holds the memory, and why 16 bits saved less than half of it."""
-    reasons = [
-        phrase(f"why_{reason.name}", language, {"share": f"{reason.share:.0%}"})
-        for reason in memory.reasons()
-    ]
-    values = {
-        "total": size_text(memory.total),
-        "reasons": phrase("why_and", language).join(reasons),
-    }
-    return phrase("why", language, values)
+    return said(memory.why_not_half(), language)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,10 @@ def memory_view(
         ]
         for name, memory, peak in bars
     ]
-    head = ["run", *(f"part_{part.replace(' ', '_')}" for part in parts), "total", "memory"]
+    names = [said(part_text(part), language) for part in [*parts, "total"]]
     figure = memory_figure(bars, language) if drawn else None
     return MemoryView(
-        [phrase(key, language) for key in head],
+        [phrase("run", language), *names, phrase("memory", language)],
         rows,
         [(name, sentence(memory, language)) for name, memory, _ in bars],
         Markup("" if figure is None else as_svg(figure, salt="memory")),

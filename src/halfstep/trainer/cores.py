@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.words import Told
+from halfstep.words import Told, said
 
 _told = Told("halfstep.trainer")
 
@@ -106,7 +106,12 @@ def seconds_waited() -> dict[str, float]:
 
 
 def remark(share: float | None, threads: int) -> str:
-    """Say that the machine is busy, and what helps; empty if it is not, or if nobody knows.
+    """Say that the machine is busy, as :func:`busy` finds it, in the language spoken."""
+    return said(busy(share, threads))
+
+
+def busy(share: float | None, threads: int) -> str:
+    """That the machine is busy, and what helps; empty if it is not, or if nobody knows.
 
     Args:
         share: As :meth:`Waiting.share` returns it.
@@ -114,7 +119,7 @@ def remark(share: float | None, threads: int) -> str:
     """
     if share is None or share < BUSY:
         return ""
-    busy = _told("busy", share=share)
+    waits = _told.phrase("busy", share=share)
     if threads == 1:
-        return _told("busy_one", busy=busy)
-    return _told("busy_several", busy=busy, threads=threads // 2)
+        return _told.phrase("busy_one", busy=waits)
+    return _told.phrase("busy_several", busy=waits, threads=threads // 2)

@@ -18,6 +18,9 @@ from halfstep.precision.casting.autocast import Autocast, support
 from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import Auto
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -87,8 +90,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": gpus,
         "device": str(device),
         "device_name": name_of(device),
-        # cut off the reason in parentheses, which may name one of the user's folders
-        "optimizer_kernel": kernel_for(device.type).name.partition(" (")[0],
+        # without the reason, which may name one of the user's folders
+        "optimizer_kernel": kernel_for(device.type).way,
         "forward_kernels": _forward_kernels(device),
         "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
@@ -100,9 +103,10 @@ def _forward_kernels(device: torch.device) -> str:
         return "torch"
     found = loaded()
     if not isinstance(found, str):
-        return "compiled C++"
+        return _told.phrase("compiled_kernels")
     # the compiler's own words may name one of the user's folders
-    return f"torch ({'the C++ compiler failed' if 'failed' in found else found})"
+    reason = _told.phrase("compiler_failed") if "failed" in found else found
+    return _told.phrase("torch_because", reason=reason)
 
 
 def gemm_flops_per_second(

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from halfstep.shown import as_html, bars
+from halfstep.words import Phrase, Told, joined
+
+_phrase = Told("halfstep.diagnostics.memory").phrase
 
 PARTS = {
     "weights": "parameters and buffers",
@@ -23,17 +26,6 @@ WHOLE, OTHERS = "(model)", "(others)"
 """Names of the model itself, and of what is not among the largest, in :meth:`Memory.by_kind`."""
 SAVED = ("cast copies", "activations", "logits")
 """What lives from the forward to the backward, and grows with the batch but for the casts."""
-
-
-_REASONS = {
-    "state": "{} are weights, gradients and optimizer state",
-    "state_of_mixed": "{} are weights, gradients and optimizer state, which a *-mixed policy keeps "
-    "in fp32",
-    "wide_logits": "{} are logits in fp32 (softmax, norms and losses compute in it)",
-    "wide_activations": "{} are activations in fp32 (softmax, norms and losses compute in it)",
-    "casts": "{} are 16-bit copies of weights that come on top",
-    "halved": "{} are saved tensors that 16 bits have halved",
-}
 
 
 class Reason(NamedTuple):
@@ -112,14 +104,19 @@ class Memory:
             _add(left, forms)
         return [*ordered[:most], *([(OTHERS, left)] if left else [])]
 
-    def modules_text(self) -> str:
+    def modules_text(self) -> Phrase:
         """What :meth:`by_kind` tells, in a line."""
+        own = {WHOLE: _phrase("whole"), OTHERS: _phrase("others")}
         texts = [
-            f"{name} {size_text(sum(forms.values()))} "
-            f"({_forms(forms) if len(forms) > 1 else next(iter(forms))})"
+            _phrase(
+                "module",
+                name=own.get(name, name),
+                size=size_text(sum(forms.values())),
+                forms=_forms(forms) if len(forms) > 1 else next(iter(forms)),
+            )
             for name, forms in self.by_kind()
         ]
-        return "; ".join(texts) or "none"
+        return joined(texts, _phrase("and")) if texts else _phrase("none")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which :func:`memory_from_json` reads."""
@@ -136,10 +133,10 @@ class Memory:
             return 0
         return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
 
-    def why_not_half(self) -> str:
+    def why_not_half(self) -> Phrase:
         """Why 16-bit products saved less than half of the memory, as a sentence."""
-        parts = [_REASONS[reason.name].format(f"{reason.share:.0%}") for reason in self.reasons()]
-        return f"Of {size_text(self.total)}, {'; '.join(parts)}."
+        parts = [_phrase(f"why {r.name}", share=f"{r.share:.0%}") for r in self.reasons()]
+        return _phrase("why", total=size_text(self.total), reasons=joined(parts, _phrase("and")))
 
     def reasons(self) -> list[Reason]:
         """What :meth:`why_not_half` says, by name and share of the total."""
@@ -182,8 +179,14 @@ class Memory:
         return f"{how}, on each of {self.ranks} ranks" if self.ranks > 1 else how
 
 
-def _forms(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
+def part_text(part: str) -> Phrase:
+    """The name of a part, of ``PARTS`` or ``"total"``."""
+    return _phrase("total") if part == "total" else _phrase(f"part {part}")
+
+
+def _forms(found: Mapping[str, int]) -> Phrase:
+    texts = [f"{dtype} {size_text(size)}" for dtype, size in found.items()]
+    return joined(texts, _phrase("comma"))
 
 
 def _add(sums: dict[str, int], forms: Mapping[str, int]) -> None:

@@ -1,8 +1,9 @@
 """The mistakes of precision that can be seen in a training script: one table, one entry each.
 
-An entry says what is wrong, why, and the line to write instead, and carries a script in which it is
-found and one in which it is not, which the tests run. A rule is silent where it cannot be sure: a
-scaler that other code gets, a branch that excludes the other, a name that no optimizer trains.
+An entry carries a script in which it is found and one in which it is not, which the tests run;
+``words.toml`` says what is wrong, why, and the line to write instead. A rule is silent where it
+cannot be sure: a scaler that other code gets, a branch that excludes the other, a name that no
+optimizer trains.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from halfstep.diagnostics.scripts.syntax import (
     values,
 )
 from halfstep.errors import DataError
+from halfstep.words import Phrase, Told
+
+_phrase = Told("halfstep.diagnostics.scripts").phrase
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +61,30 @@ class Rule:
 
     Attributes:
         name: Its name in reports.
-        what: What is wrong.
-        why: What follows from it.
-        instead: What to write.
         find: Yields the lines of a script where it is so.
         bad: A script in which it is found once.
         good: A script in which it is not.
     """
 
     name: str
-    what: str
-    why: str
-    instead: str
     find: Callable[[Script], Iterator[int]]
     bad: str
     good: str
+
+    @property
+    def what(self) -> Phrase:
+        """What is wrong."""
+        return _phrase(f"what {self.name}")
+
+    @property
+    def why(self) -> Phrase:
+        """What follows from it."""
+        return _phrase(f"why {self.name}")
+
+    @property
+    def instead(self) -> Phrase:
+        """What to write."""
+        return _phrase(f"instead {self.name}")
 
 
 def check_script(path: str | Path) -> list[Finding]:
@@ -345,10 +358,6 @@ scaler.update()
 RULES: tuple[Rule, ...] = (
     Rule(
         name="clip-before-unscale",
-        what="gradients are clipped while they are scaled",
-        why="their norm is the loss scale times what max_norm means, so that every step is clipped "
-        "to almost nothing",
-        instead="scaler.unscale_(optimizer) before the clipping",
         find=_clip_before_unscale,
         bad=_LOOP + "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" + _STEP,
         good=_LOOP + "    scaler.unscale_(optimizer)\n"
@@ -356,38 +365,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="scaler-not-saved",
-        what="the checkpoint holds the optimizer's state and not the scaler's",
-        why="a resumed run starts at 65536 again, and skips steps until the scale has fallen",
-        instead='"scaler": scaler.state_dict() beside it, and scaler.load_state_dict(...) at the '
-        "start",
         find=_scaler_not_saved,
         bad=_LOOP + _STEP + _SAVE % "",
         good=_LOOP + _STEP + _SAVE % ', "scaler": scaler.state_dict()',
     ),
     Rule(
         name="scaler-never-updated",
-        what="scaler.step is called and scaler.update is not",
-        why="the scale never falls, so that after one overflow every step overflows",
-        instead="scaler.update() after scaler.step(optimizer)",
         find=_never_updated,
         bad=_LOOP + "    scaler.step(optimizer)\n",
         good=_LOOP + _STEP,
     ),
     Rule(
         name="scaled-step",
-        what="the optimizer steps by itself on gradients that a scaler has scaled",
-        why="they are the loss scale times too large, and infinities go into the weights",
-        instead="scaler.step(optimizer); scaler.update()",
         find=_stepped_by_hand,
         bad=_LOOP + "    optimizer.step()\n",
         good=_LOOP + _STEP,
     ),
     Rule(
         name="backward-inside-autocast",
-        what="backward runs inside of torch.autocast",
-        why="torch advises against it: what a backward computes itself is cast anew, and not as in "
-        "the forward",
-        instead="loss.backward() after the with block, which holds forward and loss alone",
         find=_backward_inside,
         bad="import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n"
         "    loss = model(x)\n    loss.backward()\n",
@@ -396,11 +391,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="schedule-over-skips",
-        what="the schedule steps whether or not the scaler stepped",
-        why="each skipped step moves the learning rate on, so that a warm-up is shorter than it "
-        "says",
-        instead="scale = scaler.get_scale() before scaler.update(), and scheduler.step() if it did "
-        "not fall",
         find=_schedule_over_skips,
         bad=_LOOP + _STEP + "    scheduler.step()\n",
         good=_LOOP + "    before = scaler.get_scale()\n" + _STEP
@@ -408,28 +398,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="half-weights-under-a-scaler",
-        what="the model's weights are fp16, and a GradScaler steps",
-        why="the scaler refuses fp16 gradients, and fp16 weights lose small updates",
-        instead="fp32 weights, and torch.autocast around the forward",
         find=_half_with_scaler,
         bad=_CAST % (".cuda().half()", ", eps=1e-4") + _SCALED,
         good=_CAST % (".cuda()", "") + _SCALED,
     ),
     Rule(
         name="pure-bf16",
-        what="the optimizer's weights are bf16, with nothing that keeps small updates",
-        why="an update below 1/512 to 1/256 of a weight rounds to nothing",
-        instead="fp32 weights under torch.autocast, or halfstep.Precision('bf16-split', ...)",
         find=_pure_bf16,
         bad=_CAST % (".to(torch.bfloat16)", ""),
         good=_CAST % (".to('cuda')", ""),
     ),
     Rule(
         name="scaler-with-bf16",
-        what="a GradScaler scales a loss that is computed in bf16",
-        why="bf16 has fp32's range, so that the scale saves nothing and its skips hide real "
-        "infinities",
-        instead="loss.backward(); optimizer.step()",
         find=_scaler_with_bf16,
         bad=_LOOP.replace("float16", "bfloat16").replace('GradScaler("cuda")', "GradScaler()")
         + _STEP,
@@ -437,9 +417,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16-without-scaler",
-        what="a model trains in fp16 autocast without a loss scale",
-        why="gradients below 6e-8 are 0 in fp16",
-        instead="halfstep.GradScaler(), or bf16 where the device has it",
         find=_fp16_without_scaler,
         bad="import torch\nwith torch.autocast('cuda', dtype=torch.float16):\n"
         "    loss = model(x)\nloss.backward()\n",
@@ -447,18 +424,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="eps-underflows",
-        what="Adam's eps is 0 in fp16, the format of its weights",
-        why="1e-8 rounds to 0 there, and a moment of 0 makes 0 / 0",
-        instead="eps=1e-4, or fp32 weights",
         find=_eps_underflows,
         bad=_CAST % (".half()", ""),
         good=_CAST % (".half()", ", eps=1e-4"),
     ),
     Rule(
         name="positions-in-16-bits",
-        what="positions or their frequencies are in 16 bits",
-        why="bf16 holds whole numbers to 256 and fp16 to 2048, so that positions beyond coincide",
-        instead="fp32 for positions and angles; cast the sines and cosines",
         find=_low_positions,
         bad="import torch\nt = torch.arange(length, dtype=torch.bfloat16)\n",
         good="import torch\nt = torch.arange(length, dtype=torch.float32)\n"
@@ -466,9 +437,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="average-in-16-bits",
-        what="the average of the weights is kept in 16 bits",
-        why="with a decay of 0.999 its updates are below half a gap, and it stands still",
-        instead="an fp32 copy, or halfstep.EMA",
         find=_low_average,
         bad="import copy\nema = copy.deepcopy(model).half()\n"
         "for e, p in zip(ema.parameters(), model.parameters()):\n    e.mul_(0.999).add_(p)\n",
@@ -477,9 +445,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sum-in-16-bits",
-        what="a running sum is kept in 16 bits",
-        why="it stops growing at 2048 (fp16) or 256 (bf16) times what is added",
-        instead="total += loss.item(), or a total in fp32",
         find=_low_sums,
         bad="import torch\ntotal = torch.zeros((), dtype=torch.float16)\n"
         "for x in data:\n    total += model(x).detach()\n",
@@ -488,9 +453,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="loss-in-16-bits",
-        what="a loss is computed from logits that were cast to 16 bits",
-        why="its log-sum-exp has 8 to 11 bits, and small gradients of unlikely classes are 0",
-        instead="cross_entropy(logits.float(), targets)",
         find=_low_loss,
         bad="from torch.nn import functional\nloss = functional.cross_entropy(logits.half(), y)\n",
         good="from torch.nn import functional\n"

@@ -14,19 +14,28 @@ from halfstep.optim.storage.state import StepTask
 from halfstep.optim.storage.weights import read_master
 from halfstep.precision.masters.rounding import Update
 from halfstep.precision.scaling.gradients import global_norm
+from halfstep.words import Told
+
+_phrase = Told("halfstep.optim").phrase
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
-    name: str  # a description for people, with the reason if it is not a fast kernel
+    way: str  # a description for people
     run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
     # the fp32 value of a flat weight and its remainder
     read: Callable[[Tensor, Tensor | None, Update], Tensor] = read_master
+    reason: str = ""  # why it is not a fast kernel
+
+    @property
+    def name(self) -> str:
+        """The description, with the reason if there is one."""
+        return f"{self.way} ({self.reason})" if self.reason else self.way
 
 
 def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
@@ -42,15 +51,13 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
         native = reason = native_kernel()
         if not isinstance(native, str):
             if rule in RULES:
-                return Kernel(
-                    "a kernel compiled for this CPU", native.run, native.norm, native.read
-                )
+                return Kernel(_phrase("compiled"), native.run, native.norm, native.read)
             reason = f"no compiled kernel has the rule {rule}"
             norm, read = native.norm, native.read
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
             if rule in RULES:
-                return Kernel("Triton kernels", cuda.run_cuda, norm)
+                return Kernel(_phrase("triton"), cuda.run_cuda, norm)
             reason = f"no Triton kernel has the rule {rule}"
-    return Kernel(f"torch operations ({reason})", run_torch, norm, read)
+    return Kernel(_phrase("torch"), run_torch, norm, read, str(reason))

@@ -28,6 +28,9 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.words import Told, joined
+
+_phrase = Told("halfstep.precision").phrase
 
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
@@ -72,11 +75,12 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        return Support("native", f"{', '.join(names)} products; {found.reason}")
+        how = _phrase("low_bit_native", names=", ".join(names), reason=found.reason)
+        return Support("native", how)
     if policy.simulate:
-        how = f"operands are rounded to {', '.join(lacking)} exactly, and multiplied as bf16"
-        return Support("simulated", f"{how}; {found.reason}")
-    reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
+        how = _phrase("low_bit_simulated", names=", ".join(lacking), reason=found.reason)
+        return Support("simulated", how)
+    reason = _phrase("add_simulate", reasons=joined([*lacking.values()], _phrase("and")))
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
@@ -85,15 +89,14 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
-            return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
+            return Support("refused", _phrase("cpu_no_tf32"), "fp32")
         name = dtype_name(compute)
         if _is_simulated(policy, device):
-            how = f"{name} products run through fp32 kernels with {name} rounding"
-            return Support("simulated", how)
-        return Support("native", f"{name} matrix kernels of this CPU")
+            return Support("simulated", _phrase("cpu_simulates", name=name))
+        return Support("native", _phrase("cpu_native", name=name))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
+            return Support("refused", _phrase("no_cuda"), _nearest_on_cpu(policy))
         has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
         here, needed = "{}.{}".format(*has), first_capability(what)
@@ -101,33 +104,32 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
             fp16 = what == "bf16" and has >= first_capability("fp16")
             return Support(
                 "refused",
-                f"compute capability {here} has no {what} tensor cores "
-                f"({needed[0]}.{needed[1]} has)",
+                _phrase("no_tensor_cores", here=here, what=what, since="{}.{}".format(*needed)),
                 "fp16-mixed" if fp16 else "fp32",
             )
-        return Support("native", f"{what} on compute capability {here}")
+        return Support("native", _phrase("cuda_native", what=what, here=here))
     if device.type == "mps" and torch.backends.mps.is_available():
         return _on_a_mac(policy, device)
-    reason = f"device {device.type!r} is not supported yet"
+    reason = _phrase("not_supported", type=device.type)
     if device.type == "mps":
-        reason = "torch sees no GPU of a Mac (mps)"
+        reason = _phrase("no_mac")
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
 def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
     if policy.tf32:
-        return Support("refused", "a Mac's GPU has no tf32", "fp32")
+        return Support("refused", _phrase("mac_no_tf32"), "fp32")
     wrong = failed_probe(device, policy.compute_dtype)
     if not wrong and policy.casts_per_op:
         wrong = failed_lists(device, policy.compute_dtype)
     name = dtype_name(policy.compute_dtype)
     if not wrong:
-        return Support("native", f"a live probe of this Mac's GPU found {name} right")
+        return Support("native", _phrase("mac_right", name=name))
     on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
     return Support(
         "refused",
-        f"a live probe of this Mac's GPU found {name} wrong ({wrong})",
+        _phrase("mac_wrong", name=name, wrong=wrong),
         "fp32" if on_fp32 else _nearest_on_cpu(policy),
     )
 
@@ -135,7 +137,7 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return f"{'fp32' if policy.tf32 else policy} on --device cpu"
+    return _phrase("nearest_on_cpu", policy="fp32" if policy.tf32 else str(policy))
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:

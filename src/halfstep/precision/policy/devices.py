@@ -18,10 +18,12 @@ import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.probe import failed_lists, failed_probe
+from halfstep.words import Phrase, Told
 
 Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """The names that Linux gives to CPU instructions for bf16 products (``bf16`` on Arm)."""
+_phrase = Told("halfstep.precision.policy").phrase
 _CUDA = "CUDA C++ Programming Guide, Compute Capabilities"
 
 
@@ -68,12 +70,12 @@ def _forms(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_BF16 = "has bf16 tensor cores: the range of fp32, so that the loss needs no scale"
+_BF16, _FP16 = _phrase("bf16_cores"), _phrase("fp16_cores")
 # Names that contain others stand first: "RTX 6000 Ada" before "RTX A6000", "GTX 1650" before "T4".
 # A GeForce ends in 50 to 90; workstation cards share one number: Quadro RTX 5000, RTX 5000 Ada.
 DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
-        family="Blackwell (GeForce and workstation)", type="cuda", since=(12, 0),
+        family=_phrase("family_workstation"), type="cuda", since=(12, 0),
         models=r"RTX ?50([5-9]0)?(TI)?\b|BLACKWELL|GB10\b|DGX SPARK",
         examples=("RTX 5090", "RTX PRO 6000 Blackwell", "GB10"),
         native=_forms("fp32 tf32 bf16 fp16 fp8 fp4"), policy="bf16-mixed", reason=_BF16,
@@ -106,11 +108,11 @@ DEVICES: tuple[DeviceKind, ...] = (
         source=f"{_CUDA}; NVIDIA A100 Tensor Core GPU Architecture",
     ),
     DeviceKind(
-        family="Turing without tensor cores", type="cuda", since=(7, 5), by_name=True,
+        family=_phrase("family_no_cores"), type="cuda", since=(7, 5), by_name=True,
         models=r"GTX ?16(\d\d)?\b|\bMX[45]50\b|\bT(400|500|600|1000|1200)\b",
         examples=("GTX 1650", "GTX 1660 Ti"),
         native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
-        reason="has no tensor cores, and its fp16 convolutions have given NaN",
+        reason=_phrase("fp16_unsafe"),
         source="pytorch/pytorch#58123 and #77955",
     ),
     DeviceKind(
@@ -118,78 +120,75 @@ DEVICES: tuple[DeviceKind, ...] = (
         models=r"\bT4G?\b|RTX ?20([5-9]0)?(TI)?\b|QUADRO RTX|TITAN RTX",
         examples=("T4", "RTX 2080 Ti", "Quadro RTX 6000"),
         native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason="has tensor cores for fp16 and none for bf16; the loss is scaled, since fp16 "
-        "flushes small gradients",
+        reason=_FP16,
         source=f"{_CUDA}; NVIDIA Turing GPU Architecture",
     ),
     DeviceKind(
         family="Volta", type="cuda", since=(7, 0),
         models=r"\bG?V100\b|TITAN V\b|XAVIER", examples=("V100", "Titan V"),
         native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason="has tensor cores for fp16 and none for bf16; the loss is scaled, since fp16 "
-        "flushes small gradients",
+        reason=_FP16,
         source=f"{_CUDA}; NVIDIA Tesla V100 GPU Architecture",
     ),
     DeviceKind(
-        family="Pascal and older", type="cuda",
+        family=_phrase("family_pascal"), type="cuda",
         models=r"\bP(4|40|100)\b|\b[KM](40|60|80)\b|GTX ?(9|10)\d\d|TITAN X",
         examples=("P100", "GTX 1080", "K80"),
         native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
-        reason="has no tensor cores: 16-bit products would save memory, and no time",
+        reason=_phrase("no_cores"),
         source=_CUDA,
     ),
     DeviceKind(
         family="AMD Instinct", type="rocm",
         models=r"\bMI ?[123]\d\d", examples=("MI250", "MI300X"),
         native=_forms("fp32 bf16 fp16"), policy="bf16-mixed",
-        reason="has matrix cores for bf16 (halfstep was never run on one)",
+        reason=_phrase("matrix_cores"),
         source="AMD CDNA Architecture white paper",
     ),
     DeviceKind(
-        family="another AMD GPU", type="rocm", models=r"RADEON|\bRX ?\d{4}", examples=("RX 7900",),
+        family=_phrase("family_amd"), type="rocm",
+        models=r"RADEON|\bRX ?\d{4}", examples=("RX 7900",),
         native=_forms("fp32"), policy="fp32",
-        reason="is not in halfstep's table; name a policy, such as fp16-mixed, to try one",
-        source="none: nothing is claimed",
+        reason=_phrase("not_listed"),
+        source=_phrase("no_source"),
     ),
     DeviceKind(
         family="Apple M", type="mps",
         models=r"\bM[1-9]( (PRO|MAX|ULTRA))?$|APPLE M\d|\bMPS\b|MAC", examples=("M1", "M3 Max"),
         native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason="multiplies fp16 natively, and M1 and M2 emulate bf16; the loss is scaled (halfstep "
-        "was never run on one)",
+        reason=_phrase("mac"),
         source="huggingface/transformers#40458",
     ),
     DeviceKind(
-        family="CPU with AMX", type="cpu", flags=frozenset({"amx_bf16"}),
+        family=_phrase("family_amx"), type="cpu", flags=frozenset({"amx_bf16"}),
         models=r"AMX|(SAPPHIRE|EMERALD|GRANITE) RAPIDS", examples=("Sapphire Rapids", "AMX"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason="multiplies bf16 in matrix tiles",
+        reason=_phrase("tiles"),
         source="Intel 64 and IA-32 Architectures Software Developer's Manual, AMX",
     ),
     DeviceKind(
-        family="CPU with AVX512-BF16", type="cpu", flags=frozenset({"avx512_bf16"}),
+        family=_phrase("family_avx512"), type="cpu", flags=frozenset({"avx512_bf16"}),
         models=r"AVX512.?BF16|COOPER LAKE|ZEN ?[45]|EPYC 9\d{3}|RYZEN \d 7\d{3}|RYZEN \d 9\d{3}",
         examples=("Zen 4", "EPYC 9654", "Cooper Lake"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason="has dot products of bf16 pairs (vdpbf16ps)",
+        reason=_phrase("dot_products"),
         source="Intel Architecture Instruction Set Extensions, AVX512_BF16",
     ),
     DeviceKind(
-        family="Arm CPU with BF16", type="cpu", flags=frozenset({"bf16"}),
+        family=_phrase("family_arm"), type="cpu", flags=frozenset({"bf16"}),
         models=r"GRAVITON ?[3-9]|NEOVERSE V|\bGRACE\b|ARM.*BF16",
         examples=("Graviton3", "Grace"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason="has matrix instructions for bf16 (BFMMLA)",
+        reason=_phrase("matrix_instructions"),
         source="Arm Architecture Reference Manual, FEAT_BF16",
     ),
     DeviceKind(
-        family="CPU without bf16 instructions", type="cpu",
+        family=_phrase("family_plain"), type="cpu",
         models=r"\bCPU\b|AVX2|AVX512|(ICE|SKY|CASCADE|ALDER|RAPTOR) ?LAKE|ZEN ?[123]|GRAVITON ?2",
         examples=("Skylake", "Zen 3", "AVX2"),
         native=_forms("fp32"), emulated=_forms("bf16 fp16"), policy="fp32",
-        reason="has no instructions for bf16: its products would be simulated, with the memory "
-        "and the rounding of bf16 and without its speed",
-        source="docs/policies.md, measured",
+        reason=_phrase("no_instructions"),
+        source=_phrase("measured_by_us"),
     ),
 )  # fmt: skip
 """Every kind of device, the most particular first."""
@@ -218,14 +217,24 @@ def choose(device: torch.device) -> Choice:
     """
     kind = kind_of(device)
     if kind is None:
-        return Choice("fp32", f"torch has no {device.type} device here")
+        return Choice("fp32", _phrase("no_device", type=device.type))
     name = name_of(device)
     wrong = ""
     if device.type == "mps":
         wrong = failed_probe(device, torch.float16) or failed_lists(device, torch.float16)
     if wrong:
-        return Choice("fp32", f"{name}: a live probe found fp16 wrong ({wrong})", kind)
-    return Choice(kind.policy, f"{name} ({kind.family}) {kind.reason}", kind)
+        return Choice("fp32", _phrase("probed_wrong", name=name, wrong=wrong), kind)
+    return Choice(kind.policy, reason_of(kind, name), kind)
+
+
+def reason_of(kind: DeviceKind, name: str) -> Phrase:
+    """Why a device of a kind takes the kind's policy, as a sentence with the device's name."""
+    return _phrase("chosen", name=name, family=kind.family, reason=kind.reason)
+
+
+def status_text(status: str) -> Phrase:
+    """``native``, ``emulated``, ``simulated``, ``refused`` and the like, as a word for people."""
+    return _phrase(f"status {status}")
 
 
 def kind_of(device: torch.device) -> DeviceKind | None:

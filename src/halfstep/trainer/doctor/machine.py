@@ -21,14 +21,19 @@ from halfstep.precision.policy.devices import (
     cpu_instructions,
     kind_named,
     name_of,
+    reason_of,
+    status_text,
 )
 from halfstep.precision.policy.policy import DTYPES, POLICIES
 from halfstep.precision.policy.probe import failed_probe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.cores import probe as waiting_for_cores, remark
+from halfstep.trainer.cores import busy, probe as waiting_for_cores
 from halfstep.trainer.environment import choose_device, gemm_table
+from halfstep.words import Told
+
+_phrase = Told("halfstep.trainer.doctor").phrase
 
 FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _INSTRUCTIONS = ("amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512f",
@@ -142,9 +147,8 @@ def diagnose_named(name: str) -> Diagnosis:
     kind: DeviceKind = kind_named(name)
     forms = tuple(FormRow(form, kind.status(form), _expected(kind, form)) for form in FORMS)
     return Diagnosis(
-        name, name, kind.family, kind.policy, f"{name} ({kind.family}) {kind.reason}", kind.source,
-        False, forms, *_bytes(kind),
-        notes=("nothing was measured: this is what halfstep's table says of such a device",),
+        name, name, kind.family, kind.policy, reason_of(kind, name), kind.source, False, forms,
+        *_bytes(kind), notes=(_phrase("not_measured"),),
     )  # fmt: skip
 
 
@@ -237,29 +241,26 @@ def _times(
 def _notes(
     device: torch.device, policy: str, forms: tuple[FormRow, ...], times: float | None
 ) -> list[str]:
-    notes = [f"{row.form}: a probe found it wrong here ({row.probe})" for row in forms if row.probe]
+    notes: list[str] = [
+        _phrase("probe_wrong", form=row.form, probe=row.probe) for row in forms if row.probe
+    ]
     if times is not None and times > 1:
-        notes.append(
-            f"products in {policy.partition('-')[0]} took {times:.2f} times as long as in fp32 at "
-            "these shapes: halfstep bench compares whole steps, and fp32 may be the faster policy"
-        )
+        notes.append(_phrase("slow_products", form=policy.partition("-")[0], times=times))
     if device.type == "cuda" and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability(device)
         built = torch.cuda.get_arch_list()
         if built and not any(arch.endswith(f"_{major}{minor}") for arch in built) and (
             f"sm_{major}0" not in built
         ):  # fmt: skip
-            notes.append(
-                f"this torch has no kernels for compute capability {major}.{minor} (it has "
-                f"{', '.join(built)}): install a build of torch that has"
-            )
+            notes.append(_phrase("no_kernels", here=f"{major}.{minor}", built=", ".join(built)))
     if device.type == "mps":
-        notes.append("halfstep was never run on a Mac's GPU; the probes above are all it knows")
+        notes.append(_phrase("never_on_mac"))
     if device.type == "cpu":
         share = waiting_for_cores()
-        busy = remark(share, torch.get_num_threads()) if share is not None else ""
-        notes += [busy] if busy else []
+        found_busy = busy(share, torch.get_num_threads())
+        notes += [found_busy] if found_busy else []
     found = support(POLICIES[policy], device)
     if found.status != "native":
-        notes.append(f"{policy} is {found.status} here: {found.reason}")
+        status = status_text(found.status)
+        notes.append(_phrase("runs_as", policy=policy, status=status, reason=found.reason))
     return notes

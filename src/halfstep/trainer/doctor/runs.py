@@ -21,6 +21,9 @@ from halfstep.trainer.config.config import config_from_table, config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
+from halfstep.words import Phrase, Told
+
+_phrase = Told("halfstep.trainer.doctor").phrase
 
 _SKIPS = 0.05
 """Share of skipped steps from which a run is told. A dynamic scale that fits skips one step in
@@ -56,17 +59,23 @@ class RunRule:
 
     Attributes:
         name: Its name in reports, the same as a script's where it is the same mistake.
-        why: What follows from it.
-        instead: What to do.
         find: What is wrong in a run, or None.
         bad: Changes to a healthy run's facts, as tables, with which it is found.
     """
 
     name: str
-    why: str
-    instead: str
     find: Callable[[Facts], Found | None]
     bad: Mapping[str, Any]
+
+    @property
+    def why(self) -> Phrase:
+        """What follows from it."""
+        return _phrase(f"why {self.name}")
+
+    @property
+    def instead(self) -> Phrase:
+        """What to do."""
+        return _phrase(f"instead {self.name}")
 
 
 def check_run(path: Path) -> list[Finding]:
@@ -135,21 +144,21 @@ def _scale_not_saved(facts: Facts) -> Found | None:
     scale = saved.get("loss_scale") if isinstance(saved, dict) else None
     if isinstance(scale, dict) and "value" in scale:
         return None
-    return CHECKPOINTS, 0, "the newest checkpoint holds no state of the loss scale"
+    return CHECKPOINTS, 0, _phrase("found scaler-not-saved")
 
 
 def _schedule_over_skips(facts: Facts) -> Found | None:
     skipped = _skipped(facts)
     if facts.config.schedule.on_skip != "advance" or not skipped:
         return None
-    return "config.toml", 0, f"the schedule moved on over {skipped} skipped steps (on_skip=advance)"
+    return "config.toml", 0, _phrase("found schedule-over-skips", skipped=skipped)
 
 
 def _eps_underflows(facts: Facts) -> Found | None:
     eps, name = facts.config.optimizer.eps, facts.config.optimizer.name
     if "adam" not in name or facts.policy.master_dtype != torch.float16 or eps >= 2.0**-25:
         return None
-    return "config.toml", 0, f"optimizer.eps={eps:g} is 0 in fp16, the format of the weights"
+    return "config.toml", 0, _phrase("found eps-underflows", eps=eps)
 
 
 def _many_skips(facts: Facts) -> Found | None:
@@ -158,7 +167,7 @@ def _many_skips(facts: Facts) -> Found | None:
     if len(judged) < 20 or skipped <= _SKIPS * len(judged):
         return None
     first = next(i for i, r in enumerate(facts.records, 1) if r.get("applied") is False)
-    return METRICS, first, f"{skipped} of {len(judged)} steps were skipped"
+    return METRICS, first, _phrase("found many-skips", skipped=skipped, steps=len(judged))
 
 
 def _scale_below_one(facts: Facts) -> Found | None:
@@ -167,7 +176,7 @@ def _scale_below_one(facts: Facts) -> Found | None:
     for number, record in enumerate(facts.records, 1):
         scale = record.get("loss_scale")
         if isinstance(scale, int | float) and scale < 1:
-            return METRICS, number, f"the loss scale fell to {scale:g}"
+            return METRICS, number, _phrase("found scale-below-one", scale=scale)
     return None
 
 
@@ -180,7 +189,8 @@ def _updates_lost(facts: Facts) -> Found | None:
             worst = max(known, key=lambda name: known[name])
             if known[worst] <= _LOST:
                 return None
-            return METRICS, number, f"{known[worst]:.0%} of the updates of {worst} were lost"
+            said = _phrase("found updates-lost", share=known[worst], name=worst)
+            return METRICS, number, said
     return None
 
 
@@ -188,7 +198,8 @@ def _loss_not_finite(facts: Facts) -> Found | None:
     for number, record in enumerate(facts.records, 1):
         finite = math.isfinite(_number(record.get("loss")))
         if not finite and record.get("skip_reason") != "overflow":
-            return METRICS, number, f"the loss of step {record.get('step')} was not finite"
+            said = _phrase("found loss-not-finite", step=record.get("step"))
+            return METRICS, number, said
     return None
 
 
@@ -208,52 +219,36 @@ _SKIP = {**_STEP, "applied": False}
 RUN_RULES: tuple[RunRule, ...] = (
     RunRule(
         name="scaler-not-saved",
-        why="a resumed run would search for its scale again",
-        instead="resume from an older checkpoint",
         find=_scale_not_saved,
         bad={"precision": "fp16-mixed", "state": {"precision": {"policy": "fp16-mixed"}}},
     ),
     RunRule(
         name="schedule-over-skips",
-        why="the learning rate is ahead of the updates",
-        instead="--schedule.on-skip hold",
         find=_schedule_over_skips,
         bad={"schedule.on_skip": "advance", "records": [_STEP, _SKIP]},
     ),
     RunRule(
         name="eps-underflows",
-        why="a moment of 0 then makes 0 / 0",
-        instead="--optimizer.eps 1e-4",
         find=_eps_underflows,
         bad={"precision": "fp16-pure", "optimizer.eps": 1e-8},
     ),
     RunRule(
         name="many-skips",
-        why="a scale that fits skips one step in 2000; a model overflows in its forward, or data "
-        "hold numbers that are not finite",
-        instead="the operation that halfstep.trace_nonfinite names in fp32 (keep_fp32=), or "
-        "--precision bf16-mixed",
         find=_many_skips,
         bad={"records": [_STEP] * 20 + [_SKIP] * 3},
     ),
     RunRule(
         name="scale-below-one",
-        why="gradients then underflow where fp32's would not: no scale fits both ends",
-        instead="--precision bf16-mixed, or the overflowing modules in fp32 (keep_fp32=)",
         find=_scale_below_one,
         bad={"precision": "fp16-mixed", "records": [_STEP, {**_STEP, "loss_scale": 0.5}]},
     ),
     RunRule(
         name="updates-lost",
-        why="the weights' format rounds them away",
-        instead="--precision bf16-split, or fp32 weights (a *-mixed policy)",
         find=_updates_lost,
         bad={"records": [{**_STEP, "lost_updates": {"blocks": 0.4}}]},
     ),
     RunRule(
         name="loss-not-finite",
-        why="no loss scale can help there",
-        instead="halfstep.trace_nonfinite around the step, or --on-nonfinite skip:3",
         find=_loss_not_finite,
         bad={"records": [_STEP, {**_SKIP, "loss": "nan", "skip_reason": "nonfinite_loss"}]},
     ),

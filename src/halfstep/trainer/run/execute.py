@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from halfstep.errors import NonFiniteError, SpikeError
-from halfstep.precision.policy.devices import choose, name_of
+from halfstep.precision.policy.devices import choose, name_of, status_text
 from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -151,7 +151,7 @@ def _introduce(session: Session, say: Say) -> None:
             summary=session.task.summary(),
             device=session.device,
             layout=layout,
-            status=support.status,
+            status=status_text(support.status),
             reason=support.reason,
         )
     )
