@@ -396,6 +396,8 @@ class Lab:
     """What to change, as NAME=VALUE; each experiment says what it has."""
     out: str = "figures"
     """The folder to write into."""
+    notebook: bool = False
+    """Write NAME.ipynb as well: the experiment as a Jupyter notebook, to be changed there."""
 
 
 @dataclass(frozen=True, kw_only=True)

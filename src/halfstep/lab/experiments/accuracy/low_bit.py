@@ -84,8 +84,14 @@ def _trained(policy: str, steps: int) -> float:
     model = material.gpt(LAYERS, WIDTH, LENGTH)
     optimizer = AdamW(model.parameters(), lr=RATE)
     data = material.batches(8, LENGTH, seed=0)
-    (end,) = material.validated(policy, model, optimizer, data, [steps], LENGTH, warmup=20)
-    return end
+    ends: list[float] = []
+
+    def look(step: int, precision: Precision) -> None:
+        if step == steps:
+            ends.append(material.validation(precision, model, LENGTH))
+
+    material.train(policy, model, optimizer, data, steps, warmup=20, after=look)
+    return ends[0]
 
 
 def draw(figure: Any, data: Data, say: Say) -> None:
