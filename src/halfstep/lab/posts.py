@@ -26,7 +26,7 @@ from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.texts import read_named
 
 PADDING, CLS, UNKNOWN = range(3)
-CHARACTERS, LENGTH, SAMPLE, MOST_HELD_OUT, LEAST = 4000, 64, 3000, 256, 40
+CHARACTERS, LENGTH, SAMPLE, MOST_HELD_OUT, LEAST = 4000, 64, 3000, 200, 40
 """Ids at most, characters of a post that are read, posts of the sample, posts held out at most,
 and posts of a file at least."""
 
