@@ -43,8 +43,8 @@ def test_a_file_of_ones_own_is_what_the_model_learns(tmp_path):
     assert posts["bert"]["fp32"][0][0] < math.log(2) + 0.3 < usual["bert"]["fp32"][0][0]
     # After ten steps it has begun to learn that there are four bytes.
     assert book["gpt"]["fp32"][0][-1] < usual["gpt"]["fp32"][0][-1] - 1
+    (tmp_path / "short.txt").write_text("short")
     with pytest.raises(DataError, match="at least 10000"):
-        (tmp_path / "short.txt").write_text("short")
         made("parity", data=tmp_path / "short.txt")
     with pytest.raises(DataError, match="give a file of text"):
         made("parity", data=tmp_path / "absent.txt")

@@ -93,11 +93,12 @@ class Made:
 
 
 def machine() -> Data:
-    """Where an experiment is made: times and bytes depend on it."""
+    """Where an experiment is made, and how busy it is there: times and bytes depend on it."""
     return {
         "processor": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
         "bf16_instructions": cpu_has_bf16(),
         "torch": torch.__version__,
     }

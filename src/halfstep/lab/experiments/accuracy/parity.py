@@ -23,16 +23,16 @@ from halfstep.trainer.data.records import READERS
 
 POLICIES = {"fp32": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 LAYERS, WIDTH, LENGTH, POINTS = 2, 64, 64, 6
-SEQUENCES, POSTS = 8, 16
+SEQUENCES, POSTS = 8, 32
 """In a batch of the GPT, and of the BERT."""
-RATES = {"gpt": 3e-3, "bert": 2e-3}
+RATES = {"gpt": 3e-3, "bert": 1e-3}
 
 
 @dataclass(frozen=True)
 class Options:
     """Steps of each run, how many seeds, and a file to train on instead of what comes with it."""
 
-    steps: AtLeast1 = 120
+    steps: AtLeast1 = 100
     seeds: AtLeast1 = 3
     data: str = ""
 
