@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.lab.course import EXPERIMENTS
+from halfstep.lab.experiments.costs import speed as speed_experiment
 from lab.drawn import assert_drawn, made
 
 WIDTH, VOCABULARY, SEQUENCES, LENGTH, LAYERS = 32, 500, 4, 64, 4
@@ -123,6 +125,14 @@ def test_speed_is_a_ratio_of_steps_at_four_widths_and_five_batches(speed):
     assert [row["at"] for row in speed.data["sequences"]] == [1, 2, 4, 8, 16]
     for row in (*speed.data["widths"], *speed.data["sequences"]):
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
+
+
+def test_the_ratio_is_that_of_the_times(monkeypatch):
+    """By a clock in whose time a step of fp32 takes 3 s, and one of the policy 2 s."""
+    ticks = (sum((0, 3, 0, 2)[: number % 4 + 1]) + 5 * (number // 4) for number in count())
+    monkeypatch.setattr(speed_experiment.time, "perf_counter", lambda: next(ticks))
+    found = speed_experiment._pairs("bf16-mixed", 32, 1, 3)
+    assert found == {"ratio": 1.5, "low": 1.5, "high": 1.5}
 
 
 def test_speed_is_drawn_in_both_languages(speed, tmp_path, monkeypatch):

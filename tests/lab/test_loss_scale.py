@@ -27,6 +27,8 @@ def test_the_scale_follows_its_rule_and_the_large_batch_loses_more(tmp_path, mon
     small, large = one.data["batches"].values()
     assert small["skipped"], "a scale that doubles at every step overflows within twelve"
     assert small["zeros"] < large["zeros"]
+    for batch in (small, large):
+        assert batch["losses"]["none"] != batch["losses"]["static"], "a scale rescues something"
     first = [runs[0][0] for batch in (small, large) for runs in batch["losses"].values()]
     # The same weights and tokens: they differ by the rounding of fp16 alone, 2^-11 of each number.
     assert first == pytest.approx([one.data["fp32"][0][0]] * len(first), rel=1e-3)
